@@ -20,7 +20,15 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import GONE, Why, mutated
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
-from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, restore_layout
+from ckpt_hooks._tensors.copies import (
+    alias_with_history,
+    as_kind,
+    is_dense,
+    is_theirs,
+    layout_of,
+    restore_layout,
+    tensor_in,
+)
 from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
 from ckpt_hooks._torch.autograd import (
     SavedTensor,
@@ -31,11 +39,10 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, set_versions, storage_of, version_of, weak_storage
+from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of, weak_storage
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
-from .notes import is_theirs, layout_of, tensor_in
 from .packing import unpack, unpack_watched
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
@@ -460,6 +467,19 @@ class Arguments:
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
         return Restored(tensors, stand_ins, found.lent, found.lost)
+
+    def put_memory_back(self, found: Restored) -> None:
+        """Gives tensors the memory from before a rerun, in which the function gave them other memory."""
+        now = self._elsewhere()
+        if now is _NOT_MOVED:
+            return
+        for position in now:
+            tensor = self._tensors[position]
+            assert tensor is not None
+            if tensor is found.tensors[position] and not is_theirs(tensor, self._memory[1][position]):
+                memory = tensor_in(self._memory[0][position], self._memory[1][position], is_inference=tensor.is_inference())
+                if memory is not None:
+                    past_all_modes(tensor, setattr, tensor, "data", memory)
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""

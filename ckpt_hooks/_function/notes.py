@@ -15,19 +15,27 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt_hooks._tensors.copies import PLAIN, alias_with_history, as_kind, copy_of, copy_with_history, is_dense, is_plain
+from ckpt_hooks._tensors.copies import (
+    PLAIN,
+    alias_with_history,
+    as_kind,
+    copy_of,
+    copy_with_history,
+    is_dense,
+    is_plain,
+    layout_of,
+    tensor_in,
+)
 from ckpt_hooks._torch.modes import PastFunctionModes
 from ckpt_hooks._torch.tensors import (
     counted_detach,
     is_freed,
     is_kept_anyway,
-    past_all_modes,
     set_versions,
     storage_address,
-    storage_from,
     storage_of,
+    version_of,
     weak_storage,
 )
 
@@ -38,10 +46,6 @@ from .places import Content, Part, new, new_frozen, same
 SMALL = 1 << 14
 #: A tensor with a history, in an attribute of a module, is copied up to this size: a sum to which forward adds in place.
 _MOST_COPIED = 1 << 16
-
-
-#: Where a tensor's elements are in the storage: offset, shape, strides, type.
-Layout = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class GoneError(Exception):
@@ -168,8 +172,8 @@ class TensorNote:
         """Whether a tensor of the noted number is the noted tensor, and not a later object in the same memory."""
         if self.alias is None or self.number in loan.held or found is self.leaf:
             return True
-        if self.alias.is_inference() or found.is_inference():  # which have no counter
-            return self.alias.is_inference() and found.is_inference()
+        if not (_counts(self.alias) and _counts(found)):
+            return not (_counts(self.alias) or _counts(found))
         return have_one_counter(self.alias, found) or loan.has_swapped(found)
 
     def tensor(self) -> torch.Tensor | None:
@@ -209,6 +213,11 @@ class TensorNote:
         return made
 
 
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor counts writes."""
+    return not tensor.is_inference() and version_of(tensor) >= 0
+
+
 def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have one version counter: the first is asked to count, for a moment."""
     before, was = one._version, other._version
@@ -216,30 +225,6 @@ def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     found = other._version
     set_versions((one,), (before,))
     return found != was
-
-
-def is_theirs(tensor: torch.Tensor, layout: Layout) -> bool:
-    """Whether a framework may empty and fill a tensor, which is empty, or was in forward."""
-    return is_freed(tensor) or 0 in tensor.shape or 0 in layout[1]
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *, is_inference: bool) -> torch.Tensor | None:
-    """Returns a tensor on a storage, without history; None if the storage is gone."""
-    found = storage_from(storage) if isinstance(storage, StorageWeakRef) else storage
-    if found is None:
-        return None
-    with torch.inference_mode(is_inference):
-        made: torch.Tensor = past_all_modes(torch.empty(0), _put_in, found, layout)
-    return made
-
-
-def _put_in(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
-    offset, shape, strides, dtype = layout
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -153,6 +153,8 @@ class Rerun:
             put_hooks_back(self._hooks, self._call.arguments.hooks(self._handed_out))
         if self._handed_out:
             self._call.arguments.look_at(self._handed_out)
+        if self._restored is not None:
+            self._call.arguments.put_memory_back(self._restored)
 
     def _is_at_fault(self, error: Exception) -> bool:
         """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""

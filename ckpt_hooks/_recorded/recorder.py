@@ -235,7 +235,7 @@ class Recorder(SelectiveCheckpointContext):
             tables.known[key] = value
             saved = HeldTensor()
             saved.tensor = counted_detach(tensor)
-            saved.version = None
+            saved.memory = saved.version = None
             saved.cause = BY_POLICY
             saved.path = tape.path
             saved.is_fickle = False

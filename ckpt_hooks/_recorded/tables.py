@@ -109,5 +109,14 @@ class Tables:
 
     def clear(self) -> None:
         """Forgets everything, at the end of a region."""
+        for store in self.stores.values():
+            store.members = []
+        for reference in self.inputs.values():
+            if (value := reference()) is not None:
+                value.tensor = _gone  # ``torch.utils.swap_tensors`` refuses tensors with weak references
         for table in (self.known, self.uninitialized, self.inputs, self.stores):
             table.clear()
+
+
+def _gone() -> None:
+    """Takes the place of a weak reference."""

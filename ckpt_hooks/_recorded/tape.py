@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,9 @@ from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._operators.facts import OpFacts, facts_of
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
-from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, Lost, num_fused_steps
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense, layout_of
+from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, num_fused_steps
 from ckpt_hooks._tensors.refilling import owner_of
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.modes import FAKE
@@ -37,6 +37,7 @@ from .values import Op, Store, Value, flatten, new_store, new_value
 
 _Tensor = torch.Tensor
 _weakref = weakref.ref
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
 
@@ -203,10 +204,9 @@ class Tape:
             found = reference()
             # Where the forward of a frame around meets one tensor twice, its rerun may meet two tensors.
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
-            if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
-                if found.store.address == (address or 0) or not is_kept_anyway(tensor):
-                    return found
-                found.saved = Lost(Why.EXCHANGED_STORAGE, self.path)
+            same = same and (not self.is_in_frame or is_kept_anyway(tensor))
+            if found is not None and same and found.store.address == (address or 0):
+                return found
         store = None if address is None else self.tables.stores.get(address)
         if store is None or not store.is_alive():
             store = self.tables.external_store(address)
@@ -235,6 +235,10 @@ class Tape:
         else:
             saved, self.has_refilled = HeldRefilled(tensor, origin), True
         saved.tensor = tensor
+        saved.memory = None
+        if origin is None and store.address and type(tensor) in _PLAIN:
+            with suppress(NotImplementedError, RuntimeError):  # of a nested tensor, say
+                saved.memory = tensor.untyped_storage(), layout_of(tensor)
         saved.cause = store.cause if origin is None else _GATHERED
         saved.path = self.path
         value.saved = saved

@@ -69,7 +69,7 @@ class Store:
             return True
         for reference in self.held or ():
             value = reference()
-            if value is not None and value.saved is not None and self.has(value.saved.tensor):
+            if value is not None and value.saved is not None and value.saved.is_in(self.address):
                 return True
         return False
 

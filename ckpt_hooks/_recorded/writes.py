@@ -149,7 +149,7 @@ def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], na
             continue
         found = [copy for tensor, copy in copies if are_one_place(tensor, kept)]
         if found:
-            value.saved.tensor, value.saved.version = found[0], None
+            value.saved.tensor, value.saved.memory, value.saved.version = found[0], None, None
         else:
             value.saved = Lost(Why.OVERWRITTEN, path, name)
 
@@ -330,7 +330,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     store = tape.tables.store_of(target)
     before = op.args[0]
     if before.saved is not None and before.saved.tensor is target:
-        before.saved.tensor = counted_detach(target)
+        before.saved.tensor, before.saved.memory = counted_detach(target), None
     bumped = [counter_of(tape.tables, target)]
     out = facts.call(*args, **kwargs)
     for holder in store.held or ():

@@ -12,10 +12,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import neg_view, past_all_modes, set_versions, storage_address, storage_of
+from ckpt_hooks._torch.tensors import (
+    is_freed,
+    neg_view,
+    past_all_modes,
+    set_versions,
+    storage_address,
+    storage_from,
+    storage_of,
+)
 
 from .containers import replaced_in
 
@@ -288,3 +297,31 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
         if filled:
             set_versions(tuple(filled), tuple(versions))
         set_grad_enabled(grad_enabled)
+
+
+#: Where a tensor's elements are in the storage: offset, shape, strides, type.
+Layout = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def is_theirs(tensor: torch.Tensor, layout: Layout) -> bool:
+    """Whether a framework may empty and fill a tensor, which is empty, or was in forward."""
+    return is_freed(tensor) or 0 in tensor.shape or 0 in layout[1]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *, is_inference: bool) -> torch.Tensor | None:
+    """Returns a tensor on a storage, without history; None if the storage is gone."""
+    found = storage_from(storage) if isinstance(storage, StorageWeakRef) else storage
+    if found is None:
+        return None
+    with torch.inference_mode(is_inference):
+        made: torch.Tensor = past_all_modes(torch.empty(0), _put_in, found, layout)
+    return made
+
+
+def _put_in(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
+    offset, shape, strides, dtype = layout
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)

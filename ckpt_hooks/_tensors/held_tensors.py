@@ -23,11 +23,20 @@ from ckpt_hooks._torch.autograd import (
     Hooks,
     graph_task_id,
 )
-from ckpt_hooks._torch.tensors import counted_detach, dense_parts, is_freed, is_kept_anyway, storage_of, version_witness
+from ckpt_hooks._torch.tensors import (
+    counted_detach,
+    dense_parts,
+    is_freed,
+    is_kept_anyway,
+    storage_address,
+    storage_of,
+    version_of,
+    version_witness,
+)
 from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
-from .copies import Clones, copy_in, stand_in_for
+from .copies import Clones, Layout, copy_in, stand_in_for, tensor_in
 from .offloaded import Batch, Moved
 from .refilling import Origin
 from .transfers import Transfers
@@ -40,9 +49,10 @@ class HeldTensor:
 
     # ``is_packed``: getting the tensor takes work, which a replay does once for all readers.
     is_on_host = is_packed = False
-    __slots__ = ("cause", "is_fickle", "path", "steps", "tensor", "version")
+    __slots__ = ("cause", "is_fickle", "memory", "path", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None  # None where hooks or the host have it
+    memory: tuple[torch.UntypedStorage, Layout] | None  # where the content is, if the tensor may get other memory
     version: int | None  # when sealed; None before, and where writes are not counted
     cause: Cause
     path: RegionPath
@@ -53,17 +63,33 @@ class HeldTensor:
     def by_policy(self) -> bool:
         return self.cause.reason in (Reason.POLICY, Reason.NAME)
 
+    def is_in(self, address: int) -> bool:
+        """Whether the content is in a storage."""
+        if self.memory is not None:
+            return bool(self.memory[0]._cdata == address)
+        return self.tensor is not None and (storage_of(self.tensor) or 0) == address
+
+    def find(self) -> torch.Tensor:
+        """Returns the tensor; another one in the memory of forward, if the tensor was given other memory since."""
+        tensor, memory = self.tensor, self.memory
+        assert tensor is not None
+        if memory is not None and storage_address(tensor) != memory[0]._cdata:
+            found = tensor_in(*memory, is_inference=tensor.is_inference())
+            assert found is not None
+            self.tensor, self.memory = found, None
+            self.version = None if self.version is None else found._version
+            return found
+        return tensor
+
     def copy(self, clones: Clones) -> None:
         """Holds a copy instead, before a write to the tensor."""
-        assert self.tensor is not None
-        self.tensor, self.version = copy_in(self.tensor, clones), None
+        self.tensor, self.memory, self.version = copy_in(self.find(), clones), None, None
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
         # For a selective frame that is at once, for a recorded frame when its outermost region ends.
-        tensor = self.tensor
-        assert tensor is not None
-        if tensor.is_inference():
+        tensor = self.find()
+        if version_of(tensor) < 0:
             return self
         if self.is_fickle and not is_freed(tensor):
             self.copy({})
@@ -76,13 +102,12 @@ class HeldTensor:
         if not tensor.requires_grad:
             return self
         # The tensor itself would own this graph after a later write in place.
-        self.tensor = counted_detach(tensor)
+        self.tensor, self.memory = counted_detach(tensor), None
         return self
 
     def get(self) -> torch.Tensor:
         """Returns the tensor; raises if it was modified since forward, or its memory was freed."""
-        tensor = self.tensor
-        assert tensor is not None
+        tensor = self.find()
         if self.version is not None and (tensor._version != self.version or stepped_since(tensor, self.steps)):
             raise self._mutated(tensor, self.version)
         if is_freed(tensor):
@@ -97,7 +122,7 @@ def hold_tensor(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTen
     """Returns the holder of a tensor, as it is, for a policy; not sealed yet."""
     held = HeldTensor()
     held.tensor, held.version, held.cause, held.path = tensor, None, cause, path
-    held.is_fickle = False
+    held.is_fickle, held.memory = False, None
     return held
 
 
@@ -108,7 +133,7 @@ class HeldRefilled(HeldTensor):
 
     def __init__(self, tensor: torch.Tensor, origin: Origin) -> None:
         self.tensor, self.version, self.steps = tensor, _version_of(tensor), num_fused_steps()
-        self.owner, self.source = origin
+        self.memory, (self.owner, self.source) = None, origin
         self.source_steps = self.steps
         self.source_version = _version_of(origin.source)
 
@@ -147,7 +172,8 @@ class HeldRefilled(HeldTensor):
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    found = version_of(tensor)
+    return None if found < 0 else found
 
 
 class HeldByHooks(HeldTensor):
@@ -156,7 +182,7 @@ class HeldByHooks(HeldTensor):
 
     @unseen
     def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, cause: Cause) -> None:
-        self.tensor, self.version, self.cause, self.path = None, tensor._version, cause, path
+        self.tensor, self.memory, self.version, self.cause, self.path = None, None, tensor._version, cause, path
         self.is_fickle = False
         self._kind = dtype_and_shape(tensor)
         self._storage = storage_of(tensor)
@@ -207,7 +233,7 @@ class HeldOnHost(HeldTensor):
 
     @unseen
     def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, cause: Cause) -> None:
-        self.tensor, self.version, self.cause, self.path = None, None, cause, path
+        self.tensor, self.memory, self.version, self.cause, self.path = None, None, None, cause, path
         self.is_fickle = False
         self._kind = dtype_and_shape(tensor)
         self._witness: torch.Tensor | None = version_witness(tensor)
@@ -243,7 +269,7 @@ class Lost(HeldTensor):
     __slots__ = ("_detail", "_why")
 
     def __init__(self, why: Why, path: RegionPath, detail: str = "") -> None:
-        self.tensor, self.version, self.cause, self.path = None, None, _LOST, path
+        self.tensor, self.memory, self.version, self.cause, self.path = None, None, None, _LOST, path
         self.is_fickle = False
         self._why, self._detail = why, detail
 
