@@ -49,11 +49,6 @@ class Why(enum.Enum):
     PARAMETER_GONE = _Words(
         "{region}: {tensor} is gone, and no other one has its name.", "Keep it until backward.", "the parameter {detail!r}"
     )
-    EXCHANGED_STORAGE = _Words(
-        "{region}: {tensor} was given another storage (`tensor.data = ...`) between two operators of the region that read it.",
-        "Use two tensors, or leave the first operator out of the region.",
-        "a tensor from outside",
-    )
     OVERWRITTEN = _Words(
         "{region}: {tensor} has been modified by an inplace operation ({detail}) later in the region.",
         "Modify a clone, or use the out-of-place form.",
