@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape, format_path, kind_in_words
+from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.descriptions import RegionPath, describe_kind, dtype_and_shape, format_path, kind_in_words
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
@@ -36,7 +37,7 @@ from ckpt_hooks._torch.tensors import (
 from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
-from .copies import Clones, Layout, copy_in, stand_in_for, tensor_in
+from .copies import Clones, Layout, copy_in, is_theirs, stand_in_for, tensor_in
 from .offloaded import Batch, Moved
 from .refilling import Origin
 from .transfers import Transfers
@@ -76,6 +77,8 @@ class HeldTensor:
         if memory is not None and storage_address(tensor) != memory[0]._cdata:
             found = tensor_in(*memory, is_inference=tensor.is_inference())
             assert found is not None
+            if type(tensor) is torch.nn.Parameter and is_theirs(tensor, memory[1]):
+                _warn_of_memory(describe_kind(found))
             self.tensor, self.memory = found, None
             self.version = None if self.version is None else found._version
             return found
@@ -116,6 +119,20 @@ class HeldTensor:
 
     def _mutated(self, tensor: torch.Tensor, version: int | None, why: Why = Why.HELD, kind: str = "") -> MutationError:
         return mutated(why, format_path(self.path), tensor, version, detail=self.cause.in_words(), kind=kind)
+
+
+_has_warned = False
+
+
+def _warn_of_memory(kind: str) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warn_user(
+            "A recorded region holds memory of parameters that hooks took away after forward had read it, such as that of a "
+            f"{kind}: nobody tells how to fill it again. These weights stay until backward. `checkpoint` without a policy runs "
+            "the hooks again, and regions borrow what FSDP2 gathers."
+        )
 
 
 def hold_tensor(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:

@@ -510,13 +510,13 @@ HOLDERS = {
         [
             "while len($L) < 2: $L.append(torch.tensor(0.3 * len($L)))\nu = (u + $L[0]).sin() - $L[1]\n"
             "torch.utils.swap_tensors($L[0], $L[1])",
-            "first, last = $B.setdefault('pair', (torch.tensor(0.2), torch.tensor(0.7)))\nu = (u + first).cos() + last",
+            "first, last = (($B).setdefault(key, torch.tensor(0.2)) for key in ('first', 'last'))\nu = (u + first).cos() + last",
             "if $T is None:\n    $T = torch.tensor(0.5)\nu = (u + $T).sin()\n"
             "torch.utils.swap_tensors($T, u.detach().mean().float())",
         ],
         [
             "if len($L) > 1: torch.utils.swap_tensors($L[0], $L[1])",
-            "if 'pair' in $B: torch.utils.swap_tensors(*$B['pair'])",
+            "if 'first' in $B: torch.utils.swap_tensors($B['first'], $B['last'])",
             "if $T is not None: torch.utils.swap_tensors($T, torch.tensor(0.3))",
         ],
     ),
