@@ -5,7 +5,6 @@ Drawing operators are known by their tag (``nondeterministic_seeded``).
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,9 +29,18 @@ _NO_DRAW: _Form = (None, -1)
 OwnStreams = dict[int, tuple[torch.Generator, torch.Generator]]
 
 
-@functools.cache
+_forms: dict[int, tuple[Any, _Form]] = {}  # by identity: operators hash by a Python function
+
+
 def _form_of(operator: Any) -> _Form:
     """Returns an operator's overload with a generator argument and that argument's position, or the operator and -1."""
+    known = _forms.get(id(operator))
+    if known is None:
+        known = _forms[id(operator)] = operator, _find_form(operator)
+    return known[1]
+
+
+def _find_form(operator: Any) -> _Form:
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # operators of operators have none
         return _NO_DRAW
     names = [argument.name for argument in operator._schema.arguments]
@@ -51,6 +59,8 @@ def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     """Returns the device on which a call of an operator draws."""
     device = kwargs.get("device")
     if device is None:
+        if args and isinstance(args[0], torch.Tensor):
+            return args[0].device
         device = next((value.device for value in args if isinstance(value, torch.Tensor)), "cpu")
     return torch.device(device)
 
@@ -153,11 +163,22 @@ def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return result, before
 
 
+class _Spare(threading.local):
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+
+_spare = _Spare()
+
+
 def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor) -> Any:
     """Runs an operator with draws from a noted state; the user's generators do not move."""
     device = device_of(args, kwargs)
     _refuse_capture(operator, device)
-    own = torch.Generator(default_generator(device).device)
+    device = default_generator(device).device
+    own = _spare.generators.get(device)
+    if own is None:
+        own = _spare.generators[device] = torch.Generator(device)
     own.set_state(state)
     return _call_with(operator, args, kwargs, own, is_draw=True)
 

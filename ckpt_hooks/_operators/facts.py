@@ -111,6 +111,7 @@ class OpFacts:
         "replaces_storage",
         "single",
         "tensors",
+        "writes_first",
         "written",
     )
 
@@ -141,6 +142,14 @@ class OpFacts:
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         # A result is neither an argument nor a view of one.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
+        # It writes to its first argument, counts that, and returns nothing else.
+        self.writes_first = (
+            len(self.written) == 1
+            and self.written[0].position == 0
+            and self.written[0].counted
+            and not (self.lists or self.is_opaque or self.is_inplace_view or self.replaces_storage)
+            and not self.has_fresh
+        )
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
         # With the version counter of its input, unlike an alias.
         self.is_view = (

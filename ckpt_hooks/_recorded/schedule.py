@@ -124,7 +124,7 @@ def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan,
                     readers[number] = 1
                     stack.append(value)
     if writes:
-        _look_at_writes(plan, [step for _, step in sorted(steps.items()) if type(step) is Op], asked)
+        _look_at_writes(plan, [step for step in steps.values() if type(step) is Op], asked)
     return plan, work
 
 
@@ -194,9 +194,24 @@ def _targets(op: Op) -> list[Value]:
 def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:
     last: dict[int, int] = {}
     for op in ops:
-        for value in _targets(op):
-            last[id(value.store)] = op.number
+        if op.facts.written:
+            for value in _targets(op):
+                last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
     plan.written = set(last)
     plan.asked = {value.number for value in asked if id(value.store) in last}
-    read = [*asked, *(value for op in ops for value in _read(op))]
-    plan.in_order = any(value.number < last.get(id(value.store), 0) for value in read)
+    if any(value.number < last.get(id(value.store), 0) for value in asked):
+        plan.in_order = True
+        return
+    for op in ops:
+        if op.facts.is_view:
+            continue
+        if op.is_plain:  # as in ``_read``, which is slower
+            args = op.args
+            for position in op.present:
+                value = args[position]
+                if value.number < last.get(id(value.store), 0):
+                    plan.in_order = True
+                    return
+        elif any(value.number < last.get(id(value.store), 0) for value in _read(op)):
+            plan.in_order = True
+            return

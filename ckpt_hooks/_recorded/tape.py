@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ from .values import Op, Store, Value, flatten, new_store, new_value
 
 _Tensor = torch.Tensor
 _weakref = weakref.ref
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN, _STRIDED = (torch.Tensor, torch.nn.Parameter), torch.strided
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
 
@@ -235,10 +234,10 @@ class Tape:
         else:
             saved, self.has_refilled = HeldRefilled(tensor, origin), True
         saved.tensor = tensor
-        saved.memory = None
-        if origin is None and store.address and type(tensor) in _PLAIN:
-            with suppress(NotImplementedError, RuntimeError):  # of a nested tensor, say
-                saved.memory = tensor.untyped_storage(), layout_of(tensor)
+        is_told = (
+            origin is None and store.address and type(tensor) in _PLAIN and tensor.layout is _STRIDED and not tensor.is_nested
+        )
+        saved.memory = (tensor.untyped_storage(), layout_of(tensor)) if is_told else None
         saved.cause = store.cause if origin is None else _GATHERED
         saved.path = self.path
         value.saved = saved

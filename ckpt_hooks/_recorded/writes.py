@@ -47,6 +47,8 @@ def _covers(tensor: torch.Tensor) -> bool:
     """Whether a tensor fills its storage, in any order of dimensions, as ``empty_like`` of a transposed tensor does."""
     if tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
+    if tensor.is_contiguous():
+        return True
     dense = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -58,6 +60,10 @@ def _covers(tensor: torch.Tensor) -> bool:
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator which writes to its arguments."""
+    if facts.writes_first and tape.decisions is None and facts.keywords.isdisjoint(kwargs):
+        value = _alone(tape, facts, args[0])
+        if value is not None:
+            return _run_writing_alone(tape, value, func, facts, args, kwargs)
     targets = targets_of(facts, args, kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
@@ -109,6 +115,49 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     if decision != RECOMPUTE:
         cut(op, made)
     after_external(tape, external.values(), quiet)
+    return out
+
+
+def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
+    """Returns the value of a tensor which alone knows its memory, so that a write concerns nobody else; None for others."""
+    tables, key = tape.tables, id(target)
+    value = tables.known.get(key) or tables.uninitialized.get(key)
+    if value is None:
+        return None
+    store = value.store
+    is_alone = not (store.external or store.handles or store.held) and len(store.members) == 1
+    if not is_alone or value.saved is not None or storage_address(target) != store.address:
+        return None
+    return None if store.uninitialized and not (facts.written[0].overwritten and _covers(target)) else value
+
+
+def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    tables, store, target = tape.tables, before.store, args[0]
+    op, recorded, present = Op(), list(args), [0]
+    recorded[0] = before
+    for position in facts.tensors[len(recorded)][1:]:
+        tensor = recorded[position]
+        if isinstance(tensor, _Tensor):
+            value = tables.known.get(id(tensor))
+            if value is None or storage_of(tensor) != value.store.address:
+                value = tape.value_of(tensor, facts)
+            recorded[position] = value
+            present.append(position)
+    op.facts, op.args, op.kwargs, op.present = facts, recorded, kwargs, tuple(present)
+    op.draw, op.surroundings, op.is_plain = None, tape.surroundings, False
+    try:
+        out = run(tape, op, func, facts, args, kwargs)
+    except BaseException:
+        tables.make_external(store, f"written to by {func}, which raised")
+        raise
+    tables.number = op.number = tables.number + 1
+    value = _after(tape, op, before)
+    store.written = True
+    if store.uninitialized:
+        store.uninitialized, store.members = False, []
+        tables.register(target, value)
+    else:
+        tables.known[id(target)] = value
     return out
 
 

@@ -510,7 +510,8 @@ HOLDERS = {
         [
             "while len($L) < 2: $L.append(torch.tensor(0.3 * len($L)))\nu = (u + $L[0]).sin() - $L[1]\n"
             "torch.utils.swap_tensors($L[0], $L[1])",
-            "first, last = (($B).setdefault(key, torch.tensor(0.2)) for key in ('first', 'last'))\nu = (u + first).cos() + last",
+            "first, last = (($B).setdefault(key, torch.tensor(0.2)) for key in ('first', 'last'))\n"
+            "u = (u + first).cos() + last",
             "if $T is None:\n    $T = torch.tensor(0.5)\nu = (u + $T).sin()\n"
             "torch.utils.swap_tensors($T, u.detach().mean().float())",
         ],
