@@ -33,7 +33,7 @@ def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
         value = tables.value_now(member)
         if value is not None and _share_versions(tensor, member):
             return value.counter
-    return object()
+    return tables.another_counter(store)
 
 
 def counter_of(tables: Tables, tensor: torch.Tensor) -> object:

@@ -170,7 +170,7 @@ class Recorder(SelectiveCheckpointContext):
                     tape.put(op, 0, values, out)
                     return out
                 shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
-                value.counter = other.counter if shares_counter else object()
+                value.counter = other.counter if shares_counter else tables.another_counter(store)
                 value.tensor = reference = _weakref(out, partial(self._forget, key))
                 store.members.append(reference)
                 break

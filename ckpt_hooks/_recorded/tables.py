@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from ckpt_hooks._core.holdings import Cause, Reason
+from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch.tensors import storage_of
 
 from .values import Store, Value, new_store
@@ -29,17 +30,24 @@ class Tables:
         known: Values of tensors on the tape, by identity of the tensor.
         uninitialized: The same for uninitialised tensors.
         inputs: Values of tensors from outside, by identity.
+        shared: Storages with tensors that count writes apart.
         stores: Storages, by address.
     """
 
-    __slots__ = ("inputs", "known", "number", "stores", "uninitialized")
+    __slots__ = ("inputs", "known", "number", "shared", "stores", "uninitialized")
 
     def __init__(self) -> None:
         self.number = 0
+        self.shared: list[Store] = []
         self.known: dict[int, Value] = {}
         self.uninitialized: dict[int, Value] = {}
         self.inputs: dict[int, weakref.ref[Value]] = {}
         self.stores: dict[int, Store] = {}
+
+    def another_counter(self, store: Store) -> object:
+        """Returns what stands for one more version counter of a storage."""
+        self.shared.append(store)
+        return object()
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
         """Gives a tensor a value, until the tensor dies."""
@@ -107,6 +115,18 @@ class Tables:
         store.members = [_weakref(tensor) for tensor in members.values()]
         return iter(members.values())
 
+    def faces(self) -> Iterator[tuple[Value, list[torch.Tensor]]]:
+        """Yields values kept as they are of whose memory living tensors count writes apart, with these tensors."""
+        for store in self.shared:
+            for reference in store.held or ():
+                value = reference()
+                if value is None or type(value.saved) is not HeldTensor or not value.saved.is_in(store.address):
+                    continue
+                others = [(one, self.value_now(one)) for one in self.live_members(store) if not one.is_inference()]
+                faces = [one for one, other in others if other is not None and other.counter is not value.counter]
+                if faces:
+                    yield value, faces
+
     def clear(self) -> None:
         """Forgets everything, at the end of a region."""
         for store in self.stores.values():
@@ -114,7 +134,7 @@ class Tables:
         for reference in self.inputs.values():
             if (value := reference()) is not None:
                 value.tensor = _gone  # ``torch.utils.swap_tensors`` refuses tensors with weak references
-        for table in (self.known, self.uninitialized, self.inputs, self.stores):
+        for table in (self.known, self.uninitialized, self.inputs, self.stores, self.shared):
             table.clear()
 
 

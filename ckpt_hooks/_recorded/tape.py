@@ -20,7 +20,7 @@ from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense, layout_of
-from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, num_fused_steps
+from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, HeldWithFaces, num_fused_steps
 from ckpt_hooks._tensors.refilling import owner_of
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.modes import FAKE
@@ -114,7 +114,7 @@ class Tape:
                 value.store = store
                 # A view counts writes with its base, the result of ``detach()`` too; that of ``.data`` does not.
                 shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
-                value.counter = other.counter if shares_counter else object()
+                value.counter = other.counter if shares_counter else self.tables.another_counter(store)
                 if store.uninitialized:
                     table = self.tables.uninitialized
                 value.tensor = reference = _weakref(tensor, partial(table.pop, key))
@@ -280,6 +280,9 @@ class Tape:
 
     def close(self) -> None:
         """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
+        for value, faces in self.tables.faces():
+            assert value.saved is not None
+            value.saved = HeldWithFaces(value.saved, faces)
         self.tables.clear()
         self.held.close(self.hooks, respect_hooks=self.respect_hooks)
 

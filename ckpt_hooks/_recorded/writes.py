@@ -60,7 +60,8 @@ def _covers(tensor: torch.Tensor) -> bool:
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator which writes to its arguments."""
-    if facts.writes_first and tape.decisions is None and facts.keywords.isdisjoint(kwargs):
+    is_kept = tape.decisions is not None and tape.decisions.of(facts) != RECOMPUTE
+    if facts.writes_first and not is_kept and facts.keywords.isdisjoint(kwargs):
         value = _alone(tape, facts, args[0])
         if value is not None:
             return _run_writing_alone(tape, value, func, facts, args, kwargs)

@@ -143,6 +143,29 @@ def hold_tensor(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTen
     return held
 
 
+class HeldWithFaces(HeldTensor):
+    """A tensor held as it is, in memory of which others count writes apart: of ``_unsafe_view``, say, a part of ``matmul``."""
+
+    __slots__ = ("_faces",)
+
+    def __init__(self, held: HeldTensor, faces: list[torch.Tensor]) -> None:
+        self.tensor, self.memory, self.version, self.cause = held.tensor, held.memory, held.version, held.cause
+        self.path, self.is_fickle = held.path, held.is_fickle
+        if held.version is not None:
+            self.steps = held.steps
+        self._faces = [(counted_detach(face), face._version) for face in faces]
+
+    def copy(self, clones: Clones) -> None:
+        super().copy(clones)
+        self._faces.clear()
+
+    def get(self) -> torch.Tensor:
+        for face, version in self._faces:
+            if face._version != version:
+                raise self._mutated(face, version)
+        return super().get()
+
+
 class HeldRefilled(HeldTensor):
     """A tensor in memory which its owner frees, and fills again with the same contents; never copied, never given to hooks."""
 
