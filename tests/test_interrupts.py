@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import os
+import random
 import sys
 import threading
 import weakref
@@ -15,12 +18,15 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.streams import default_generators_lock
+from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._function import journal
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
@@ -309,6 +315,137 @@ def test_an_interrupt_while_a_rerun_waits_for_another_leaves_none_waiting(monkey
     outputs[1].backward()
     assert errors == [(KeyboardInterrupt, 0)]
     assert torch.equal(x.grad, 2 * (x * 2).cos())
+
+
+class FailsAt(TorchDispatchMode):
+    """Raises an exception at the nth operator."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count.step()
+        return func(*args, **(kwargs or {}))
+
+
+class Countdown:
+    """Raises an exception at the nth step."""
+
+    def __init__(self):
+        self.set()
+
+    def set(self, at=-1, raised=None):
+        self.steps, self.at, self.raised = 0, at, raised
+
+    def step(self, x=None):
+        self.steps += 1
+        if self.steps == self.at:
+            raise self.raised
+        return x
+
+
+def nested(nesting, count, *, by_mode):
+    """Returns a program of a function frame for each C, a recorded one for each R, and a plain call for each P."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def innermost(x):
+        h = torch.dropout(torch.tanh(count.step(first(x))), 0.5, True)
+        return torch.dropout(count.step(second(count.step(h.exp()))).sigmoid(), 0.3, True)
+
+    def inside(x):
+        with FailsAt(count) if by_mode else contextlib.nullcontext():
+            return innermost(x)
+
+    def around(function):
+        return lambda x: count.step(function(count.step(x.sin()))).cos()
+
+    program, wrap = inside, {"C": checkpoint, "R": recorded, "P": lambda function, x: function(x)}
+    for kind in reversed(nesting):
+        program = functools.partial(wrap[kind], around(program))
+    return program, (*first.parameters(), *second.parameters())
+
+
+def step_of(program, weights, x):
+    torch.manual_seed(1)
+    y = program(x)
+    return [y.detach(), *grad(y.sum(), [x, *weights]), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("by_mode", [False, True], ids=["by the function", "by an operator"])
+@pytest.mark.parametrize("raised", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "nesting", ["C", "R", *map("".join, itertools.product("CR", repeat=2)), "CCC", "CCR", "CRC", "RCC", "CRR", "RCR", "RRC"]
+)
+def test_what_a_function_raises_anywhere_is_neither_swallowed_nor_replaced(nesting, raised, by_mode):
+    """In forward and in reruns; the closing of regions around saves tensors, at which a rerun would be stopped."""
+    count, x = Countdown(), torch.rand(3, 4, requires_grad=True)
+    expected = step_of(*nested("P" * len(nesting), count, by_mode=by_mode), x)
+    program = nested(nesting, count, by_mode=by_mode)
+    step_of(*program, x)
+    count.set()
+    step_of(*program, x)
+    for at in range(1, count.steps + 1):
+        error = raised()
+        count.set(at, error)
+        with pytest.raises(raised) as found:
+            step_of(*program, x)
+        assert found.value is error
+        assert not any(left().values()), (at, left())
+        count.set()
+        assert all(map(torch.equal, step_of(*program, x), expected)), at
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.usefixtures("_no_word_of_what_is_swallowed")
+def test_an_interrupt_at_random_is_neither_swallowed_nor_replaced(seeds):
+    """Of the lines of the package, in programs of nested regions."""
+    x = torch.rand(3, 4, requires_grad=True)
+    for seed in seeds:
+        drawn = random.Random(seed)
+        nesting = "".join(drawn.choices("CR", k=drawn.randint(1, 3)))
+        program = nested(nesting, Countdown(), by_mode=False)
+        expected = step_of(*nested("P" * len(nesting), Countdown(), by_mode=False), x)
+        for _ in range(4):
+            step_of(*program, x)
+        with Interrupt() as dry:
+            step_of(*program, x)
+        at, found = drawn.randint(1, dry.count), None
+        try:
+            with Interrupt(at):
+                found = step_of(*program, x)
+        except KeyboardInterrupt:
+            pass
+        assert found is None or all(map(torch.equal, found, expected)), (seed, at)  # a finaliser cannot raise
+        recorded(torch.sin, x)
+        assert not any(left().values()), (seed, at, left())
+        assert all(map(torch.equal, step_of(*program, x), expected)), (seed, at)
+
+
+def test_the_first_exception_of_those_who_close_a_region_stands():
+    """Hooks of the user's raise where a region hands over what it has kept, and an observer where the region ends."""
+    x, told = torch.rand(3, requires_grad=True) * 2, Log()
+
+    class Fails(Observer):
+        def exited(self, region, error):
+            told.append(type(error))
+            raise OSError
+
+    def pack(tensor):
+        raise KeyboardInterrupt
+
+    def step(raised):
+        with observe(Fails()), saved_tensors_hooks(pack, abs), checkpoint_region():
+            y = x.sin()  # noqa: F841 -- needs x
+            if raised is not None:
+                raise raised
+
+    for raised, expected in ((None, KeyboardInterrupt), (ValueError(), ValueError), (GeneratorExit(), KeyboardInterrupt)):
+        with pytest.raises(expected):
+            step(raised)
+        assert not any(left().values())
+    assert told == [type(None), ValueError, GeneratorExit]
 
 
 @pytest.mark.slow

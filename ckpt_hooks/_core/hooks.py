@@ -20,6 +20,10 @@ from .frame import Frame, stack
 from .modes import is_quiet, leave_modes
 
 
+class StopRecompute(BaseException):
+    """Ends a rerun with all wanted values. Not an ``Exception``, so that no handler of exceptions catches the stop (Rule 8)."""
+
+
 class HandBack:
     """The unpack hook of the graph that a rerun makes, in which values stand by their numbers."""
 
@@ -88,6 +92,21 @@ def rewind(mark: ThreadMark, error: BaseException | None) -> None:
         left = parent
     if torch.is_grad_enabled() != grad_enabled:
         torch.set_grad_enabled(grad_enabled)
+
+
+def close(error: BaseException | None, *steps: Callable[[], object]) -> None:
+    """Runs closing steps, each though another fails; the first exception stands, that of the block or else of a step."""
+    first = None if isinstance(error, (StopRecompute, GeneratorExit)) else error  # which tell of no failure
+    for step in steps:
+        try:
+            step()
+        except BaseException as another:
+            first = another if first is None else first
+    if first is not None and first is not error:
+        try:
+            raise first
+        finally:
+            del first, error  # its traceback has this call, which would keep it alive in turn
 
 
 def undo(step: Callable[..., object], *args: Any) -> None:

@@ -22,6 +22,7 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, count, repeat
 from operator import mul
@@ -32,6 +33,7 @@ import torch
 from ckpt_hooks._ambient.positions import Position, Where, where_streams_are
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
+from ckpt_hooks._core.hooks import StopRecompute
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.draws import are_other_threads_alive, devices_between
@@ -68,16 +70,14 @@ def ends_small(result: Any, facts: Sequence[Any]) -> bool:
         return False
 
 
-class StopRecompute(BaseException):
-    """Ends a rerun with all wanted values. Not an ``Exception``, so that no handler of exceptions catches the stop (Rule 8)."""
-
-
 class Collector:
     """The values of one rerun: for each tensor saved so far the tensor, or :data:`MISSING` if not wanted."""
 
     __slots__ = (
+        "_around",
         "_detach",
         "_end",
+        "_handled",
         "_may_return",
         "done",
         "doubt",
@@ -113,6 +113,9 @@ class Collector:
         self.last = -1  # the number of the last tensor wanted
         self.done = False  # whether the rerun was told to end, or may go on though nothing of it is wanted any more
         self._may_return = may_return
+        # The exceptions in whose handling the rerun began, and was told to end.
+        self._around = sys.exc_info()[1]
+        self._handled: BaseException | None = None
         self._end = -1  # the number of the next node at the end of the function; -1 where the rerun is stopped anyway
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
@@ -258,7 +261,8 @@ class Collector:
     def _finish(self, tensor: torch.Tensor) -> None:
         """Stops a rerun that has all its values, unless next to nothing is left to run."""
         # Left over are at most as many operators as nodes, and the operator which saves the tensor, if that is not its result.
-        self.done, left = True, self._end - sequence_number()
+        self._end_well()
+        left = self._end - sequence_number()
         if self.frame.ends_small:
             returns = 0 <= left <= _MOST_LEFT
         else:
@@ -270,8 +274,22 @@ class Collector:
             self._stop()
 
     def _stop(self) -> None:
-        self.done, self._end = True, -1  # for a function that swallows the stop to be met with it again
+        self._end_well()
+        self._end = -1  # for a function that swallows the stop to be met with it again
         raise StopRecompute
+
+    def _end_well(self) -> None:
+        handled = sys.exc_info()[1]
+        self.done, self._handled = True, None if handled is self._around else handled
+
+    def was_done_before(self, error: BaseException) -> bool:
+        """Whether the rerun was told to end before an exception came, and not by a region that the exception left."""
+        earlier: BaseException | None = error
+        while self._handled is not None and earlier is not None and type(earlier) is not StopRecompute:
+            if earlier is self._handled:
+                return False
+            earlier = earlier.__context__
+        return self.done
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
@@ -287,4 +305,4 @@ class Collector:
         self.values.clear()
         if self.lent:
             self.lent.clear()
-        del self.frame, self.function, self.doubt
+        del self.frame, self.function, self.doubt, self._around, self._handled

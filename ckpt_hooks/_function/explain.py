@@ -43,7 +43,7 @@ def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
 
 def raise_unread(error: Exception, region: tuple[str, ...]) -> None:
     """Raises an error with more words for a failed operator, where a tensor without content stands for one that is gone."""
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         raise CheckpointError(
             f"region {'/'.join(region)!r}: a recompute reads a tensor that a context variable named in forward, in a list, "
             "say, and that is gone by now. Pass the tensor to the region as an argument.",

@@ -14,7 +14,7 @@ from ckpt_hooks._ambient.positions import where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
-from ckpt_hooks._core.hooks import close_frame
+from ckpt_hooks._core.hooks import close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import Why, mutated
@@ -112,7 +112,7 @@ class FunctionFrame(HandleFrame):
             self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
             self._first_node = sequence_number()
         except BaseException as error:
-            self._tell_exited(error)
+            close(error, functools.partial(self._tell_exited, error))
             raise
         finally:
             if paused:
@@ -161,15 +161,24 @@ class FunctionFrame(HandleFrame):
 
     def _close(self, error: BaseException | None) -> None:
         close_frame(self)
-        written, late = self.call.settle(failed=error is not None), None
+        try:
+            if error is None:
+                self._settle(failed=False)
+            else:
+                close(error, functools.partial(self._settle, failed=True))
+        except BaseException as found:
+            close(found, functools.partial(self._tell_exited, found))
+            raise
+        if self.watch is not None:
+            close(error, functools.partial(self._tell_exited, error))
+
+    def _settle(self, *, failed: bool) -> None:
+        written = self.call.settle(failed=failed)
         if self._finish is not None:
             self._finish()
-        if written is not None and error is None and any(self.alive()):
+        if written is not None and not failed and any(self.alive()):
             name = name_of_tensor(written[0], self.call.function)
-            late = mutated(Why.WRITTEN_LATE, format_path(self.path), *written, name=name)
-        self._tell_exited(late or error)
-        if late is not None:
-            raise late
+            raise mutated(Why.WRITTEN_LATE, format_path(self.path), *written, name=name)
 
     def _tell_exited(self, error: BaseException | None) -> None:
         if self.watch is not None:

@@ -18,7 +18,7 @@ from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_stream
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
-from ckpt_hooks._core.hooks import HandBack, mark_thread, rewind, undo
+from ckpt_hooks._core.hooks import HandBack, StopRecompute, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import is_last_backward
@@ -29,7 +29,7 @@ from ckpt_hooks.errors import DeterminismError, MutationError
 
 from .arguments import HandedOut, Hooks, Restored, put_hooks_back
 from .captured_call import CapturedCall
-from .collector import Collector, StopRecompute
+from .collector import Collector
 from .compare import result_of
 from .contents import WatchReads
 from .contexts import reusable
@@ -159,7 +159,7 @@ class Rerun:
     def _is_at_fault(self, error: Exception) -> bool:
         """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""
         # Where there is more to say of it, this raises an error of the region in its place.
-        selection, done = self._call.selection, self.collector.done
+        selection, done = self._call.selection, self.collector.was_done_before(error)
         if isinstance(error, (DeterminismError, MutationError)):
             # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()

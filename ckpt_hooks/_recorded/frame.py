@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ckpt_hooks._core.frame import mutated_leaf, stack
 from ckpt_hooks._core.holdings import Cause, Kept, Reason, TrackedKept
-from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
+from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.settings import current_settings
@@ -129,23 +130,14 @@ class RecordedFrame(ReplayedFrame):
             outer._children.append(weakref.ref(self))
         self.start, self.current = tape.tables.number, tape.current
         self._lock, self.unseen = tape.lock, tape.unseen
-        try:
-            pack, release = self._packing(tape)
-            if self.lines is not None:
-                pack = self.lines.packing(pack)
-            if tape.users_modes:
-                compared = self.compared = ComparedValues(tape.users_modes)
-                push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
-            else:
-                push_saved_tensors_hooks(pack, unpack)
-        except BaseException:
-            if self._recorder is not None:
-                if self.lines is not None:
-                    self.lines.exit()
-                self._recorder.__exit__()
-            if self._operator_watch is not None:
-                self._operator_watch.__exit__()
-            raise
+        pack, release = self._packing(tape)
+        if self.lines is not None:
+            pack = self.lines.packing(pack)
+        if tape.users_modes:
+            compared = self.compared = ComparedValues(tape.users_modes)
+            push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
+        else:
+            push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
         tape.start = self.start
         self.release = release
@@ -178,14 +170,22 @@ class RecordedFrame(ReplayedFrame):
             self._recorder = tape.decisions = None
             if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
                 parent.note_inside(len(tape.held), self.path)
-            tape.close()  # calls hooks of the user's, which may raise
-        elif outer is not None:
+            if error is None and self.watch is None and self._decisions is None and not tape.watched:
+                tape.close()
+            else:
+                close(error, tape.close, partial(self._tell, tape, error))  # hooks of the user's, and of a rerun around
+            return
+        if outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
             tape.start = outer.start
+        if self.watch is not None or self._decisions is not None:
+            close(error, partial(self._tell, tape, error))
+
+    def _tell(self, tape: Tape, error: BaseException | None) -> None:
         if self.watch is not None:
             self.watch.exited(error)
             tape.watched = (*tape.watched, self.watch)
-        if outer is None and error is None:
+        if self.outer is None and error is None:
             for watch in tape.watched:
                 watch.settle()
         if self._decisions is not None and error is None:

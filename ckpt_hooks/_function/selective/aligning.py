@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.hooks import StopRecompute
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_without_values, past_modes
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks._tensors.containers import tensors_in
 from ckpt_hooks._tensors.copies import same_bits

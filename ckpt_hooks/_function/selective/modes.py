@@ -17,11 +17,10 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
-from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.hooks import StopRecompute, are_of_frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
-from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.draws import watch_draw
 from ckpt_hooks._operators.facts import KNOWN, Kind, OpFacts, facts_of
 from ckpt_hooks._torch.autograd import graph_task_id, sequence_number, top_saved_tensors_hooks
