@@ -14,8 +14,8 @@ from typing_extensions import Never, ParamSpec, Self
 
 from ._core.frame import stack
 from ._core.holdings import Holding
-from ._core.hooks import ThreadMark, mark_thread, rewind
-from ._core.misuse import check_curried, described_as, name_of_callable
+from ._core.hooks import ThreadMark, close, mark_thread, rewind
+from ._core.misuse import Misuse, check_curried, described_as, name_of_callable
 from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun, warn_of_transform
 from ._function.options import Form, defaults_of, values_of
 from ._recorded.frame import RecordedFrame
@@ -41,16 +41,23 @@ class _Entry(weakref.ref[Any]):
     That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else would tell.
 
     Attributes:
-        frame: What the region does; None where it runs plainly, and when it has been left.
+        frame: What the region does; None where it runs plainly, and when it has ended.
+        is_left: Whether the region was left, maybe before those within have ended.
         mark: How the thread was before.
-        region: The region, until it is entered.
+        opened: The open regions of the thread that entered; None before.
+        region: The region.
     """
 
-    __slots__ = ("frame", "mark", "region")
+    __slots__ = ("frame", "is_left", "mark", "opened", "region")
 
     frame: RecordedFrame | None
+    is_left: bool
     mark: ThreadMark
-    region: checkpoint_region | None
+    opened: list[_Entry] | None
+    region: checkpoint_region
+
+    def is_open(self) -> bool:
+        return self.frame is not None and hasattr(self.frame, "release")
 
 
 class _Entered(threading.local):
@@ -66,28 +73,77 @@ _entered = _Entered()
 
 @skipped
 def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-    entry, opened = entries.pop(), _entered.open
-    if entry.region is not None:  # it is left by hand
-        entry = opened[-1]
+    entry, opened = entries[0], _entered.open
+    if entry.opened is None:  # it is left by hand
+        entry = next((other for other in reversed(opened) if other.region is entry.region and not other.is_left), entry)
+    frame = entry.frame
+    if entry.is_left or entry.opened is not opened:
+        _leave_wrongly(entry, error)
+    elif frame is not stack.innermost and frame is not None and entry.is_open() and not isinstance(error, KeyboardInterrupt):
+        # Others within are open, of another generator or task. To go on around them changes no result. (Ctrl-C may have
+        # interrupted the exits of those within.)
+        entry.is_left, frame.late = True, _leave_late
+    else:
+        _end(entry, kind, error, traceback)
+        if opened and opened[-1].is_left:
+            close(error, _leave_late)
+
+
+def _leave_wrongly(entry: _Entry, error: BaseException | None) -> None:
+    frame, wrong = entry.frame, Misuse.NOT_OPEN
+    if entry.opened is not None and not entry.is_left:
+        entry.is_left, wrong = True, Misuse.OTHER_THREAD
+        if frame is None:
+            return
+        frame.late = _leave_late
+    if error is None:
+        raise wrong.error_of((entry.region._name, None) if frame is None else frame.path)
+
+
+def _leave_late() -> None:
+    """Ends the regions that were left before those within."""
+    opened = _entered.open
+    while opened and (entry := opened[-1]).is_left and (entry.frame is stack.innermost or not entry.is_open()):
+        _end(entry, None, None, None)
+
+
+def _end(entry: _Entry, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    frame, opened = entry.frame, entry.opened
+    assert opened is not None
     try:
-        if entry.frame is not None:
-            entry.frame.__exit__(kind, error, traceback)
-            entry.frame = None
+        if frame is not None and hasattr(frame, "release"):
+            frame.__exit__(kind, error, traceback)
+            if error is not None:
+                rewind(entry.mark, error)
+        elif frame is None and error is not None and opened and opened[-1] is entry and not isinstance(error, GeneratorExit):
+            rewind(entry.mark, error)
     except BaseException as another:
         _abandon(entry, another)
         raise
-    if error is not None:
-        rewind(entry.mark, error)
-    opened.remove(entry)
+    entry.is_left = True
+    if opened and opened[-1] is entry:
+        opened.pop()
+        entry.frame = None
+    else:
+        _drop(entry)
 
 
 def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
-    """Leaves a region which is still open on this thread, and the regions within, without their ``__exit__``."""
+    """Ends a region which is still open on this thread, and the regions within, without their ``__exit__``."""
+    if any(other is entry for other in _entered.open):
+        rewind(entry.mark, error)
+        _drop(entry)
+
+
+def _died(entry: _Entry) -> None:
+    if not entry.is_left:
+        _abandon(entry)
+
+
+def _drop(entry: _Entry) -> None:
+    """Takes a region off this thread's open ones, with those within: these run plainly, or have ended with a region around."""
     opened = _entered.open
-    position = next((position for position, other in enumerate(opened) if other is entry), None)
-    if position is None:
-        return
-    rewind(entry.mark, error)
+    position = next((position for position, other in enumerate(opened) if other is entry), len(opened))
     for other in opened[position:]:
         other.frame = None
     del opened[position:]
@@ -123,8 +179,8 @@ class _Exit:
             return _leave_by_hand
         entries: list[_Entry] = []
         leave = _Leave(_leave, entries)
-        entry = _Entry(leave, _abandon)
-        entry.region, entry.frame = region, None
+        entry = _Entry(leave, _died)
+        entry.region, entry.frame, entry.opened, entry.is_left = region, None, None, False
         entries.append(entry)
         _entered.next = entry
         return leave
@@ -173,7 +229,8 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
     :meth:`kept` lists all of these.
 
     Regions nest. The policy of the innermost region counts for a line. A region inside another one reads from the outer one's
-    replay. An object may be entered again, also within itself and by several threads. Under ``make_fx`` over forward and
+    replay. An object may be entered again, also within itself and by several threads. A region left before regions within, of
+    another generator or task, goes on until these are left, which changes no result. Under ``make_fx`` over forward and
     backward, and under transforms of ``torch.func``, a region keeps everything, as :func:`ckpt_hooks.checkpoint` does.
 
     Args:
@@ -196,6 +253,7 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
             frees the graph. The option of the outermost ``checkpoint_region`` counts.
 
     Raises:
+        CheckpointError: On leaving a region that is not open on this thread.
         TypeError: If the policy is none.
         ValueError: If a list of operators has something else in it.
         RuntimeError: On entering, where saved-tensor hooks are disabled; from a random operator, where ``preserve_rng_state``
@@ -275,10 +333,13 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
             return self
         entry, _entered.next = _entered.next, None
         if entry is None or entry.region is not self or entry() is None:
-            entry = _Entry(self)  # entered by hand
-            entry.frame = None
-        entry.region, entry.mark = None, mark_thread()
-        _entered.open.append(entry)
+            entry = _Entry(self, _died)  # entered by hand
+            entry.region, entry.frame, entry.is_left = self, None, False
+        opened = entry.opened = _entered.open
+        if opened and opened[-1].is_left:  # by another thread
+            _leave_late()
+        entry.mark = mark_thread()
+        opened.append(entry)
         try:
             if torch.is_grad_enabled():
                 if is_any_transform_active():

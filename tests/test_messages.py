@@ -362,6 +362,32 @@ def a_function_with_other_results():
     y.sum().backward()
 
 
+@says(CheckpointError, "is not open on this thread: it was left before", "once for each __enter__", region=("block",))
+def a_region_left_twice():
+    with checkpoint_region(name="block") as region:
+        region.__exit__(None, None, None)
+
+
+def one_step():
+    with checkpoint_region(name="block"):
+        yield
+
+
+@says(CheckpointError, "was entered on another thread", "Run a generator .* on one thread", region=("block",))
+def a_region_entered_on_another_thread():
+    generator = one_step()
+    thread = threading.Thread(target=next, args=(generator,))
+    thread.start()
+    thread.join()
+    next(generator)
+
+
+@says(CheckpointError, "left open region 'outer/block'", "to its end, or close it", region=("outer",))
+def a_function_that_leaves_a_region_open():
+    generator = one_step()
+    checkpoint(name="outer")(lambda x: next(generator))(leaf(2))
+
+
 # Tensors that are not what they were
 
 MODIFIED = r"has been modified by an inplace operation: it is at version 1; expected version 0 instead\. Backward needs"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import itertools
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch.utils.checkpoint
 from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu
 
-from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks import CheckpointError, checkpoint, checkpoint_region, is_recomputing
 from tests.measure import CountOps, Log, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
 
@@ -261,6 +263,203 @@ def test_torchs_own_checkpoint(order, reentrant):
         return found
 
     assert_same(run(checkpoint_region), run(plain))
+
+
+# Left out of order
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_regions_open_in_several_tasks_at_once(count):
+    """One that is left while others within are open goes on around these, which changes no result."""
+    x = leaf(4)
+
+    def program(region):
+        async def task(number):
+            h = x * number
+            with region():
+                h = h.sin()
+                await asyncio.sleep(0)
+                h = h.exp()
+                for _ in range(number % 3):
+                    await asyncio.sleep(0)
+                h = h.cos()
+            h = h.tanh()
+            with contextlib.suppress(ValueError), region():
+                await asyncio.sleep(0)
+                h = h.sin()
+                if number == 2:
+                    raise ValueError
+            await asyncio.sleep(0)
+            return h, *grad(h.exp().sum(), x, retain_graph=True)
+
+        async def tasks():
+            return await asyncio.gather(*map(task, range(1, 1 + count)))
+
+        return torch.stack([tensor for found in asyncio.run(tasks()) for tensor in found])
+
+    assert_as_eager(program, x)
+    assert_nothing_open()
+
+
+@pytest.mark.parametrize("other", [checkpoint_region, CountOps, save_on_cpu], ids=str)
+def test_generators_in_turns_with_something_else_open(other):
+    """Hooks and modes of the user's that began within stay."""
+    x = leaf(4)
+
+    def steps(manager, number):
+        with manager():
+            h = (x * number).sin()
+            yield
+            h = h.exp().cos()
+            yield
+        yield h.tanh()
+
+    def program(region):
+        first, second = steps(region, 1), steps(plain if other is checkpoint_region and region is plain else other, 2)
+        for generator in (first, second, first):
+            next(generator)
+        h = next(first)
+        h = h.sin().exp()
+        next(second)
+        return h * next(second)
+
+    assert_as_eager(program, x)
+    assert_nothing_open()
+
+
+def test_a_region_left_inside_of_a_function_frame_ends_behind_it():
+    x, results = leaf(4), []
+
+    def steps():
+        with checkpoint_region():
+            yield x.sin().exp()
+        yield None
+
+    def function(h):
+        if not is_recomputing():
+            next(generator)
+        return h.cos().exp()
+
+    generator = steps()
+    results.append(checkpoint(function, next(generator)))
+    assert_nothing_open()
+    assert torch.equal(*grad(results[0].sum(), x), *grad(x.sin().exp().cos().exp().sum(), x))
+
+
+def leave_twice(inner):
+    leave = inner.__exit__
+    inner.__enter__()
+    leave(None, None, None)
+    leave(None, None, None)
+
+
+def leave_by_hand_twice(inner):
+    inner.__enter__()
+    inner.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+
+
+def leave_unentered(inner):
+    inner.__exit__(None, None, None)
+
+
+def leave_elsewhere(inner):
+    """Begins a generator on another thread, which has a region again after the attempt to leave the first one here."""
+
+    def steps():
+        with inner:
+            yield
+
+    def begin():
+        next(generator)
+        begun.set()
+        assert left.wait(60)
+        with checkpoint_region():
+            pass
+        clean.append(torch._C._len_torch_dispatch_stack() == 0)
+
+    generator, clean, begun, left = steps(), [], threading.Event(), threading.Event()
+    thread = threading.Thread(target=begin)
+    thread.start()
+    assert begun.wait(60)
+    try:
+        next(generator)
+    finally:
+        left.set()
+        thread.join()
+        assert clean == [True]
+
+
+@pytest.mark.parametrize(
+    ("leave", "words"),
+    [
+        (leave_twice, "was left before"),
+        (leave_by_hand_twice, "was left before"),
+        (leave_unentered, "never entered"),
+        (leave_elsewhere, "entered on another thread"),
+    ],
+)
+def test_to_leave_a_region_wrongly_is_an_error_and_leaves_others_open(leave, words):
+    x = leaf(4)
+
+    def program(region):
+        with region():
+            h = x.sin().exp()
+            if region is checkpoint_region:
+                with pytest.raises(CheckpointError, match=rf"region '.*inner'.*{words}"):
+                    leave(checkpoint_region(name="inner"))
+            h = h.cos().exp()
+        return h.tanh()
+
+    assert_as_eager(program, x)
+    assert replayed(program, x) == {"sin": 1, "exp": 2, "cos": 1}
+    assert_nothing_open()
+
+
+def test_a_function_that_returns_with_a_region_open_is_an_error():
+    """What comes after it would be the region's, and no rerun of the function has that."""
+    x = leaf(4)
+
+    def steps():
+        with checkpoint_region(name="inner"):
+            yield x.sin().exp()
+            yield x.cos()
+
+    generator = steps()
+    with checkpoint_region():
+        h = x.exp()
+        with pytest.raises(CheckpointError, match=r"region 'region/.*lambda>'.*left open region '.*/inner'"):
+            checkpoint(lambda x: next(generator) * x, x)
+        h = h.sin().exp()
+        next(generator)
+        generator.close()
+        h = h.tanh()
+    assert_nothing_open()
+    assert torch.equal(*grad(h.sum(), x), *grad(x.exp().sin().exp().tanh().sum(), x))
+
+
+def test_a_generator_closed_on_another_thread_says_nothing_and_keeps_its_exception():
+    x = leaf(4)
+
+    def steps():
+        with checkpoint_region():
+            yield x.sin().exp()
+
+    generator = steps()
+    h = next(generator)
+    thread = threading.Thread(target=generator.close)
+    thread.start()
+    thread.join()
+    h = h.cos().exp()
+    with checkpoint_region():
+        h = h.tanh()
+    assert_nothing_open()
+    assert torch.equal(*grad(h.sum(), x), *grad(x.sin().exp().cos().exp().tanh().sum(), x))
+
+
+def assert_nothing_open():
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 # Saved-tensor hooks of others

@@ -53,6 +53,7 @@ class Frame(abc.ABC):
         "_lock",
         "complete",
         "current",
+        "late",
         "parent",
         "passes",
         "path",
@@ -76,6 +77,8 @@ class Frame(abc.ABC):
         self.complete = False
         # Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
         self.recomputing = False
+        # Ends a region that was left before those within, once they have ended.
+        self.late: Callable[[], None] | None = None
         self.watch: Watch | None = None
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
         # a frame towards its parents only, so two threads cannot wait for each other.

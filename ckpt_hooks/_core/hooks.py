@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.autograd import Hooks, pop_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import Hooks, pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks.errors import CheckpointError
 
@@ -61,7 +61,13 @@ def close_frame(frame: Frame) -> None:
     """Ends the forward of the innermost frame, well or by an exception; the parent is innermost again."""
     release = frame.release
     del frame.release  # first: with it, and out of the stack, an interrupted frame would be a cycle
+    others = []  # of the user's, which began later and have not ended
+    while (hooks := top_saved_tensors_hooks(False)) is not None and not are_of_frame(hooks):
+        others.append(hooks)
+        pop_saved_tensors_hooks()
     pop_saved_tensors_hooks()
+    for hooks in reversed(others):
+        push_saved_tensors_hooks(*hooks)
     stack.innermost, frame.parent = frame.parent, None
     release()
 

@@ -11,8 +11,9 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._torch.modes import is_refused_by_transform
+from ckpt_hooks.errors import CheckpointError
 
-from .descriptions import describe_tensor
+from .descriptions import RegionPath, describe_tensor, format_path
 
 
 class Misuse(enum.Enum):
@@ -29,12 +30,29 @@ class Misuse(enum.Enum):
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
     STEPS = "checkpoint_sequential takes a sequence of callables, but got {given}. For one, write `checkpoint(function, x)`."
     SEGMENTS = "segments should be an integer from 1 to the number of functions ({count}), but got {given}. Pass one of these."
+    NOT_OPEN = (
+        "region {region!r} is left, but is not open on this thread: it was left before, or never entered. Write "
+        "`with checkpoint_region():`, or call __exit__ once for each __enter__."
+    )
+    OTHER_THREAD = (
+        "region {region!r} was entered on another thread, and can be left there alone: it stays open there until that thread "
+        "enters or leaves a region. Run a generator with a region in it on one thread, or end the region before it yields."
+    )
+    LEFT_OPEN = (
+        "region {region!r}: its function has returned, and left open {inner} that it had entered. Leave that region "
+        "in the function: run a generator with a region in it to its end, or close it."
+    )
     SEQUENTIAL_ORDER = "checkpoint_sequential got {given} for segments. Write `checkpoint_sequential(functions, {input}, x)`."
 
     def error(self, given: Any = None, **words: Any) -> Exception:
         """Returns the error for a wrong argument."""
         kind = ValueError if self in (Misuse.REENTRANT, Misuse.SEGMENTS) else TypeError
         return kind(self.value.format(given=described_as(given), **words))
+
+    def error_of(self, path: RegionPath, **words: Any) -> CheckpointError:
+        """Returns the error for a region that is left wrongly."""
+        region = format_path(path)
+        return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
 
 
 def name_of_callable(value: Any) -> str:

@@ -57,7 +57,14 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        pop_dispatch_mode(None)
+        mode = pop_dispatch_mode(None)
+        if mode is self:
+            return
+        others = [mode]  # of the user's, which began later and have not ended
+        while num_dispatch_modes() and (mode := pop_dispatch_mode(None)) is not self:
+            others.append(mode)
+        for mode in reversed(others):
+            push_dispatch_mode(mode)
 
     @skipped
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

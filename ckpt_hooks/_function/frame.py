@@ -11,11 +11,11 @@ import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.positions import where_streams_are
-from ckpt_hooks._core.descriptions import RegionPath, format_path
+from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close, close_frame
-from ckpt_hooks._core.misuse import explain_refusal
+from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
@@ -147,7 +147,14 @@ class FunctionFrame(HandleFrame):
             except BaseException as another:
                 self._close(another)
                 raise
+        inner = stack.innermost
+        if inner is not None and inner is not self and error is None:
+            left_open = Misuse.LEFT_OPEN.error_of(self.path, inner=region_in_words(inner.path))
+            self._close(left_open)
+            raise left_open
         self._close(error)
+        if parent is not None and parent.late is not None:
+            close(error, parent.late)
         if error is None:
             self.complete = True
             if call.selection is not None:
@@ -160,7 +167,8 @@ class FunctionFrame(HandleFrame):
                 raise suppressed_error(error) from error
 
     def _close(self, error: BaseException | None) -> None:
-        close_frame(self)
+        if stack.innermost is self:  # else the caller rewinds the thread
+            close_frame(self)
         try:
             if error is None:
                 self._settle(failed=False)
