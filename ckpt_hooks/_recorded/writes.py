@@ -12,7 +12,7 @@ and so does the handle. Without a shared version plain autograd returns the writ
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -175,9 +175,36 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
                 continue
             tensor, saved = value.tensor(), value.saved
             in_table = tensor is not None and tape.tables.known.get(id(tensor)) is value
+            others = 1 - (not in_table)
             del value
-            if is_held_twice(reference, 1 - (not in_table)):
+            if saved.tensor is not None and saved.tensor.nbytes > _SMALL:
+                for result, found in _readers_of(tape, reference, others, saved.tensor.nbytes):
+                    tape.held.keep(result, found, SAVE, tape.path, _READ_BEFORE)
+            if is_held_twice(reference, others):
                 saved.copy(clones)
+
+
+#: Bytes from which it is asked whether the results of a tensor's readers are smaller than its copy.
+_SMALL = 1 << 12
+_READ_BEFORE = Cause(Reason.INPUT, "read from memory that was overwritten since")
+
+
+def _readers_of(tape: Tape, reference: weakref.ref[Value], others: int, most: int) -> Sequence[tuple[Value, torch.Tensor]]:
+    """Returns the results of all that reads a value, if these take less memory than its copy: to keep them will do."""
+    # A bank of which forward reads some rows, before it overwrites others.
+    value, results, nbytes, reads = reference(), [], 0, 0
+    for result in tape.tables.known.values():
+        op = result.op
+        if op is None or result.before is not None or not any(one is value for one in op.args):
+            continue
+        tensor, store = result.tensor(), result.store
+        if tensor is None or not op.facts.single or store.birth != result.number or store.written:
+            return ()
+        results.append((result, tensor))
+        reads += sum(one is value for one in op.args)
+        nbytes += tensor.nbytes
+    del value
+    return results if nbytes < most and not is_held_twice(reference, others + reads) else ()
 
 
 def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], name: str, path: RegionPath) -> None:
