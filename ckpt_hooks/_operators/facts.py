@@ -215,6 +215,10 @@ class OpFacts:
         """Returns the arguments of a call known to be written to; all arguments of an opaque operator."""
         return [args, kwargs] if self.is_opaque else [written.of(args, kwargs) for written in self.written]
 
+    def unread(self, args: Sequence[Any]) -> Sequence[int]:
+        """Returns the positions of tensors that a call writes to, and of whose old content no result depends."""
+        return (3, 4) if self.name in schema_gaps.NORMALIZES_BY_BATCH and len(args) > 5 and args[5] else ()
+
     def drops_from_buffer(self, args: Any, kwargs: Any) -> bool:
         """Whether a call advances a buffer of dropout masks: a second call would drop other elements."""
         if not self.has_buffered_masks:

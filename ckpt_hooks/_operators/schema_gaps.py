@@ -17,6 +17,9 @@ WRITES = dict.fromkeys(
     ("running_mean", "running_var"),
 )
 
+#: Of these, with ``training`` set, no result depends on what the statistics were: the fourth and fifth argument, and the sixth.
+NORMALIZES_BY_BATCH = frozenset({"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"})
+
 #: Libraries whose operators write to any given tensor, told by neither schemas nor versions: collectives in place, and the
 #: gathering and freeing of parameters.
 REWRITING = frozenset({"c10d", "fsdp"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,12 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def op_of(
-    tape: Tape, facts: OpFacts, args: Any, kwargs: Any, overwritten: frozenset[int] = frozenset()
+    tape: Tape,
+    facts: OpFacts,
+    args: Any,
+    kwargs: Any,
+    overwritten: frozenset[int] = frozenset(),
+    unread: Sequence[int] = (),
 ) -> tuple[Op, list[Value]]:
     """Returns an operator about to run, with values in place of tensors, and those values.
 
@@ -56,13 +62,16 @@ def op_of(
         args: Positional arguments.
         kwargs: Keyword arguments.
         overwritten: Identities of tensors whose content does not matter.
+        unread: Positions of tensors of which the shape alone matters.
     """
     values: list[Value] = []
     record = partial(_recorded, tape, facts, overwritten, values)
     op = Op()
     op.facts = facts
     if facts.is_like:
-        op.args = [tape.shape_of(args[0]), *map(record, args[1:])]
+        unread = (0,)
+    if unread:
+        op.args = [tape.shape_of(one) if at in unread and one is not None else record(one) for at, one in enumerate(args)]
     else:
         op.args = list(map(record, args))
     op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs

@@ -99,7 +99,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         count_writes(func, args)
         return out
     copy_held(tape, inside.values())
-    op, values = op_of(tape, facts, args, kwargs, frozenset(overwritten))
+    op, values = op_of(tape, facts, args, kwargs, frozenset(overwritten), () if inside else facts.unread(args))
     copy_held(tape, external.values())
     try:
         out = run(tape, op, func, facts, args, kwargs)
