@@ -58,7 +58,7 @@ def is_small_on_host(note: TensorNote) -> bool:
     tensor = note.alias
     if tensor is None or type(tensor) is not torch.Tensor or note.requires_grad or not (tensor.is_cpu and is_plain(tensor)):
         return False
-    is_as_is = tensor.is_contiguous() and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+    is_as_is = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     return is_as_is and version_of(tensor) >= 0 and 0 < tensor.nbytes <= SMALL and has_storage(tensor)
 
 

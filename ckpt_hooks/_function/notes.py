@@ -172,8 +172,9 @@ class TensorNote:
         """Whether a tensor of the noted number is the noted tensor, and not a later object in the same memory."""
         if self.alias is None or self.number in loan.held or found is self.leaf:
             return True
-        if not (_counts(self.alias) and _counts(found)):
-            return not (_counts(self.alias) or _counts(found))
+        counts, is_counting = version_of(self.alias) >= 0, version_of(found) >= 0
+        if not (counts and is_counting):
+            return counts == is_counting
         return have_one_counter(self.alias, found) or loan.has_swapped(found)
 
     def tensor(self) -> torch.Tensor | None:
@@ -211,11 +212,6 @@ class TensorNote:
             made = found if is_it and self._is_in_place(found) else alias_with_history(alias, self.version)
         loan.made[number] = made
         return made
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor counts writes."""
-    return not tensor.is_inference() and version_of(tensor) >= 0
 
 
 def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:

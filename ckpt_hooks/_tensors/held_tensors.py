@@ -92,7 +92,7 @@ class HeldTensor:
         """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
         # For a selective frame that is at once, for a recorded frame when its outermost region ends.
         tensor = self.find()
-        if tensor.is_inference() or version_of(tensor) < 0:
+        if version_of(tensor) < 0:
             return self
         if self.is_fickle and not is_freed(tensor):
             self.copy({})

@@ -113,7 +113,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns a tensor's version; -1 if it counts no writes, as one made in inference mode, whatever memory it got since."""
     try:
-        return tensor._version
+        return -1 if tensor.is_inference() else tensor._version
     except RuntimeError:
         return -1
 

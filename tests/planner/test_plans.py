@@ -193,7 +193,10 @@ def test_replays_run_the_operators_that_were_predicted(name):
     with as_before(model), plan.apply(), seen:
         step(model)
     rename = {"aten.empty_like.default": "aten.empty_strided.default"}
-    assert sorted(rename.get(one, one) for one in expected) == sorted(seen.names)
+    expected = [rename.get(one, one) for one in expected]
+    # Running statistics that a replay writes to are nobody's.
+    expected += ["aten.empty_strided.default"] * 2 * expected.count("aten.native_batch_norm.default")
+    assert sorted(expected) == sorted(seen.names)
 
 
 def test_keeping_single_results_is_predicted():
