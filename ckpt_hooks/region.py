@@ -39,22 +39,15 @@ class _Entry(weakref.ref[Any]):
     """One entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement.
 
     That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else would tell.
-
-    Attributes:
-        frame: What the region does; None where it runs plainly, and when it has ended.
-        is_left: Whether the region was left, maybe before those within have ended.
-        mark: How the thread was before.
-        opened: The open regions of the thread that entered; None before.
-        region: The region.
     """
 
     __slots__ = ("frame", "is_left", "mark", "opened", "region")
 
-    frame: RecordedFrame | None
-    is_left: bool
-    mark: ThreadMark
-    opened: list[_Entry] | None
-    region: checkpoint_region
+    frame: RecordedFrame | None  # what the region does; None where it runs plainly, and when it has ended
+    is_left: bool  # whether the region was left, maybe before those within have ended
+    mark: ThreadMark  # how the thread was before
+    opened: list[_Entry] | None  # the open regions of the thread that entered; None before
+    region: checkpoint_region  # the region
 
     def is_open(self) -> bool:
         return self.frame is not None and hasattr(self.frame, "release")

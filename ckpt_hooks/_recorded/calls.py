@@ -54,16 +54,7 @@ def op_of(
     overwritten: frozenset[int] = frozenset(),
     unread: Sequence[int] = (),
 ) -> tuple[Op, list[Value]]:
-    """Returns an operator about to run, with values in place of tensors, and those values.
-
-    Args:
-        tape: The operator's tape.
-        facts: The facts of the operator.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        overwritten: Identities of tensors whose content does not matter.
-        unread: Positions of tensors of which the shape alone matters.
-    """
+    """Returns an operator about to run, with values in place of tensors, and those values."""
     values: list[Value] = []
     record = partial(_recorded, tape, facts, overwritten, values)
     op = Op()

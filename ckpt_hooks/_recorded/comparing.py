@@ -34,16 +34,12 @@ def _in_words(fingerprint: Any) -> str:
 
 
 class ComparedValues:
-    """Fingerprints of the values of one frame.
-
-    Attributes:
-        modes: Names of the modes around the outermost region.
-    """
+    """Fingerprints of the values of one frame."""
 
     __slots__ = ("_fingerprints", "_numbers", "_taken", "_without_grad", "modes")
 
     def __init__(self, modes: Sequence[str]) -> None:
-        self.modes = modes
+        self.modes = modes  # names of the modes around the outermost region
         self._fingerprints = Fingerprints(_fingerprint, ())
         self._taken = self._fingerprints.taken
         self._numbers: list[int] = []  # numbers of values
@@ -70,11 +66,7 @@ class ComparedValues:
         self._fingerprints.close()
 
     def compare(self, handle: Handle, tensor: torch.Tensor) -> None:
-        """Compares a replayed tensor with the saved tensor.
-
-        Raises:
-            DeterminismError: If the values differ.
-        """
+        """Compares a replayed tensor with the saved tensor."""
         index, value = handle.index, handle.value
         # Not compared are kept tensors, and those written to without a count of the version: plain autograd takes these as
         # they are.

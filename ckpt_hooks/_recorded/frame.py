@@ -35,14 +35,7 @@ from .values import Value
 
 
 class RecordedFrame(ReplayedFrame):
-    """A region around a block of code, as a context manager.
-
-    Attributes:
-        current: Devices and streams as the outermost region began; None where no accelerator was in use.
-        compared: Compares the frame's values, if a dispatch mode of the user's is around the outermost region; else None.
-        hooks_around: Saved-tensor hooks of others around, within the innermost function frame; None after the end.
-        tape: The frame's tape; None after the end.
-    """
+    """A region around a block of code, as a context manager."""
 
     __slots__ = (
         "_debug",
@@ -70,25 +63,16 @@ class RecordedFrame(ReplayedFrame):
         split_backward: bool = False,
         offload_from: int | None = None,
     ) -> None:
-        """Makes a frame inside the innermost frame of this thread.
-
-        Args:
-            name: The region's name.
-            policy: The policy on outputs to keep.
-            respect_hooks: Whether outputs kept by the policy go through the saved-tensor hooks around the outermost region.
-            preserve_rng_state: Whether a replay draws the numbers of forward.
-            replay_whole: See :attr:`whole`.
-            split_backward: Whether values stay for a second backward, where no recorded frame is around.
-            offload_from: The bytes from which inputs go to the host, where no saved-tensor hooks are active around the frame;
-                None for none.
-        """
+        """Makes a frame inside the innermost frame of this thread."""
         parent = stack.innermost
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
         ReplayedFrame.__init__(self, name, parent, settings.observers, outer)
         self._debug = settings.debug
+        # Compares the frame's values, if a dispatch mode of the user's is around the outermost region; else None.
         self.compared: ComparedValues | None = None
+        # Saved-tensor hooks of others around, within the innermost function frame; None after the end.
         self.hooks_around: Hooks | None = None
         self._decisions = None if policy is None else Decisions(policy)
         self._respect_hooks = respect_hooks
@@ -97,7 +81,7 @@ class RecordedFrame(ReplayedFrame):
             self.is_split = True
         self._draws_anew, self._offload_from = not preserve_rng_state, offload_from
         self._recorder: Recorder | None = None
-        self.tape: Tape | None = None if outer is None else outer.tape
+        self.tape: Tape | None = None if outer is None else outer.tape  # the frame's tape; None after the end
 
     def policy_in_words(self) -> str | None:
         """Returns the policy in words; see :meth:`Frame.policy_in_words`."""
@@ -128,6 +112,7 @@ class RecordedFrame(ReplayedFrame):
                 self.lines.enter()
         else:
             outer._children.append(weakref.ref(self))
+        # Devices and streams as the outermost region began; None where no accelerator was in use.
         self.start, self.current = tape.tables.number, tape.current
         self._lock, self.unseen = tape.lock, tape.unseen
         pack, release = self._packing(tape)
@@ -281,11 +266,7 @@ class RecordedFrame(ReplayedFrame):
 
 @skipped
 def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle; the replay drops the tensor after the last read (Rule 4).
-
-    Args:
-        packed: A handle, or the stand-in for a tensor from outside.
-    """
+    """Returns the tensor of a handle; the replay drops the tensor after the last read (Rule 4)."""
     is_of_function = type(packed) is FunctionHandle
     if type(packed) is not Handle and not is_of_function:
         leaf: torch.Tensor = packed[0]

@@ -30,12 +30,7 @@ _tensor_at = functools.cache(TensorAt)
 def taken_apart(
     args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor], tuple[bool, ...], str | None]:
-    """Takes the arguments of a call apart.
-
-    Returns:
-        Positional and keyword arguments with stand-ins for tensors and containers; the tensors; whether each argument requires
-        grad; the reason why the arguments cannot be held for a rerun, or None.
-    """
+    """Takes the arguments of a call apart."""
     tensors: list[torch.Tensor] = []
     needs: list[bool] = []
     arguments: list[Any] = []

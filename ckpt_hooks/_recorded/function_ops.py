@@ -76,20 +76,7 @@ class _DrawsAgain(QuietDispatchMode):
 
 
 class FunctionFacts(OpFacts):
-    """One call of a custom function, in the place of an operator's facts. The arguments of the ``Op`` are its tensors.
-
-    Attributes:
-        args: Positional arguments, with stand-ins for tensors.
-        kwargs: Keyword arguments, likewise.
-        results: The results on the tape, in order of noting.
-        grads: For each tensor among the arguments, whether it required grad.
-        needs_input_grad: As forward's ``ctx`` had it.
-        casts: Autocast of forward; None where off.
-        modes: Function modes of forward; None without any.
-        context: Context variables of forward.
-        streams: Random streams before forward, other than the CPU's, which unseen draws moved; None where none did.
-        fake_mode: The mode of fake tensors among the arguments; None for others.
-    """
+    """One call of a custom function, in the place of an operator's facts. The arguments of the ``Op`` are its tensors."""
 
     __slots__ = (
         "args",
@@ -111,20 +98,21 @@ class FunctionFacts(OpFacts):
     lists: tuple[int, ...] = ()
     is_view = is_inplace_view = single = has_shape_from_data = has_effect = is_routing = False
 
-    args: list[Any]
-    kwargs: dict[str, Any]
-    context: Context
-    casts: Any
-    modes: Any
-    grads: list[bool]
-    needs_input_grad: tuple[bool, ...]
+    args: list[Any]  # positional arguments, with stand-ins for tensors
+    kwargs: dict[str, Any]  # keyword arguments, likewise
+    context: Context  # context variables of forward
+    casts: Any  # autocast of forward; None where off
+    modes: Any  # function modes of forward; None without any
+    grads: list[bool]  # for each tensor among the arguments, whether it required grad
+    needs_input_grad: tuple[bool, ...]  # as forward's ``ctx`` had it
 
     def __init__(self, function: Any) -> None:
         self.operator = function
         self.written: tuple[Written, ...] = ()
-        self.results: list[Result] = []
+        self.results: list[Result] = []  # the results on the tape, in order of noting
+        # Random streams before forward, other than the CPU's, which unseen draws moved; None where none did.
         self.streams: random_streams.Snapshot | None = None
-        self.fake_mode: Any = None
+        self.fake_mode: Any = None  # the mode of fake tensors among the arguments; None for others
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -138,18 +126,7 @@ class FunctionFacts(OpFacts):
         return [result[0] for result in self.results]
 
     def rerun(self, tensors: list[torch.Tensor], draws: Draws, frame: Frame, context: ReplayContext, streams: Any) -> list[Any]:
-        """Runs forward again; returns the results in the order of :attr:`results`.
-
-        Args:
-            tensors: The tensors among the arguments.
-            draws: The noted draws.
-            frame: The frame being replayed.
-            context: The context of the replay.
-            streams: Generators of the replay, see :func:`draw_anew`.
-
-        Raises:
-            DeterminismError: If results are missing, or have other shapes.
-        """
+        """Runs forward again; returns the results in the order of :attr:`results`."""
         given = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
         built: dict[int, Any] = {}
         args = [build(one, given, built) for one in self.args]

@@ -26,16 +26,12 @@ _weakref = weakref.ref
 
 
 class TensorsHeld:
-    """The values of one tape whose tensors are kept.
-
-    Attributes:
-        is_in_frame: Whether a function frame is around.
-    """
+    """The values of one tape whose tensors are kept."""
 
     __slots__ = ("_batch", "_for_frame", "_held", "is_in_frame")
 
     def __init__(self, *, is_in_frame: bool) -> None:
-        self.is_in_frame = is_in_frame
+        self.is_in_frame = is_in_frame  # whether a function frame is around
         self._held: list[weakref.ref[Value]] = []
         # Hooks have to get the same tensors in forward and in the rerun of a frame around. The set of live values depends on
         # the garbage collector, so all are held up to the end of the region.
@@ -80,12 +76,7 @@ class TensorsHeld:
         self._held.append(_weakref(value))
 
     def close(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
-        """Ends the recording: seals the kept tensors, by the hooks around if any.
-
-        Args:
-            hooks: The hooks.
-            respect_hooks: Whether tensors kept by a policy go through the hooks.
-        """
+        """Ends the recording: seals the kept tensors, by the hooks around if any."""
         held, self._held = self._held, []
         for reference in held:
             value = reference()

@@ -20,15 +20,10 @@ from .values import Op, Value, flatten, values_on_tape
 
 
 class Routed(NamedTuple):
-    """The results of a routing operator in forward.
+    """The results of a routing operator in forward."""
 
-    Attributes:
-        shapes: The shapes of the results; None for sizes unknown while torch traces.
-        chose: Whether the operator chose among floating-point numbers.
-    """
-
-    shapes: list[tuple[int, ...]] | None
-    chose: bool
+    shapes: list[tuple[int, ...]] | None  # the shapes of the results; None for sizes unknown while torch traces
+    chose: bool  # whether the operator chose among floating-point numbers
 
 
 def routed(op: Op, args: Any, kwargs: Any, out: Any) -> Routed:
@@ -37,11 +32,7 @@ def routed(op: Op, args: Any, kwargs: Any, out: Any) -> Routed:
 
 
 def check_shapes(frame: Frame, op: Op, out: Any) -> None:
-    """Compares the shapes of a replay of a frame with the shapes of forward.
-
-    Raises:
-        DeterminismError: If they differ.
-    """
+    """Compares the shapes of a replay of a frame with the shapes of forward."""
     expected, found = op.routed.shapes, _shapes_of(out)
     if expected is None or found is None or expected == found:
         return

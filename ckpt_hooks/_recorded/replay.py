@@ -43,73 +43,46 @@ AT_ONCE = 1 << 20
 
 
 class Replayable(Frame):
-    """A recorded frame, as seen by its replays.
-
-    Attributes:
-        bytes: The size of all tensors saved in the frame.
-        lines: The lines of operators, in debug mode; else None.
-        outer: The recorded frame directly around, on the same tape.
-        start: The number of the latest value when the frame began.
-        unseen: On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
-        whole: Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to go by :attr:`bytes`.
-    """
+    """A recorded frame, as seen by its replays."""
 
     __slots__ = ("bytes", "lines", "outer", "start", "unseen", "whole")
 
-    bytes: int
-    lines: Lines | None
-    outer: Replayable | None
-    start: int
+    bytes: int  # the size of all tensors saved in the frame
+    lines: Lines | None  # the lines of operators, in debug mode; else None
+    outer: Replayable | None  # the recorded frame directly around, on the same tape
+    start: int  # the number of the latest value when the frame began
+    # On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
     unseen: list[tuple[torch.Tensor, str]]
+    # Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to go by :attr:`bytes`.
     whole: bool | None
 
     @abc.abstractmethod
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """Returns the replays which bring back values of the frame around.
-
-        Args:
-            replay: The replay of this frame, which reads the values.
-            values: The values.
-        """
+        """Returns the replays which bring back values of the frame around."""
 
 
 class Replay:
-    """The tensors which one backward brings back of one frame.
-
-    Attributes:
-        frame: The frame.
-        crossing: The values read of the frame around, weakly.
-        held: Copies of wanted tensors which were overwritten since, by the number of the value.
-        key: The key of the replay's scope, None without a scope.
-        owners: The owners of memory which may be freed between two runs, by address of the storage.
-        made: Hands values to streams of devices; None where no accelerator was in use in forward.
-        readers: The number of remaining reads of each value.
-        taken: In a group of backwards, the indices of the used handles.
-        tensors: The present tensors, by the number of the value.
-    """
+    """The tensors which one backward brings back of one frame."""
 
     def __init__(self, frame: Replayable, roots: Iterable[Value], key: int | None) -> None:
-        """Makes a plan.
-
-        Args:
-            frame: The frame.
-            roots: The values which backward will ask for, each as often as asked for.
-            key: The key of the scope; None for a replay of the caller's own.
-        """
+        """Makes a plan."""
         if frame.unseen:
             _check_unseen(frame)
-        self.frame = frame
-        self.key = key
+        self.frame = frame  # the frame
+        self.key = key  # the key of the replay's scope, None without a scope
+        # Hands values to streams of devices; None where no accelerator was in use in forward.
         self.made = None if frame.current is None else Made(frame.current)
-        self.taken: set[int] = set()
-        self.tensors: dict[int, torch.Tensor] = {}
+        self.taken: set[int] = set()  # in a group of backwards, the indices of the used handles
+        self.tensors: dict[int, torch.Tensor] = {}  # the present tensors, by the number of the value
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
-        self.readers = self._plan.readers
-        self.crossing = [weakref.ref(value) for value in work.crossing]
+        self.readers = self._plan.readers  # the number of remaining reads of each value
+        self.crossing = [weakref.ref(value) for value in work.crossing]  # the values read of the frame around, weakly
+        # The owners of memory which may be freed between two runs, by address of the storage.
         self.owners: dict[int, Owner] = {}
         whole = frame.bytes <= AT_ONCE if frame.whole is None else frame.whole
         self._whole: Work | None = work if whole or self._plan.in_order else None
         self._ran: set[int] = set()
+        # Copies of wanted tensors which were overwritten since, by the number of the value.
         self.held: dict[int, torch.Tensor] = {}
         self._cloned: Clones = {}
         self._streams: OwnStreams = {}

@@ -28,25 +28,16 @@ Externals = list[weakref.ref[TrackedKept]]
 
 
 class Handle:
-    """The handle of a recorded frame: stands in autograd's graph for one saved tensor.
-
-    Attributes:
-        frame: The frame.
-        value: The value of the tensor.
-        index: The number of tensors saved before by the frame.
-        nbytes: The tensor's size in bytes.
-        dtype: The dtype; set for watched frames.
-        shape: The sizes, likewise; unset for a nested tensor, which has none.
-    """
+    """The handle of a recorded frame: stands in autograd's graph for one saved tensor."""
 
     __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
 
-    frame: ReplayedFrame
-    value: Value
-    index: int
-    dtype: torch.dtype
-    nbytes: int
-    shape: torch.Size
+    frame: ReplayedFrame  # the frame
+    value: Value  # the value of the tensor
+    index: int  # the number of tensors saved before by the frame
+    dtype: torch.dtype  # the dtype; set for watched frames
+    nbytes: int  # the tensor's size in bytes
+    shape: torch.Size  # the sizes, likewise; unset for a nested tensor, which has none
 
 
 class FunctionHandle(Handle):
@@ -56,17 +47,13 @@ class FunctionHandle(Handle):
 
 
 class SplitReplay(Replay):
-    """The tensors of one frame for the two parts of a backward. The frame owns this object, so the frame is held weakly.
-
-    Attributes:
-        handles: Each handle with uses left, weakly, by its index.
-        uses: The uses of the handles.
-    """
+    """The tensors of one frame for the two parts of a backward. The frame owns this object, so the frame is held weakly."""
 
     def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[Handle]) -> None:
         Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
+        # Each handle with uses left, weakly, by its index.
         self.handles = {handle.index: (weakref.ref(handle), handle.value.number) for handle in handles}
-        self.uses = Uses()
+        self.uses = Uses()  # the uses of the handles
 
     @property
     def frame(self) -> Replayable:
@@ -108,13 +95,7 @@ class SplitReplay(Replay):
 
 
 class ReplayedFrame(Replayable):
-    """A recorded frame's handles and replays.
-
-    Attributes:
-        externals: Stand-ins for saved tensors from outside.
-        handles: The frame's handles.
-        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
-    """
+    """A recorded frame's handles and replays."""
 
     __slots__ = ("_children", "externals", "handles", "is_split")
 
@@ -127,13 +108,14 @@ class ReplayedFrame(Replayable):
         Frame.__init__(self, name, parent, observers)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
-        self.externals: Externals = []
+        self.externals: Externals = []  # stand-ins for saved tensors from outside
         self.lines = None if outer is None else outer.lines
         self.unseen: list[tuple[torch.Tensor, str]] = []
         self.outer = outer
-        self.handles: list[weakref.ref[Handle]] = []
+        self.handles: list[weakref.ref[Handle]] = []  # the frame's handles
         self.start = 0
         self.whole = None
+        # Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
         self.is_split: bool = outer is not None and outer.is_split
 
     def saved(self) -> list[Saved]:
@@ -285,12 +267,7 @@ class ReplayedFrame(Replayable):
 
 
 def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
-    """Returns the tensors from outside that stand in the graph themselves, and need no frame.
-
-    Args:
-        externals: Those of a frame.
-        seen: See :func:`holdings_in`.
-    """
+    """Returns the tensors from outside that stand in the graph themselves, and need no frame."""
     return [
         found._replace(why=f"saved, {found.why}")
         for reference in externals

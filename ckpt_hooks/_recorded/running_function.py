@@ -30,13 +30,9 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class RunningFunction:
-    """The forward of one call.
+    """The forward of one call."""
 
-    Attributes:
-        reason: The reason to keep the results; None where a replay may run the function again.
-    """
-
-    reason: str | None = None
+    reason: str | None = None  # the reason to keep the results; None where a replay may run the function again
 
     def __init__(self, tape: Tape, facts: FunctionFacts) -> None:
         self._tape, self._facts, self._task = tape, facts, graph_task_id()
@@ -53,15 +49,7 @@ class RunningFunction:
             self.reason = f"from {self._facts.name}, which {reason}"
 
     def run_operator(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, record: Callable[..., Any]) -> Any:
-        """Runs an operator of the function.
-
-        Args:
-            func: The operator.
-            facts: The facts.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            record: Runs and records an operator as one outside of functions.
-        """
+        """Runs an operator of the function."""
         born, stores = self._born, self._stores
         if (
             facts.is_fast

@@ -11,39 +11,28 @@ from .values import Op, Value, values_on_tape
 
 
 class Work:
-    """The steps which bring back some values.
-
-    Attributes:
-        steps: Operators to run and values after a write to note, by number, in the order of numbers.
-        leaves: Kept values.
-        crossing: Values of the frame around.
-    """
+    """The steps which bring back some values."""
 
     __slots__ = ("crossing", "leaves", "steps")
 
     def __init__(self) -> None:
+        # Operators to run and values after a write to note, by number, in the order of numbers.
         self.steps: dict[int, Op | Value] = {}
-        self.leaves: list[Value] = []
-        self.crossing: list[Value] = []
+        self.leaves: list[Value] = []  # kept values
+        self.crossing: list[Value] = []  # values of the frame around
 
 
 class Plan:
-    """The reads of a frame's values in one backward.
-
-    Attributes:
-        readers: The number of reads of each value, by operators and by backward.
-        asked: Numbers of the values asked for in storages which operators write to.
-        written: Identities of storages which operators write to.
-        in_order: Whether a later operator overwrites some value after a read, so that all operators have to run at once, in the
-            order of recording.
-    """
+    """The reads of a frame's values in one backward."""
 
     __slots__ = ("asked", "in_order", "readers", "written")
 
     def __init__(self) -> None:
-        self.readers: dict[int, int] = {}
-        self.asked: set[int] = set()
-        self.written: set[int] = set()
+        self.readers: dict[int, int] = {}  # the number of reads of each value, by operators and by backward
+        self.asked: set[int] = set()  # numbers of the values asked for in storages which operators write to
+        self.written: set[int] = set()  # identities of storages which operators write to
+        # Whether a later operator overwrites some value after a read, so that all operators have to run at once, in the order
+        # of recording.
         self.in_order = False
 
 
@@ -55,14 +44,7 @@ def _more(op: Op) -> list[Value]:
 
 
 def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan, Work]:
-    """Returns the plan for some values, and all the work to bring them back.
-
-    Args:
-        roots: The values, each as often as wanted.
-        start: The beginning of the frame; earlier values belong to the frame around.
-        nested: Whether there is a frame around. If so, it brings back tensors packed by hooks, so that the hooks are asked
-            once.
-    """
+    """Returns the plan for some values, and all the work to bring them back."""
     # Each backward pays for this walk, so the step for each read value is written out. One walk for this and ``work_for``, by
     # way of lists of each step's reads, was a third slower.
     plan, work = Plan(), Work()
@@ -129,15 +111,7 @@ def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan,
 
 
 def work_for(value: Value, start: int, tensors: Mapping[int, object], ran: set[int], *, nested: bool) -> Work:
-    """Returns the work to bring back one more value of a frame.
-
-    Args:
-        value: The value.
-        start: The beginning of the frame.
-        tensors: The present tensors, by number of the value.
-        ran: Numbers of operators which have run.
-        nested: Whether there is a frame around.
-    """
+    """Returns the work to bring back one more value of a frame."""
     work = Work()
     steps = work.steps
     stack, seen = [value], {value.number}

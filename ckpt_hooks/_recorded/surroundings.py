@@ -19,19 +19,14 @@ from ckpt_hooks._torch.tensors import BelowAutograd
 
 
 class Surroundings:
-    """The surroundings of operators.
-
-    Attributes:
-        switches: Switches of the process.
-        current: Current devices and streams; None where no accelerator was in use as the outermost region began.
-        grad: Whether gradients were enabled.
-    """
+    """The surroundings of operators."""
 
     __slots__ = ("current", "grad", "switches")
 
     def __init__(self, current: Current | None) -> None:
-        self.switches = switches.capture()
-        self.grad = torch.is_grad_enabled()
+        self.switches = switches.capture()  # switches of the process
+        self.grad = torch.is_grad_enabled()  # whether gradients were enabled
+        # Current devices and streams; None where no accelerator was in use as the outermost region began.
         self.current = current
 
 
@@ -61,12 +56,7 @@ class ReplayContext:
         return self
 
     def under(self, surroundings: Surroundings, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Restores the surroundings of forward; undone at the end.
-
-        Args:
-            surroundings: The surroundings.
-            tensors: The tensors which the operators may read.
-        """
+        """Restores the surroundings of forward; undone at the end."""
         self._tensors = tensors
         if surroundings.current is not self._current:
             self._move(surroundings.current)

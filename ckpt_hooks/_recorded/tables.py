@@ -23,26 +23,17 @@ _weakref = weakref.ref
 
 
 class Tables:
-    """The tensors and storages of one tape.
-
-    Attributes:
-        number: The number of the latest value or operator.
-        known: Values of tensors on the tape, by identity of the tensor.
-        uninitialized: The same for uninitialised tensors.
-        inputs: Values of tensors from outside, by identity.
-        shared: Storages with tensors that count writes apart.
-        stores: Storages, by address.
-    """
+    """The tensors and storages of one tape."""
 
     __slots__ = ("inputs", "known", "number", "shared", "stores", "uninitialized")
 
     def __init__(self) -> None:
-        self.number = 0
-        self.shared: list[Store] = []
-        self.known: dict[int, Value] = {}
-        self.uninitialized: dict[int, Value] = {}
-        self.inputs: dict[int, weakref.ref[Value]] = {}
-        self.stores: dict[int, Store] = {}
+        self.number = 0  # the number of the latest value or operator
+        self.shared: list[Store] = []  # storages with tensors that count writes apart
+        self.known: dict[int, Value] = {}  # values of tensors on the tape, by identity of the tensor
+        self.uninitialized: dict[int, Value] = {}  # the same for uninitialised tensors
+        self.inputs: dict[int, weakref.ref[Value]] = {}  # values of tensors from outside, by identity
+        self.stores: dict[int, Store] = {}  # storages, by address
 
     def another_counter(self, store: Store) -> object:
         """Returns what stands for one more version counter of a storage."""

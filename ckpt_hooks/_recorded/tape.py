@@ -42,60 +42,34 @@ _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
 
 
 class Tape:
-    """The recording of a thread's outermost region, and of the regions directly within.
+    """The recording of a thread's outermost region, and of the regions directly within."""
 
-    Attributes:
-        start: The number of the latest value when the innermost region began.
-        surroundings: The present surroundings of operators.
-        current: Devices and streams as the outermost region began; None where no accelerator was in use.
-        decisions: The decisions of the innermost region's policy; None without a policy.
-        draws_anew: Whether a replay of the innermost region draws other random numbers.
-        has_refilled: Whether an operator read memory which its owner frees and fills again.
-        held: The kept tensors.
-        hooks: The saved-tensor hooks around the outermost region.
-        is_in_frame: Whether the outermost region is inside a function frame.
-        is_of_function: Whether the tensor being packed was saved by a custom function.
-        lock: Held by a running replay of this tape.
-        path: The path of the innermost region.
-        recorder: The dispatch mode which records; unset outside of the outermost region.
-        respect_hooks: Whether outputs kept by a policy go through the hooks.
-        tables: The tables of tensors and storages.
-        task: The backward in which the outermost region runs; -1 for none.
-        unseen: On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
-        watched: The watches of frames which have ended.
-        users_modes: Names of the user's dispatch modes around the outermost region.
-    """
-
-    recorder: SelectiveCheckpointContext
-    surroundings: Surroundings
-    current: Current | None
+    recorder: SelectiveCheckpointContext  # the dispatch mode which records; unset outside of the outermost region
+    surroundings: Surroundings  # the present surroundings of operators
+    current: Current | None  # devices and streams as the outermost region began; None where no accelerator was in use
 
     def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
-        self.tables = Tables()
-        self.held = TensorsHeld(is_in_frame=is_in_frame)
-        self.hooks = hooks
-        self.respect_hooks = respect_hooks
-        self.is_in_frame = is_in_frame
-        self.task = graph_task_id()
-        self.path: RegionPath = ("", None)
-        self.lock = threading.RLock()
-        self.decisions: Decisions | None = None
-        self.draws_anew = False
+        self.tables = Tables()  # the tables of tensors and storages
+        self.held = TensorsHeld(is_in_frame=is_in_frame)  # the kept tensors
+        self.hooks = hooks  # the saved-tensor hooks around the outermost region
+        self.respect_hooks = respect_hooks  # whether outputs kept by a policy go through the hooks
+        self.is_in_frame = is_in_frame  # whether the outermost region is inside a function frame
+        self.task = graph_task_id()  # the backward in which the outermost region runs; -1 for none
+        self.path: RegionPath = ("", None)  # the path of the innermost region
+        self.lock = threading.RLock()  # held by a running replay of this tape
+        self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
+        self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
+        # ``has_refilled``: whether an operator read memory which its owner frees and fills again; ``is_of_function``: whether
+        # the tensor being packed was saved by a custom function.
         self.has_refilled = self.is_of_function = False
-        self.start = 0
+        self.start = 0  # the number of the latest value when the innermost region began
+        # On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
         self.unseen: list[tuple[torch.Tensor, str]] = []
-        self.users_modes: Sequence[str] = ()
-        self.watched: Sequence[Watch] = ()
+        self.users_modes: Sequence[str] = ()  # names of the user's dispatch modes around the outermost region
+        self.watched: Sequence[Watch] = ()  # the watches of frames which have ended
 
     def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
-        """Puts an output of a numbered operator on the tape; returns its value, if there is one.
-
-        Args:
-            op: The operator.
-            index: The position among the outputs.
-            values: The values read by the operator.
-            tensor: The output.
-        """
+        """Puts an output of a numbered operator on the tape; returns its value, if there is one."""
         facts = op.facts
         try:
             address = storage_address(tensor)
@@ -137,14 +111,7 @@ class Tape:
         return value
 
     def note(self, op: Op, values: list[Value], out: Any, decision: int = RECOMPUTE) -> list[Value]:
-        """Puts the outputs of an operator on the tape; returns the new values.
-
-        Args:
-            op: The operator, without a number yet.
-            values: The values read by the operator.
-            out: The result of the operator.
-            decision: The decision on the result.
-        """
+        """Puts the outputs of an operator on the tape; returns the new values."""
         outputs = out if type(out) is tuple else flatten(out)
         op.number = self.tables.number + 1
         self.tables.number += max(1, len(outputs))
@@ -186,12 +153,7 @@ class Tape:
         self.tables.register(tensor, value)
 
     def value_of(self, tensor: torch.Tensor, facts: OpFacts | None) -> Value:
-        """Returns the value of a tensor which is not in the table.
-
-        Args:
-            tensor: An uninitialised tensor, a tensor from outside, or an alias of a recorded tensor made without an operator.
-            facts: The operator about to read the tensor, if any.
-        """
+        """Returns the value of a tensor which is not in the table."""
         key = id(tensor)
         self.tables.known.pop(key, None)  # a tensor given another storage
         if self.tables.uninitialized and (uninitialized := self.tables.uninitialized.get(key)) is not None:

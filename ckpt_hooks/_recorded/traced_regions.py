@@ -41,17 +41,11 @@ _REGION, _NAME = "ckpt_hooks_region", "ckpt_hooks_name"
 
 @dataclasses.dataclass
 class _Region:
-    """A region being traced.
+    """A region being traced."""
 
-    Attributes:
-        outermost: The number of the outermost region around, or of this one.
-        policy: The policy; None keeps nothing.
-        start: The number of nodes of Dynamo's graph before the region.
-    """
-
-    outermost: int
-    policy: Policy | None
-    start: int
+    outermost: int  # the number of the outermost region around, or of this one
+    policy: Policy | None  # the policy; None keeps nothing
+    start: int  # the number of nodes of Dynamo's graph before the region
 
 
 class _Compilation:
@@ -69,12 +63,7 @@ _next_number = itertools.count(1).__next__
 
 @contextlib.contextmanager
 def traced_region(policy: Any, region: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Marks a block as a region; for Dynamo to trace.
-
-    Args:
-        policy: The policy, as given to the region.
-        region: Returns the region that is entered where Dynamo has given the block up, and Python runs it.
-    """
+    """Marks a block as a region; for Dynamo to trace."""
     if not torch.compiler.is_dynamo_compiling():
         with region():
             yield

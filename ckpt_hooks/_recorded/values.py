@@ -26,19 +26,7 @@ from ckpt_hooks._torch.tensors import storage_of
 
 
 class Store:
-    """One storage, from its first appearance on the tape.
-
-    Attributes:
-        address: The address of the storage object.
-        birth: The number of the operator which made the storage; 0 for a storage from outside.
-        external: Whether the contents come from outside: tensors in the storage are kept, not brought back.
-        uninitialized: Whether the storage is uninitialised.
-        written: Whether an operator on the tape wrote to the storage.
-        members: The tensors in the storage seen by the tape, weakly.
-        handles: The handles of tensors in the storage, or None.
-        held: The values in the storage whose tensor is kept, or None.
-        cause: The reason for holding tensors in the storage; unset for a storage made by an operator on the tape.
-    """
+    """One storage, from its first appearance on the tape."""
 
     __slots__ = (
         "__weakref__",
@@ -53,15 +41,15 @@ class Store:
         "written",
     )
 
-    address: int
-    birth: int
-    external: bool
-    uninitialized: bool
-    written: bool
-    members: list[weakref.ref[torch.Tensor]]
-    handles: list[weakref.ref[Any]] | None
-    held: list[weakref.ref[Value]] | None
-    cause: Cause
+    address: int  # the address of the storage object
+    birth: int  # the number of the operator which made the storage; 0 for a storage from outside
+    external: bool  # whether the contents come from outside: tensors in the storage are kept, not brought back
+    uninitialized: bool  # whether the storage is uninitialised
+    written: bool  # whether an operator on the tape wrote to the storage
+    members: list[weakref.ref[torch.Tensor]]  # the tensors in the storage seen by the tape, weakly
+    handles: list[weakref.ref[Any]] | None  # the handles of tensors in the storage, or None
+    held: list[weakref.ref[Value]] | None  # the values in the storage whose tensor is kept, or None
+    cause: Cause  # the reason for holding tensors in the storage; unset for a storage made by an operator on the tape
 
     def is_alive(self) -> bool:
         """Whether a known tensor is still in the storage: then no other storage has the address."""
@@ -85,31 +73,19 @@ ANEW: Any = object()
 
 
 class Op:
-    """An operator on the tape.
-
-    Attributes:
-        number: The place on the tape, and the number of the first result.
-        facts: The facts of the operator.
-        args: Positional arguments, with values in place of tensors.
-        kwargs: Keyword arguments, likewise.
-        present: The positions of values among the positional arguments.
-        routed: A note on the results of a routing operator (:mod:`.other_shapes`); unset for others.
-        draw: The state of the generator before the draw, :data:`ANEW`, or None.
-        surroundings: The surroundings of the operator.
-        is_plain: Whether a plain call will do: all tensors are in ``present``.
-    """
+    """An operator on the tape."""
 
     __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "routed", "surroundings")
 
-    number: int
-    facts: OpFacts
-    args: list[Any]
-    kwargs: dict[str, Any]
-    present: tuple[int, ...]
-    routed: Any
-    draw: Any
-    surroundings: Any
-    is_plain: bool
+    number: int  # the place on the tape, and the number of the first result
+    facts: OpFacts  # the facts of the operator
+    args: list[Any]  # positional arguments, with values in place of tensors
+    kwargs: dict[str, Any]  # keyword arguments, likewise
+    present: tuple[int, ...]  # the positions of values among the positional arguments
+    routed: Any  # a note on the results of a routing operator (:mod:`.other_shapes`); unset for others
+    draw: Any  # the state of the generator before the draw, :data:`ANEW`, or None
+    surroundings: Any  # the surroundings of the operator
+    is_plain: bool  # whether a plain call will do: all tensors are in ``present``
 
 
 class Value:
@@ -117,27 +93,19 @@ class Value:
 
     There are three kinds. A result is an output of an operator (``op``). A value after a write is what another one
     (``before``) has become by an operator (``op``). An input has neither; it is kept.
-
-    Attributes:
-        number: Larger than that of any value that existed when this one came to be.
-        op: What made it; None for an input.
-        before: What it was before ``op`` wrote to it; None for one that ``op`` returned.
-        store: The storage that it is in.
-        counter: Stands for its version counter: the same object for all tensors that have a version in common. One storage may
-            have several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
-        saved: The tensor, where it is kept.
-        tensor: The tensor that it belongs to, as long as that is alive.
     """
 
     __slots__ = ("__weakref__", "before", "counter", "number", "op", "saved", "store", "tensor")
 
-    number: int
-    op: Op | None
-    before: Value | None
-    store: Store
+    number: int  # larger than that of any value that existed when this one came to be
+    op: Op | None  # what made it; None for an input
+    before: Value | None  # what it was before ``op`` wrote to it; None for one that ``op`` returned
+    store: Store  # the storage that it is in
+    # Stands for its version counter: the same object for all tensors that have a version in common. One storage may have
+    # several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
     counter: object
-    saved: HeldTensor | None
-    tensor: Callable[[], torch.Tensor | None]
+    saved: HeldTensor | None  # the tensor, where it is kept
+    tensor: Callable[[], torch.Tensor | None]  # the tensor that it belongs to, as long as that is alive
 
 
 def new_store(address: int, birth: int) -> Store:

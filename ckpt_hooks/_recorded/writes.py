@@ -208,14 +208,7 @@ def _readers_of(tape: Tape, reference: weakref.ref[Value], others: int, most: in
 
 
 def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], name: str, path: RegionPath) -> None:
-    """Puts copies in the place of kept tensors of a storage which was written to unseen.
-
-    Args:
-        store: The storage.
-        copies: Tensors in the storage, and their copies from before the write. A kept tensor without a copy is lost.
-        name: The writer.
-        path: The region.
-    """
+    """Puts copies in the place of kept tensors of a storage which was written to unseen."""
     held, store.held = store.held, None
     for reference in held or ():
         value = reference()

@@ -37,13 +37,9 @@ _HANDED_OUT = (Kind.EFFECT, Kind.COLLECTIVE)
 
 
 class Aligning(QuietDispatchMode):
-    """Notes the operators of a recompute, and compares their results with the kept outputs.
+    """Notes the operators of a recompute, and compares their results with the kept outputs."""
 
-    Attributes:
-        error: None: a difference is known at the end only.
-    """
-
-    error = None
+    error = None  # none: a difference is known at the end only
 
     def __init__(self, selection: Selection) -> None:
         super().__init__()

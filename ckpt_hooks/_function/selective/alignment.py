@@ -32,15 +32,7 @@ def compare_all(
     nodes_found: Sequence[int],
     index: int,
 ) -> DeterminismError | None:
-    """Returns the error for a recompute whose operators part from the operators of forward; None if they do not.
-
-    Args:
-        forward: The operators of forward.
-        rerun: The operators of the ended recompute.
-        unequal: Pairs of places of operators with different values.
-        nodes_found: Numbers of nodes made by forward and found by the recompute.
-        index: The last tensor wanted of the recompute; later operators do not matter.
-    """
+    """Returns the error for a recompute whose operators part from the operators of forward; None if they do not."""
     end, end_found = bisect_right(forward.marks, index), bisect_right(rerun.marks, index)
     counts, counts_found = forward.counts(nodes_found)[:end], rerun.counts()[:end_found]
 

@@ -196,20 +196,15 @@ class Record(SelectiveCheckpointContext):
 
 
 class _Reuse(QuietDispatchMode):
-    """Hands out the kept outputs of forward in one recompute.
-
-    Attributes:
-        error: The error for the first operator that differs from forward.
-        marks: For each operator of the recompute, the number of tensors saved by the region before.
-    """
+    """Hands out the kept outputs of forward in one recompute."""
 
     def __init__(self, selection: Selection) -> None:
         super().__init__()
-        self.error: DeterminismError | None = None
+        self.error: DeterminismError | None = None  # the error for the first operator that differs from forward
         self._selection = selection
         self._sequence, self._operators = selection.sequence, selection.sequence.operators
         self._entries = selection.outputs.entries
-        self.marks: list[int] = []
+        self.marks: list[int] = []  # for each operator of the recompute, the number of tensors saved by the region before
         self._saved = selection.values
         self._task = graph_task_id()
         self._last, self._has_stopped = selection.last, selection.has_stopped

@@ -51,38 +51,20 @@ class _NotBroughtBack(Exception):  # noqa: N818 -- nobody sees it
 
 
 class Entry:
-    """The kept output of one operator.
-
-    Attributes:
-        value: The output, with a held tensor in place of each tensor.
-        draw: The operator's draw from a random stream, if any.
-        aliases: Witnesses of tensors which share memory with the output but not the version counter, and their versions.
-        is_copied: Whether copies are kept and handed out, so that writes to the output do not matter.
-        stays: Whether the operator has an effect, and must not run again.
-    """
+    """The kept output of one operator."""
 
     __slots__ = ("aliases", "draw", "is_copied", "stays", "value")
 
-    is_copied: bool
-    stays: bool
-    value: Any
-    draw: torch.Tensor | None
+    is_copied: bool  # whether copies are kept and handed out, so that writes to the output do not matter
+    stays: bool  # whether the operator has an effect, and must not run again
+    value: Any  # the output, with a held tensor in place of each tensor
+    draw: torch.Tensor | None  # the operator's draw from a random stream, if any
+    # Witnesses of tensors which share memory with the output but not the version counter, and their versions.
     aliases: Sequence[tuple[torch.Tensor, int]]
 
 
 class KeptOutputs:
-    """The kept outputs of one forward.
-
-    Attributes:
-        batch: The outputs on the host, if there are any.
-        entries: The kept outputs, by place in the sequence.
-        hooks: The saved-tensor hooks to pass kept outputs through, if there are any.
-        is_copying: Whether copies are kept of all outputs.
-        is_in_frame: Whether these are the hooks of a frame.
-        path: The region.
-        num_kept: The number of outputs kept, including outputs forgotten before the end of forward, which is left to chance.
-        places: Places in the sequence, by the storage of the kept output.
-    """
+    """The kept outputs of one forward."""
 
     __slots__ = (
         "_brought",
@@ -98,13 +80,15 @@ class KeptOutputs:
     )
 
     def __init__(self) -> None:
-        self.batch: Batch | None = None
-        self.entries: dict[int, Entry] = {}
-        self.hooks: Hooks | None = None
+        self.batch: Batch | None = None  # the outputs on the host, if there are any
+        self.entries: dict[int, Entry] = {}  # the kept outputs, by place in the sequence
+        self.hooks: Hooks | None = None  # the saved-tensor hooks to pass kept outputs through, if there are any
+        # ``is_copying``: whether copies are kept of all outputs; ``is_in_frame``: whether these are the hooks of a frame.
         self.is_copying = self.is_in_frame = False
+        # The number of outputs kept, including outputs forgotten before the end of forward, which is left to chance.
         self.num_kept = 0
-        self.path: RegionPath = ("", None)
-        self.places: dict[int | None, int] = {}
+        self.path: RegionPath = ("", None)  # the region
+        self.places: dict[int | None, int] = {}  # places in the sequence, by the storage of the kept output
         # The tensors brought back by the outer frame for the running recompute, by the id of the held tensor.
         self._brought: dict[int, torch.Tensor] = {}
         self._is_recomputed = False
@@ -118,17 +102,7 @@ class KeptOutputs:
     def keep(
         self, place: int, output: Any, args: Any, kwargs: Any, draw: torch.Tensor | None, facts: OpFacts, *, offload: bool
     ) -> None:
-        """Keeps the output of an operator, unless in an argument's memory, or in a buffer which compiled code uses again.
-
-        Args:
-            place: The operator's place in the sequence.
-            output: The output.
-            args: The operator's arguments.
-            kwargs: The keyword arguments.
-            draw: The operator's draw, if any.
-            facts: The operator's facts. The output of a collective is not complete yet, and is kept past all outer hooks.
-            offload: Whether to move the output to the host, if possible and worthwhile.
-        """
+        """Keeps the output of an operator, unless in an argument's memory, or in a buffer which compiled code uses again."""
         kind = facts.kind
         if kind is Kind.EFFECT:
             self._keep_for_good(place, output, draw, offload=offload)
@@ -236,15 +210,7 @@ class KeptOutputs:
         self._brought.clear()
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool) -> Any:
-        """Returns the kept output of an operator; :data:`MISSING` if gone.
-
-        Args:
-            place: The operator's place in the sequence.
-            operator: The operator.
-            args: The arguments in the recompute.
-            kwargs: The keyword arguments.
-            last: Whether to drop the output from here.
-        """
+        """Returns the kept output of an operator; :data:`MISSING` if gone."""
         entry = self.entries[place]
         output = self._output_of(entry, last=last)
         if output is MISSING:

@@ -33,25 +33,7 @@ _NO_VALUES: Sequence[torch.Tensor] = ()
 
 
 class Selection:
-    """The operators of one forward, and their kept outputs.
-
-    Attributes:
-        sequence: The operators, in order.
-        numbers: An entry for each tensor saved by the region.
-        outputs: The kept outputs.
-        when_closed: Called with the operators when forward has ended.
-        policy_in_words: Returns the policy in words.
-        places_of_saved: The place of the operator which returned a saved tensor, by the tensor's index; where observers watch.
-        values: An entry for each tensor saved by the running recompute.
-        marks_of_rerun: For each operator of the latest recompute, the number of tensors saved before.
-        last: Whether the beginning recompute is the last, and may take kept outputs.
-        differs: Whether the recompute has run another operator than forward.
-        has_run_effects: Whether the recompute has run an operator with an effect.
-        aligned: Whether a recompute has run other operators, so that the next recomputes run all operators.
-        rerun: The latest aligned recompute: its operators, the pairs of places of operators with other values than in forward,
-            and the numbers of nodes made by forward.
-        has_stopped: Returns whether the beginning recompute has been told to stop.
-    """
+    """The operators of one forward, and their kept outputs."""
 
     __slots__ = (
         "_num_values",
@@ -72,18 +54,24 @@ class Selection:
     )
 
     def __init__(self) -> None:
-        self.sequence = OperatorSequence()
+        self.sequence = OperatorSequence()  # the operators, in order
+        # For each operator of the latest recompute, the number of tensors saved before.
         self.marks_of_rerun: Sequence[int] = _NO_NUMBERS
-        self.numbers: Sequence[int] = _NO_NUMBERS
-        self.values: Sequence[torch.Tensor] = _NO_VALUES
-        self.outputs = KeptOutputs()
+        self.numbers: Sequence[int] = _NO_NUMBERS  # an entry for each tensor saved by the region
+        self.values: Sequence[torch.Tensor] = _NO_VALUES  # an entry for each tensor saved by the running recompute
+        self.outputs = KeptOutputs()  # the kept outputs
+        # The place of the operator which returned a saved tensor, by the tensor's index; where observers watch.
         self.places_of_saved: dict[int, int] = {}
-        self.policy_in_words: Callable[[], str] | None = None
-        self.when_closed: Callable[[list[Any]], None] | None = None
-        self.last = False
-        self.has_stopped: Callable[[], bool] = _never
+        self.policy_in_words: Callable[[], str] | None = None  # returns the policy in words
+        self.when_closed: Callable[[list[Any]], None] | None = None  # called with the operators when forward has ended
+        self.last = False  # whether the beginning recompute is the last, and may take kept outputs
+        self.has_stopped: Callable[[], bool] = _never  # returns whether the beginning recompute has been told to stop
+        # The latest aligned recompute: its operators, the pairs of places of operators with other values than in forward, and
+        # the numbers of nodes made by forward.
         self.rerun: tuple[OperatorSequence, Collection[tuple[int, int]], Sequence[int]]
-        self.aligned = False
+        self.aligned = False  # whether a recompute has run other operators, so that the next recomputes run all operators
+        # ``differs``: whether the recompute has run another operator than forward; ``has_run_effects``: whether the recompute
+        # has run an operator with an effect.
         self.differs = self.has_run_effects = False
 
     def attach(
@@ -94,17 +82,7 @@ class Selection:
         *,
         respect_hooks: bool,
     ) -> None:
-        """Makes this the selection of a frame.
-
-        Args:
-            numbers: An entry for each tensor packed by the frame.
-            path: The frame's path.
-            hooks: The active hooks around the frame, if any.
-            respect_hooks: Whether kept outputs go through hooks other than a frame's.
-
-        Raises:
-            ValueError: If this is the selection of another frame already.
-        """
+        """Makes this the selection of a frame."""
         if self.sequence.path is not None:
             raise ValueError(
                 "the contexts of create_selective_checkpoint_contexts are for one region, which has run: its operators are "
@@ -116,12 +94,7 @@ class Selection:
         self.outputs.attach(path, hooks if passed else None)
 
     def close(self, parent: Frame | None, *, early_stop: bool) -> None:
-        """Ends forward. With early stop, drops outputs kept after the region's last saved tensor, which no recompute reaches.
-
-        Args:
-            parent: The outer frame, which counts the outputs kept through its hooks.
-            early_stop: Whether recomputes stop early.
-        """
+        """Ends forward; with early stop, drops outputs kept after the last saved tensor, which no recompute reaches."""
         self.sequence.complete = True
         if parent is not None and self.sequence.path is not None and self.outputs.is_in_frame:
             parent.note_inside(self.outputs.num_kept, self.sequence.path)
@@ -133,13 +106,7 @@ class Selection:
                 del self.outputs.entries[place]
 
     def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
-        """Prepares for a recompute.
-
-        Args:
-            values: Gets an entry for each tensor saved by the recompute.
-            last: Whether kept outputs may be dropped as they are used.
-            has_stopped: Returns whether the recompute was told to stop; later operators of the function are of no interest.
-        """
+        """Prepares for a recompute."""
         self.values, self.last, self.has_stopped = values, last, has_stopped
         self.differs = self.has_run_effects = False
         self.outputs.bring_back()
@@ -187,16 +154,7 @@ class Selection:
         return rerun()
 
     def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
-        """Checks that the ended recompute ran the operators of forward up to a saved tensor.
-
-        Args:
-            index: The last tensor wanted.
-            explain: Gets the error, to raise an error with more words.
-            cause: The exception which ended the recompute: an output in the place of another may have the wrong shape.
-
-        Raises:
-            DeterminismError: If the recompute ran other operators.
-        """
+        """Checks that the ended recompute ran the operators of forward up to a saved tensor."""
         sequence = self.sequence
         if self.aligned:
             found = compare_all(sequence, *self.rerun, index)

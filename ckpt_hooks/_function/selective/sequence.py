@@ -27,26 +27,18 @@ Counts = tuple[int, int]
 
 
 class OperatorSequence:
-    """The operators of one run of a region.
-
-    Attributes:
-        operators: The operators, in order.
-        marks: For each operator, the number of tensors saved by the region before.
-        nodes: For each operator, autograd's number of the next node.
-        casts: Places with a parameter cast before them, which autocast keeps: one run may find the cast of the other.
-        path: The region's path, once known.
-        complete: Whether forward has ended.
-    """
+    """The operators of one run of a region."""
 
     __slots__ = ("_end", "_start", "casts", "complete", "marks", "nodes", "operators", "path")
 
     def __init__(self) -> None:
-        self.operators: list[Any] = []
-        self.marks: list[int] = []
-        self.nodes: list[int] = []
+        self.operators: list[Any] = []  # the operators, in order
+        self.marks: list[int] = []  # for each operator, the number of tensors saved by the region before
+        self.nodes: list[int] = []  # for each operator, autograd's number of the next node
+        # Places with a parameter cast before them, which autocast keeps: one run may find the cast of the other.
         self.casts: list[int] = []
-        self.path: RegionPath | None = None
-        self.complete = False
+        self.path: RegionPath | None = None  # the region's path, once known
+        self.complete = False  # whether forward has ended
         self._start = self._end = 0
 
     def begin(self) -> None:
@@ -63,12 +55,7 @@ class OperatorSequence:
             self.casts.append(len(self.operators))
 
     def nodes_at(self, place: int, found: Sequence[int] = ()) -> int:
-        """Returns the number of nodes made by the run before a place, without casts of parameters.
-
-        Args:
-            place: The place; the place behind the last for the end of the run.
-            found: Numbers of nodes to leave out, in order.
-        """
+        """Returns the number of nodes made by the run before a place, without casts of parameters."""
         end = self._end if place >= len(self.nodes) else self.nodes[place]
         return end - self._start - bisect_right(self.casts, place) - bisect_left(found, end)
 
@@ -89,12 +76,7 @@ class OperatorSequence:
         return bisect_left(self.marks, saved)
 
     def compare(self, place: int, operator: Any) -> DeterminismError | None:
-        """Compares an operator with forward's at the same place; returns an error if they differ.
-
-        Args:
-            place: The place in the sequence of the recompute.
-            operator: The operator of the recompute.
-        """
+        """Compares an operator with forward's at the same place; returns an error if they differ."""
         if place >= len(self.operators):
             if not self.complete:  # a recompute in the middle of forward
                 return None
@@ -103,12 +85,7 @@ class OperatorSequence:
         return self.error(place, self.name_at(place), str(operator))
 
     def compare_marks(self, found: Sequence[int], index: int) -> DeterminismError | None:
-        """Compares an ended recompute with forward by the tensors saved before each operator; returns an error if they differ.
-
-        Args:
-            found: For each operator of the recompute, the number of tensors saved before.
-            index: The last tensor wanted of the recompute; later operators do not matter.
-        """
+        """Compares an ended recompute with forward by the tensors saved before each operator; returns the error, if any."""
         expected = self.marks
         total, total_found = bisect_right(expected, index), bisect_right(found, index)
         if total == total_found and expected[:total] == found[:total]:
@@ -124,13 +101,7 @@ class OperatorSequence:
         return str(self.operators[place]) if place < len(self.operators) else missing
 
     def error(self, place: int, expected: str, found: str) -> DeterminismError:
-        """Returns the error for a recompute with other operators than forward.
-
-        Args:
-            place: The place where the recompute parts from forward.
-            expected: The operator of forward, in words.
-            found: The operator of the recompute, in words.
-        """
+        """Returns the error for a recompute with other operators than forward."""
         region = format_path(self.path)
         name = f"region {'/'.join(region)!r}: " if region else ""
         return DeterminismError(

@@ -89,21 +89,14 @@ class Marks:
 
 
 class Place(NamedTuple):
-    """The ranges of the profiler around a row.
+    """The ranges of the profiler around a row."""
 
-    Attributes:
-        operator: The outermost operator in the innermost of the others, as in ``"aten::linear"``; None outside of operators.
-        node: The name of the running node of backward; None outside of backward.
-        sequence: The number of the node, or for an accumulation of a gradient of the node before.
-        optimizer: The call of an optimizer, as in ``"AdamW.step"``.
-        line: The line of the program which called into torch.
-    """
-
+    # The outermost operator in the innermost of the others, as in ``"aten::linear"``; None outside of operators.
     operator: str | None
-    node: str | None
-    sequence: int
-    optimizer: str | None
-    line: str | None
+    node: str | None  # the name of the running node of backward; None outside of backward
+    sequence: int  # the number of the node, or for an accumulation of a gradient of the node before
+    optimizer: str | None  # the call of an optimizer, as in ``"AdamW.step"``
+    line: str | None  # the line of the program which called into torch
 
 
 NOWHERE = Place(None, None, -1, None, None)
