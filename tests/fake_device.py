@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpt_hooks._function import contents, trees
-from ckpt_hooks._recorded import function_calls
+from ckpt_hooks._recorded import functions
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.transfers import Transfers
 from tests.measure import as_library
@@ -263,11 +263,11 @@ def note_comparisons(monkeypatch: Any) -> list[tuple[int, ...]]:
 
     The answer is a tensor there, which nobody looks at before backward.
     """
-    differs, compared = function_calls.differs, []
+    differs, compared = functions.differs, []
 
     def later(tensor: torch.Tensor, image: Any) -> torch.Tensor:
         compared.append(tuple(tensor.shape))
         return torch.tensor(differs(tensor, image))
 
-    monkeypatch.setattr(function_calls, "differs", later)
+    monkeypatch.setattr(functions, "differs", later)
     return compared

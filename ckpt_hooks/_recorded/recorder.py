@@ -31,12 +31,10 @@ from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE
 
 from . import writes
-from .calls import decide, op_of, run
-from .function_calls import FunctionCall
-from .other_shapes import routed
-from .surroundings import Surroundings
-from .tape import Tape
-from .values import Op, Store, Value, cut, flatten, new_store, new_value
+from .explaining import routed
+from .functions import FunctionCall
+from .tape import Tape, decide, op_of, run
+from .values import Op, Store, Surroundings, Value, cut, flatten, new_store, new_value
 
 _Tensor = torch.Tensor
 _weakref = weakref.ref

@@ -1,45 +1,376 @@
 """Replays of a tape: bring back values of one frame for one backward, each operator at most once (Rule 13).
 
-A replay counts the readers of each value, and drops the value after the last reader. A small region is replayed as a whole when
-backward asks for the first value, which is quicker. A larger region is replayed as far as the wanted value needs, which takes
-less memory. A region may choose between the two. A region which overwrites a value after an operator read it is replayed as a
-whole, in the order of recording.
+The plan of a replay says which values backward needs, how many readers each has, and whether the order of requests matters. A
+lasting plan holds numbers, not values, which would stay alive after their handles, dropped by backward one by one. A replay
+drops a value after the last reader. A small region is replayed as a whole when backward asks for the first value, which is
+quicker. A larger region is replayed as far as the wanted value needs, which takes less memory. A region may choose between the
+two. A region which overwrites a value after an operator read it is replayed as a whole, in the order of recording.
 
 A frame which reads values of the frame around asks that frame's replay, and so on outwards. This is a loop, not a recursion:
-first each frame finds its needs of the next, then all run, from the outermost inwards.
+first each frame finds its needs of the next, then all run, from the outermost inwards. Memory that a framework frees is
+borrowed for a run of operators, each owner's from the first operator that reads it to the last.
 """
 
 from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.current import Made, run_on
+from ckpt_hooks._ambient import switches
+from ckpt_hooks._ambient.current import Current, Made, run_on
+from ckpt_hooks._ambient.switches import AUTOCAST
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import mark_thread, rewind
+from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._operators.draws import OwnStreams, draw_again, draw_anew
+from ckpt_hooks._operators.operator_events import watch_replay
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
-from ckpt_hooks._tensors.refilling import Owner
-from ckpt_hooks._torch.tensors import storage_address
+from ckpt_hooks._tensors.refilling import Loan, Owner, borrow, give_back, is_lent
+from ckpt_hooks._torch.autograd import set_grad_enabled
+from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes, resume_transforms, suspend_transforms
+from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
-from .borrowing import Borrowing
-from .debug_source_lines import Lines
-from .other_shapes import check_shapes
-from .schedule import Work, plan_for, work_for
-from .surroundings import ReplayContext, Surroundings
-from .values import ANEW, Op, Value, flatten, rebuild, values_on_tape
+from .explaining import Lines, check_shapes
+from .values import ANEW, Op, Surroundings, Value, flatten, rebuild, values_on_tape
+
+
+class Work:
+    """The steps which bring back some values."""
+
+    __slots__ = ("crossing", "leaves", "steps")
+
+    def __init__(self) -> None:
+        # Operators to run and values after a write to note, by number, in the order of numbers.
+        self.steps: dict[int, Op | Value] = {}
+        self.leaves: list[Value] = []  # kept values
+        self.crossing: list[Value] = []  # values of the frame around
+
+
+class Plan:
+    """The reads of a frame's values in one backward."""
+
+    __slots__ = ("asked", "in_order", "readers", "written")
+
+    def __init__(self) -> None:
+        self.readers: dict[int, int] = {}  # the number of reads of each value, by operators and by backward
+        self.asked: set[int] = set()  # numbers of the values asked for in storages which operators write to
+        self.written: set[int] = set()  # identities of storages which operators write to
+        # Whether a later operator overwrites some value after a read, so that all operators have to run at once, in the order
+        # of recording.
+        self.in_order = False
+
+
+def _more(op: Op) -> list[Value]:
+    """Returns the values an operator reads in lists and by name."""
+    args = op.args
+    arguments = [*(args[position] for position in op.facts.lists if position < len(args)), *op.kwargs.values()]
+    return [value for argument in arguments for value in values_on_tape(argument)]
+
+
+def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan, Work]:
+    """Returns the plan for some values, and all the work to bring them back."""
+    # Each backward pays for this walk, so the step for each read value is written out. One walk for this and ``work_for``, by
+    # way of lists of each step's reads, was a third slower.
+    plan, work = Plan(), Work()
+    steps, readers = work.steps, plan.readers
+    stack: list[Value] = []
+    asked = list(roots)
+    writes = False
+    for value in asked:
+        number = value.number
+        if number in readers:
+            readers[number] += 1
+        else:
+            readers[number] = 1
+            stack.append(value)
+    while stack:
+        value = stack.pop()
+        saved = value.saved
+        if saved is not None:
+            (work.crossing if nested and saved.is_packed else work.leaves).append(value)
+            continue
+        op, before = value.op, value.before
+        assert op is not None
+        if before is None:
+            if op.number <= start:
+                work.crossing.append(value)
+                continue
+        else:
+            # In an earlier storage, of which the frame around may have any view.
+            if value.store.birth <= start:
+                work.crossing.append(value)
+                continue
+            steps[value.number] = value
+            number = before.number
+            if number in readers:
+                readers[number] += 1
+            else:
+                readers[number] = 1
+                stack.append(before)
+        if op.number in steps:
+            continue
+        steps[op.number] = op
+        facts, args = op.facts, op.args
+        if facts.written:
+            writes = True
+        for position in op.present:
+            value = args[position]
+            number = value.number
+            if number in readers:
+                readers[number] += 1
+            else:
+                readers[number] = 1
+                stack.append(value)
+        if facts.lists or op.kwargs:
+            for value in _more(op):
+                number = value.number
+                if number in readers:
+                    readers[number] += 1
+                else:
+                    readers[number] = 1
+                    stack.append(value)
+    if writes:
+        _look_at_writes(plan, [step for step in steps.values() if type(step) is Op], asked)
+    return plan, work
+
+
+def work_for(value: Value, start: int, tensors: Mapping[int, object], ran: set[int], *, nested: bool) -> Work:
+    """Returns the work to bring back one more value of a frame."""
+    work = Work()
+    steps = work.steps
+    stack, seen = [value], {value.number}
+    while stack:
+        value = stack.pop()
+        saved = value.saved
+        if saved is not None:
+            (work.crossing if nested and saved.is_packed else work.leaves).append(value)
+            continue
+        op, before = value.op, value.before
+        assert op is not None
+        if before is None:
+            if op.number <= start:
+                work.crossing.append(value)
+                continue
+            read = []
+        else:
+            if value.store.birth <= start:
+                work.crossing.append(value)
+                continue
+            steps[value.number] = value
+            read = [before]
+        if op.number not in steps and op.number not in ran:
+            steps[op.number] = op
+            args = op.args
+            read += [args[position] for position in op.present]
+            if op.facts.lists or op.kwargs:
+                read += _more(op)
+        for value in read:
+            number = value.number
+            if number not in tensors and number not in seen:
+                seen.add(number)
+                stack.append(value)
+    return work
+
+
+def _read(op: Op) -> list[Value]:
+    """Returns the values whose contents an operator reads: not the base of a view, and not a target of a write."""
+    if op.facts.is_view or op.facts.is_inplace_view:
+        return []
+    written = {written.position for written in op.facts.written}
+    names = {written.name for written in op.facts.written}
+    return [
+        *(value for position, argument in enumerate(op.args) if position not in written for value in values_on_tape(argument)),
+        *(value for name, argument in op.kwargs.items() if name not in names for value in values_on_tape(argument)),
+    ]
+
+
+def _targets(op: Op) -> list[Value]:
+    """Returns the values an operator writes to."""
+    return [value for written in op.facts.written for value in values_on_tape(written.of(op.args, op.kwargs))]
+
+
+def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:
+    last: dict[int, int] = {}
+    for op in ops:
+        if op.facts.written:
+            for value in _targets(op):
+                last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
+    plan.written = set(last)
+    plan.asked = {value.number for value in asked if id(value.store) in last}
+    if any(value.number < last.get(id(value.store), 0) for value in asked):
+        plan.in_order = True
+        return
+    for op in ops:
+        if op.facts.is_view:
+            continue
+        if op.is_plain:  # as in ``_read``, which is slower
+            args = op.args
+            for position in op.present:
+                value = args[position]
+                if value.number < last.get(id(value.store), 0):
+                    plan.in_order = True
+                    return
+        elif any(value.number < last.get(id(value.store), 0) for value in _read(op)):
+            plan.in_order = True
+            return
+
+
+class Borrowing:
+    """Parts of one run, each with the memory that the part reads. Leaving the ``with`` block gives back the rest."""
+
+    __slots__ = ("_first", "_last", "_loans", "_steps")
+
+    def __init__(
+        self, steps: Mapping[int, Op | Value], tensors: Mapping[int, torch.Tensor], owners: Mapping[int, Owner]
+    ) -> None:
+        self._steps = sorted(steps.items())
+        self._loans: dict[Owner, Loan | None] = {}
+        first: dict[Owner, int] = {}
+        last: dict[Owner, int] = {}
+        by_store: dict[int, Owner | None] = {}
+        for number, op in self._steps:
+            if type(op) is Value:
+                continue
+            assert type(op) is Op
+            for value in (value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)):
+                key = id(value.store)
+                if key not in by_store:
+                    tensor = tensors.get(value.number)
+                    if tensor is None:  # made in this run, from memory of its own or met already
+                        continue
+                    owner = owners.get(storage_of(tensor) or 0)
+                    by_store[key] = owner if owner is not None and (is_freed(tensor) or is_lent(owner)) else None
+                owner = by_store[key]
+                if owner is not None:
+                    first.setdefault(owner, number)
+                    last[owner] = number
+        self._first, self._last = _turned(first), _turned(last)
+
+    def __enter__(self) -> Borrowing:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        while self._loans:
+            self._give_back(next(iter(self._loans)))
+
+    def parts(self) -> Iterator[dict[int, Op | Value]]:
+        """Yields the steps part by part; the memory read by a part is there meanwhile."""
+        part: dict[int, Op | Value] = {}
+        for number, step in self._steps:
+            if number in self._first:
+                if part:
+                    yield part
+                    part = {}
+                for owner in self._first[number]:
+                    self._loans[owner] = borrow(owner)
+            part[number] = step
+            if number in self._last:
+                yield part
+                part = {}
+                for owner in self._last[number]:
+                    self._give_back(owner)
+        if part:
+            yield part
+
+    def _give_back(self, owner: Owner) -> None:
+        loan = self._loans.pop(owner)
+        if loan is not None:
+            give_back(owner, loan)
+
+
+def _turned(numbers: Mapping[Owner, int]) -> dict[int, list[Owner]]:
+    turned: dict[int, list[Owner]] = {}
+    for owner, number in numbers.items():
+        turned.setdefault(number, []).append(owner)
+    return turned
+
 
 #: Bytes that a region saved up to which it is replayed as a whole, where it does not say: 3 to 10% of a small block's step.
 AT_ONCE = 1 << 20
+
+
+class ReplayContext:
+    """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around.
+
+    Dispatch modes of the user's see these operators; dispatch modes of the package do not.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._current = frame.current
+        self._tensors: Mapping[int, torch.Tensor] = {}
+
+    def __enter__(self) -> ReplayContext:
+        self._paused = pause_modes()
+        self._transforms = suspend_transforms()
+        self._casts = AUTOCAST.enter(None) if AUTOCAST.is_there() else None
+        self._modes = PastFunctionModes() if num_function_modes() else None
+        if self._modes is not None:
+            self._modes.__enter__()
+        self._grad = torch.is_grad_enabled()
+        self._undo: Any = None
+        self._guard = BelowAutograd()
+        self._guard.__enter__()
+        self.operator_watch = None if self._frame.watch is None else watch_replay(self._frame)
+        return self
+
+    def under(self, surroundings: Surroundings, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Restores the surroundings of forward; undone at the end."""
+        self._tensors = tensors
+        if surroundings.current is not self._current:
+            self._move(surroundings.current)
+        set_grad_enabled(surroundings.grad)
+        undo = switches.enter(surroundings.switches)
+        if self._undo is None or (undo[1] is not None and self._undo[1] is None):
+            self._undo = undo
+
+    def suspend(self) -> None:
+        """Runs what follows above autograd without gradients, with function modes, as custom functions run: until resumed."""
+        self._guard.__exit__(None, None, None)
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+        self._was_grad = torch.is_grad_enabled()
+        set_grad_enabled(False)
+
+    def resume(self) -> None:
+        """Ends :meth:`suspend`."""
+        set_grad_enabled(self._was_grad)
+        if self._modes is not None:
+            self._modes = PastFunctionModes()
+            self._modes.__enter__()
+        self._guard = BelowAutograd()
+        self._guard.__enter__()
+
+    def _move(self, current: Current | None) -> None:
+        """Makes other streams current, which wait for the operators before, and may read the present tensors."""
+        if current is not None and self._current is not None and current != self._current:
+            self._current.move(current, self._tensors.values())
+        self._current = current or self._current
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.operator_watch is not None:
+            self.operator_watch.__exit__()
+        self._move(self._frame.current)
+        self._guard.__exit__(None, None, None)
+        if self._undo is not None:
+            switches.leave(self._undo)
+        set_grad_enabled(self._grad)
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+        if self._casts is not None:
+            AUTOCAST.leave(self._casts)
+        if self._transforms is not None:
+            resume_transforms(self._transforms)
+        resume_modes(self._paused)
 
 
 class Replayable(Frame):

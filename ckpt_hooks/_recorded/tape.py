@@ -1,7 +1,8 @@
-"""The tape of an open region: the values read and returned by its operators.
+"""The tape of an open region: the values read and returned by its operators, and the tensors kept.
 
-The recorder (:mod:`.recorder`) puts operators on the tape. The tape's knowledge of tensors is in tables. Kept tensors are held
-until the outermost region ends.
+The recorder (:mod:`.recorder`) puts operators on the tape. While the outermost region is open, the tape sees every write, and
+copies a needed tensor before a write. At the end the kept tensors are sealed: from then on versions tell of writes, as for
+tensors saved by autograd.
 """
 
 from __future__ import annotations
@@ -18,24 +19,95 @@ from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._operators.facts import OpFacts, facts_of
+from ckpt_hooks._operators.draws import draw_noting, drops_nothing
+from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense, layout_of
-from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, HeldWithFaces, num_fused_steps
+from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor, HeldWithFaces, hold_tensor, num_fused_steps
+from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.refilling import owner_of
+from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import is_below_counting, is_kept_anyway, storage_address, storage_of
+from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.context import SelectiveCheckpointContext
-from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
+from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions
 
-from .aliases import alias_of, counter_in
-from .held_by_tape import TensorsHeld
-from .surroundings import Surroundings
-from .tables import Tables
-from .values import Op, Store, Value, flatten, new_store, new_value
+from .values import ANEW, Op, Store, Surroundings, Tables, Value, alias_of, counter_in, flatten, new_store, new_value
+
+_weakref = weakref.ref
+
+
+class TensorsHeld:
+    """The values of one tape whose tensors are kept."""
+
+    __slots__ = ("_batch", "_for_frame", "_held", "is_in_frame")
+
+    def __init__(self, *, is_in_frame: bool) -> None:
+        self.is_in_frame = is_in_frame  # whether a function frame is around
+        self._held: list[weakref.ref[Value]] = []
+        # Hooks have to get the same tensors in forward and in the rerun of a frame around. The set of live values depends on
+        # the garbage collector, so all are held up to the end of the region.
+        self._for_frame: list[Value] = []
+        self._batch: Batch | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def note(self, value: Value, reference: weakref.ref[Value]) -> None:
+        """Notes a value, whose tensor is sealed at the end."""
+        self._held.append(reference)
+        if self.is_in_frame:
+            self._for_frame.append(value)
+
+    def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause) -> None:
+        """Keeps the tensor of a value, or sends it to the host; drops the value's history, which is not needed then."""
+        alias = counted_detach(tensor)
+        to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
+        transfers = transfers_for(tensor) if to_host else None
+        if transfers is not None:
+            self._batch = self._batch or Batch()
+            self._hold(value, HeldOnHost(alias, self._batch, transfers, path, cause))
+        else:
+            self._hold(value, hold_tensor(alias, path, cause))
+        value.op = value.before = None
+
+    def _hold(self, value: Value, saved: HeldTensor) -> None:
+        value.saved = saved
+        reference = _weakref(value)
+        self.note(value, reference)
+        held = value.store.held
+        if held is None:
+            value.store.held = [reference]
+        else:
+            held.append(reference)
+
+    def note_version_later(self, value: Value) -> None:
+        """Notes the version of a kept tensor only at the end of the region, since the version moves without a write."""
+        assert value.saved is not None
+        value.saved.version = None
+        self._held.append(_weakref(value))
+
+    def close(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
+        """Ends the recording: seals the kept tensors, by the hooks around if any."""
+        held, self._held = self._held, []
+        for reference in held:
+            value = reference()
+            if value is not None and value.saved is not None:
+                saved = value.saved
+                value.saved = saved.sealed(hooks if respect_hooks or not saved.by_policy else None)
+        self._for_frame.clear()
+
+
+def _is_cast_of_leaf(value: Value) -> bool:
+    """Whether a value is autocast's cast of a parameter, which autocast keeps until its block ends."""
+    if value.op is None or value.op.facts.kind is not Kind.CAST:
+        return False
+    source = value.op.args[0]
+    saved = source.saved if type(source) is Value else None
+    return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)
+
 
 _Tensor = torch.Tensor
-_weakref = weakref.ref
 _PLAIN, _STRIDED = (torch.Tensor, torch.nn.Parameter), torch.strided
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
@@ -251,3 +323,72 @@ class Tape:
 
 def _of_class(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__}, which is kept as it is"
+
+
+def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs an operator, and notes its draw in ``op``."""
+    if not facts.is_random or drops_nothing(func, args, kwargs):
+        return facts.call(*args, **kwargs)
+    if tape.draws_anew:
+        op.draw = ANEW
+        return facts.call(*args, **kwargs)
+    out, op.draw = draw_noting(func, args, kwargs)
+    return out
+
+
+def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
+    """Returns the decision on an operator which has run; the policy is not asked in a backward inside the region."""
+    if tape.decisions is None or graph_task_id() != tape.task:
+        decision = EITHER if facts.is_collective or facts.has_effect else RECOMPUTE
+        if facts.drops_from_buffer(args, kwargs):
+            decision = SAVE
+    elif facts.kind is Kind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
+        decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it
+    else:
+        decision = tape.decisions.decide(tape.recorder, facts, args, kwargs, out)
+    if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
+        return SAVE  # to run a collective again, all have to, at the same time
+    return decision
+
+
+def op_of(
+    tape: Tape,
+    facts: OpFacts,
+    args: Any,
+    kwargs: Any,
+    overwritten: frozenset[int] = frozenset(),
+    unread: Sequence[int] = (),
+) -> tuple[Op, list[Value]]:
+    """Returns an operator about to run, with values in place of tensors, and those values."""
+    values: list[Value] = []
+    record = partial(_recorded, tape, facts, overwritten, values)
+    op = Op()
+    op.facts = facts
+    if facts.is_like:
+        unread = (0,)
+    if unread:
+        op.args = [tape.shape_of(one) if at in unread and one is not None else record(one) for at, one in enumerate(args)]
+    else:
+        op.args = list(map(record, args))
+    op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs
+    op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
+    op.draw = None
+    op.is_plain = False
+    op.surroundings = tape.surroundings
+    return op, values
+
+
+def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: list[Value], argument: Any) -> Any:
+    """Returns an argument with values in place of tensors; adds the values to ``values``."""
+    if isinstance(argument, _Tensor):
+        key = id(argument)
+        value = tape.tables.uninitialized.get(key) if key in overwritten else None
+        if value is None:
+            value = tape.tables.known.get(key)
+        if value is None or storage_of(argument) != value.store.address:
+            value = tape.value_of(argument, facts)
+        values.append(value)
+        return value
+    if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):
+        return [_recorded(tape, facts, overwritten, values, one) for one in argument]
+    return argument

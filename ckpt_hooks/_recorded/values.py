@@ -1,12 +1,15 @@
-"""The parts of a tape: operators, the values they made, and the storages of these values.
+"""The parts of a tape: operators, the values they made, the storages of these, the tables that know them, and surroundings.
 
 A tape has no list of its parts. A handle in autograd's graph owns a value, a value the operator of its making, and an operator
-the values read. So values on which no live handle depends are gone, by reference counting alone (Rule 17), and there is no list
-to prune. While a region is open, a value is also owned by its tensor, through a table.
+the values read. So values on which no live handle depends are gone, by reference counting alone (Rule 17), and there is no
+list to prune. While a region is open, a value is also owned by its tensor, through a table.
 
 Writes meet in a storage: a write through one view changes all views. So a write makes a new value of every live tensor in the
 storage: the old value, after the operator. A value is thus a tensor at a moment, and a read refers to the value of its moment
 (Rule 15).
+
+The tables go by the identity of tensors. An entry goes when the tensor dies, so a found identity is never a dead tensor's.
+Tensors from outside are not owned by a table, but by the operators which read them, as long as these may be needed.
 """
 
 from __future__ import annotations
@@ -14,15 +17,30 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
+from ckpt_hooks._ambient import switches
+from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.held_tensors import HeldTensor
-from ckpt_hooks._torch.tensors import storage_of
+from ckpt_hooks._torch.tensors import set_versions, storage_of
+
+
+class Surroundings:
+    """The surroundings of operators."""
+
+    __slots__ = ("current", "grad", "switches")
+
+    def __init__(self, current: Current | None) -> None:
+        self.switches = switches.capture()  # switches of the process
+        self.grad = torch.is_grad_enabled()  # whether gradients were enabled
+        # Current devices and streams; None where no accelerator was in use as the outermost region began.
+        self.current = current
 
 
 class Store:
@@ -82,7 +100,7 @@ class Op:
     args: list[Any]  # positional arguments, with values in place of tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
     present: tuple[int, ...]  # the positions of values among the positional arguments
-    routed: Any  # a note on the results of a routing operator (:mod:`.other_shapes`); unset for others
+    routed: Any  # a note on the results of a routing operator (:mod:`.explaining`); unset for others
     draw: Any  # the state of the generator before the draw, :data:`ANEW`, or None
     surroundings: Any  # the surroundings of the operator
     is_plain: bool  # whether a plain call will do: all tensors are in ``present``
@@ -106,6 +124,25 @@ class Value:
     counter: object
     saved: HeldTensor | None  # the tensor, where it is kept
     tensor: Callable[[], torch.Tensor | None]  # the tensor that it belongs to, as long as that is alive
+
+
+class Handle:
+    """The handle of a recorded frame: stands in autograd's graph for one saved tensor."""
+
+    __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
+
+    frame: Any  # the frame
+    value: Value  # the value of the tensor
+    index: int  # the number of tensors saved before by the frame
+    dtype: torch.dtype  # the dtype; set for watched frames
+    nbytes: int  # the tensor's size in bytes
+    shape: torch.Size  # the sizes, likewise; unset for a nested tensor, which has none
+
+
+class FunctionHandle(Handle):
+    """The handle of a tensor saved by a custom function, whose backward may write to the tensor by kernels unseen."""
+
+    __slots__ = ()
 
 
 def new_store(address: int, birth: int) -> Store:
@@ -189,3 +226,167 @@ def rebuild(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:
     if type(argument) is list:
         return [tensors[value.number] if type(value) is Value else value for value in argument]
     return argument
+
+
+_weakref = weakref.ref
+
+
+class Tables:
+    """The tensors and storages of one tape."""
+
+    __slots__ = ("inputs", "known", "number", "shared", "stores", "uninitialized")
+
+    def __init__(self) -> None:
+        self.number = 0  # the number of the latest value or operator
+        self.shared: list[Store] = []  # storages with tensors that count writes apart
+        self.known: dict[int, Value] = {}  # values of tensors on the tape, by identity of the tensor
+        self.uninitialized: dict[int, Value] = {}  # the same for uninitialised tensors
+        self.inputs: dict[int, weakref.ref[Value]] = {}  # values of tensors from outside, by identity
+        self.stores: dict[int, Store] = {}  # storages, by address
+
+    def another_counter(self, store: Store) -> object:
+        """Returns what stands for one more version counter of a storage."""
+        self.shared.append(store)
+        return object()
+
+    def register(self, tensor: torch.Tensor, value: Value) -> None:
+        """Gives a tensor a value, until the tensor dies."""
+        key, table = id(tensor), self.uninitialized if value.store.uninitialized else self.known
+        # The weak reference calls ``pop`` with the key and with itself, which is the default for a missing key.
+        value.tensor = _weakref(tensor, partial(table.pop, key))
+        value.store.members.append(value.tensor)
+        (self.known if value.store.uninitialized else self.uninitialized).pop(key, None)
+        table[key] = value
+
+    def is_taken(self, address: int) -> bool:
+        """Whether there is a known live storage at an address."""
+        store = self.stores.get(address)
+        return store is not None and store.is_alive()
+
+    def external_store(self, address: int | None) -> Store:
+        """Returns a new outside storage at ``address``, which is None for a tensor without a storage so far."""
+        store = new_store(address or 0, 0)
+        store.external = True
+        if address is not None:
+            self.stores[address] = store
+        return store
+
+    def make_external(self, store: Store, detail: str) -> None:
+        """Makes a storage, which cannot be replayed, an outside storage: from now on its tensors are kept where needed."""
+        if not store.external:
+            store.external = True
+            store.uninitialized = False
+            self.forget_members(store)
+        store.cause = Cause(Reason.NOT_REPLAYED, detail)
+
+    def forget_members(self, store: Store) -> None:
+        """Forgets the tensors in a storage."""
+        for tensor in self.live_members(store):
+            key = id(tensor)
+            self.known.pop(key, None)
+            self.uninitialized.pop(key, None)
+            self.inputs.pop(key, None)
+
+    def value_now(self, tensor: torch.Tensor) -> Value | None:
+        """Returns the value of a tensor, if known."""
+        return self.known.get(id(tensor)) or self.uninitialized.get(id(tensor)) or self.input(tensor)
+
+    def input(self, tensor: torch.Tensor) -> Value | None:
+        """Returns the value which keeps a tensor as it is now, if there is one."""
+        reference = self.inputs.get(id(tensor))
+        value = None if reference is None else reference()
+        return value if value is not None and value.saved is not None and value.saved.tensor is tensor else None
+
+    def store_of(self, tensor: torch.Tensor) -> Store:
+        """Returns the storage of a tensor; an outside storage, if unknown to the tape."""
+        value = self.value_now(tensor)
+        address = storage_of(tensor)
+        if value is not None and value.store.address == (address or 0):
+            return value.store
+        store = None if address is None else self.stores.get(address)
+        if store is None or not store.is_alive():
+            store = self.external_store(address)
+            store.members.append(_weakref(tensor))
+        return store
+
+    def live_members(self, store: Store) -> Iterator[torch.Tensor]:
+        """Returns an iterator over the live tensors in a storage, each once."""
+        members = {id(tensor): tensor for member in store.members if (tensor := member()) is not None and store.has(tensor)}
+        store.members = [_weakref(tensor) for tensor in members.values()]
+        return iter(members.values())
+
+    def faces(self) -> Iterator[tuple[Value, list[torch.Tensor]]]:
+        """Yields values kept as they are of whose memory living tensors count writes apart, with these tensors."""
+        for store in self.shared:
+            for reference in store.held or ():
+                value = reference()
+                if value is None or type(value.saved) is not HeldTensor or not value.saved.is_in(store.address):
+                    continue
+                others = [(one, self.value_now(one)) for one in self.live_members(store) if not one.is_inference()]
+                faces = [one for one, other in others if other is not None and other.counter is not value.counter]
+                if faces:
+                    yield value, faces
+
+    def clear(self) -> None:
+        """Forgets everything, at the end of a region."""
+        for store in self.stores.values():
+            store.members = []
+        for reference in self.inputs.values():
+            if (value := reference()) is not None:
+                value.tensor = _gone  # ``torch.utils.swap_tensors`` refuses tensors with weak references
+        for table in (self.known, self.uninitialized, self.inputs, self.stores, self.shared):
+            table.clear()
+
+
+def _gone() -> None:
+    """Takes the place of a weak reference."""
+
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
+
+
+def _share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one tensor counts as a write to the other."""
+    if one is other:
+        return True
+    if one.is_inference() or other.is_inference():
+        return False
+    before, version = one._version, other._version
+    torch.autograd.graph.increment_version(one)
+    shared = other._version != version
+    set_versions((one,), (before,))
+    return shared
+
+
+def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
+    """Returns the version counter of a tensor, as found on another tensor of the storage which shares it."""
+    for member in tables.live_members(store):
+        value = tables.value_now(member)
+        if value is not None and _share_versions(tensor, member):
+            return value.counter
+    return tables.another_counter(store)
+
+
+def counter_of(tables: Tables, tensor: torch.Tensor) -> object:
+    """Returns the version counter of a tensor."""
+    value = tables.value_now(tensor)
+    return counter_in(tables, tables.store_of(tensor), tensor) if value is None else value.counter
+
+
+def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, surroundings: Surroundings) -> Value | None:
+    """Returns the value of such an alias, as a view of another tensor in the storage; None if no tensor there will do."""
+    if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return None
+    for member in tables.live_members(store):
+        value = tables.known.get(id(member))
+        if value is None or member.dtype is not tensor.dtype or member.is_conj() or member.is_neg() or member.is_inference():
+            continue
+        op = Op()
+        tables.number = op.number = tables.number + 1
+        op.facts, op.present, op.draw, op.surroundings = facts_of(_AS_STRIDED), (0,), None, surroundings
+        op.is_plain = True
+        op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
+        alias = new_value(op.number, store, counter_in(tables, store, tensor), op)
+        tables.register(tensor, alias)
+        return alias
+    return None

@@ -30,10 +30,8 @@ from ckpt_hooks._torch.autograd import Hooks
 from ckpt_hooks._torch.tensors import counted_detach, storage_address, storage_of
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 
-from .aliases import counter_of
-from .calls import decide, op_of, run
-from .tape import Tape
-from .values import Op, Store, Value, cut, is_held_twice, new_value
+from .tape import Tape, decide, op_of, run
+from .values import Op, Store, Value, counter_of, cut, is_held_twice, new_value
 
 _Tensor = torch.Tensor
 

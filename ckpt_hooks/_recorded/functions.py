@@ -1,4 +1,4 @@
-"""The recording of one call of a custom autograd function: arguments, results, and the memory written to.
+"""The recording of one call of a custom autograd function: arguments, operators, results, and the memory written to.
 
 Kernels launched by pointer write unseen, so each call follows one rule, whatever the function is made of. It is taken to write
 to its arguments which require grad, are no leaves, and were made in the innermost region: a replay then runs it before anybody
@@ -13,35 +13,230 @@ to record the operators of a function without any. A kernel behind a branch of a
 from __future__ import annotations
 
 import functools
+import gc
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
 
 import torch
 
 from ckpt_hooks._ambient import streams
-from ckpt_hooks._ambient.streams import TRACKED, find_devices, is_capturing
+from ckpt_hooks._ambient.streams import TRACKED, find_devices, is_capturing, is_same_state
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._operators.facts import Written
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of
-from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._core.modes import count_writes
+from ckpt_hooks._operators.draws import draw_noting, drops_nothing
+from ckpt_hooks._operators.facts import OpFacts, Written
+from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt, instances_in
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of, is_dense
+from ckpt_hooks._torch.autograd import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import APPLY_CODE
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
+from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE
 
 from . import writes
-from .aliases import counter_in, counter_of
-from .function_arguments import has_moved, is_compared, read_streams, taken_apart
-from .function_ops import FunctionFacts
-from .replayed import FunctionHandle, Handle
-from .running_function import RunningFunction
-from .tape import Tape
-from .values import Store, Value, cut, new_store, new_value
+from .function_rerun import FunctionFacts
+from .tape import Tape, decide
+from .values import ANEW, FunctionHandle, Handle, Op, Store, Value, counter_in, counter_of, cut, new_store, new_value
+
+#: The size in bytes up to which arguments from outside without a history (weights, tables) are compared. Kernels do not write
+#: to weights, and to look at so many bytes twice takes some 0.2 ms.
+MOST_COMPARED = 1 << 20
+
+
+_tensor_at = functools.cache(TensorAt)
+
+
+def taken_apart(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], list[torch.Tensor], tuple[bool, ...], str | None]:
+    """Takes the arguments of a call apart."""
+    tensors: list[torch.Tensor] = []
+    needs: list[bool] = []
+    arguments: list[Any] = []
+    capture: Capture | None = None
+    try:
+        for one in args:
+            if isinstance(one, torch.Tensor):
+                arguments.append(_tensor_at(len(tensors)))
+                needs.append(one.requires_grad)
+                tensors.append(one)
+                continue
+            needs.append(False)
+            if type(one) not in ATOMS:
+                capture = capture or Capture(tensors)
+                one = capture.value(one, "")
+            arguments.append(one)
+        if kwargs:
+            capture = capture or Capture(tensors)
+            needs += [isinstance(one, torch.Tensor) and one.requires_grad for one in kwargs.values()]
+            kwargs = {name: capture.value(one, "") for name, one in kwargs.items()}
+    except TypeError:  # from an iterator, at whatever depth
+        tensors += [one for one in args[len(arguments) :] if isinstance(one, torch.Tensor)]
+        return [], {}, tensors, (), "has an iterator among its arguments, which can be read once"
+    reason = None
+    if capture is not None:
+        capture.finish()
+        if not all(map(_is_plain, capture.objects)):
+            reason = "has an object among its arguments, which it may change"
+    return arguments, kwargs, tensors, tuple(needs), reason
+
+
+def is_compared(tensor: torch.Tensor, store: Store) -> bool:
+    """Whether an argument is compared: not a large weight or table, and nothing without contents."""
+    if type(tensor) is FAKE or not is_dense(tensor) or tensor.is_meta or not tensor.numel() or is_freed(tensor):
+        return False
+    is_weight = store.external and (not tensor.requires_grad or is_kept_anyway(tensor))
+    return not is_weight or tensor.nbytes <= MOST_COMPARED
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument is safe to hold for a rerun: a value without parts, or a function or class which is there anyway."""
+    # An object with parts may lead to the graph, by ways which the garbage collector cannot see: a leak for ever.
+    if isinstance(value, torch.Generator):
+        return False
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, (type, types.BuiltinFunctionType)) or not gc.is_tracked(value)
+
+
+def read_streams() -> streams.Snapshot:
+    """Returns the states of random streams other than the CPU's, whose draws are noted one by one."""
+    return None, streams.read_devices(), tuple((stream, stream.read()) for stream in streams.TRACKED)
+
+
+def has_moved(before: streams.Snapshot, after: streams.Snapshot) -> bool:
+    """Whether a random stream other than the CPU's has moved."""
+    return before[1] is not after[1] or any(
+        not is_same_state(state, now) for (_, state), (_, now) in zip(before[2], after[2], strict=True)
+    )
+
 
 _Tensor = torch.Tensor
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+
+
+class RunningFunction:
+    """The forward of one call."""
+
+    reason: str | None = None  # the reason to keep the results; None where a replay may run the function again
+
+    def __init__(self, tape: Tape, facts: FunctionFacts) -> None:
+        self._tape, self._facts, self._task = tape, facts, graph_task_id()
+        self._op = Op()
+        self._draws: list[Any] = []
+        self._born: set[int] = set()  # addresses of storages made in the function
+        self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
+        self._written: dict[int, Store] = {}  # storages taken as written to, by identity
+        self._decisions: dict[int, int] = {}  # of the policy, on results of operators inside, by address
+
+    def keep(self, reason: str) -> None:
+        """Has the results kept, unless they are already."""
+        if self.reason is None:
+            self.reason = f"from {self._facts.name}, which {reason}"
+
+    def run_operator(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, record: Callable[..., Any]) -> Any:
+        """Runs an operator of the function."""
+        born, stores = self._born, self._stores
+        if (
+            facts.is_fast
+            and not kwargs
+            and self.reason is None
+            and self._tape.decisions is None
+            and not torch.is_grad_enabled()
+        ):
+            try:
+                for position in facts.tensors[len(args)]:  # as in ``_look_at``, written out: a microsecond an operator
+                    address = storage_address(args[position])
+                    if address not in stores and address not in born:
+                        self._look_at(func, facts, args, kwargs)
+            except (NotImplementedError, TypeError):  # no storage, or no tensor
+                self._look_at(func, facts, args, kwargs)
+            out, decision = facts.call(*args), RECOMPUTE
+        else:
+            out, decision = self._run_any(func, facts, args, kwargs, record)
+        if facts.is_view:
+            return out
+        for tensor in (out,) if type(out) is _Tensor else instances_in(out, _Tensor):
+            address = storage_of(tensor) or 0
+            if address and address not in stores:
+                born.add(address)
+                if decision != RECOMPUTE:
+                    self._decisions[address] = decision
+                elif self._decisions and (not facts.written or facts.replaces_storage):  # the address was of another storage
+                    self._decisions.pop(address, None)
+        return out
+
+    def _run_any(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, record: Callable[..., Any]) -> tuple[Any, int]:
+        """Runs an operator of any kind; returns its results, and the policy's decision."""
+        tape = self._tape
+        if self.reason is None:
+            self._look_at(func, facts, args, kwargs)
+        if facts.is_opaque or ((facts.written or facts.is_inplace_view) and self._is_foreign(facts, args, kwargs)):
+            return record(func, facts, args, kwargs), RECOMPUTE
+        if not facts.is_random or self._task != graph_task_id() or drops_nothing(func, args, kwargs):
+            out = facts.call(*args, **kwargs)
+        elif tape.draws_anew:
+            out = facts.call(*args, **kwargs)
+            self._op.draw = ANEW
+        else:
+            out, state = draw_noting(func, args, kwargs)
+            self._draws.append(state)
+        if facts.written:
+            count_writes(func, args)
+        return out, RECOMPUTE if tape.decisions is None or facts.is_view else decide(tape, facts, args, kwargs, out)
+
+    def _look_at(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> None:
+        """Looks for a reason to keep the results."""
+        if facts.is_opaque or facts.is_collective or facts.has_effect:
+            self.keep(f"runs {facts.full_name}")
+        elif torch.is_grad_enabled():
+            self.keep("runs a backward" if self._task != graph_task_id() else "records a graph of its own")
+        elif func is _LIFT_FRESH:
+            self._born.add(storage_of(args[0]) or 0)  # which the operator returns
+        else:
+            for position in facts.tensors[len(args)]:
+                self._look_at_read(args[position])
+            if facts.lists or (kwargs and not facts.keywords.isdisjoint(kwargs)):
+                for tensor in instances_in(([args[at] for at in facts.lists if at < len(args)], kwargs), _Tensor):
+                    self._look_at_read(tensor)
+
+    def _look_at_read(self, tensor: Any) -> None:
+        if isinstance(tensor, _Tensor):
+            address = storage_of(tensor)
+            if address not in self._born and address not in self._stores and address is not None:
+                self.keep("reads a tensor which is not among its arguments, or which no operator made")
+
+    def _is_foreign(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
+        """Whether an operator writes to anything besides memory of the function's own; notes a write to an argument."""
+        targets = [args[0]] if facts.is_inplace_view else [tensor for tensor, _ in writes.targets_of(facts, args, kwargs)]
+        for target in targets:
+            address = storage_of(target)
+            store = self._stores.get(address)
+            if store is None:
+                if address in self._born:
+                    continue
+                self.keep("writes to a tensor which is not among its arguments")
+            elif facts.is_inplace_view or facts.replaces_storage:
+                self.keep("gives an argument another shape")
+            elif not self._is_inside(store):
+                self.keep("writes to memory from outside of the region")
+            else:
+                if id(store) not in self._written:
+                    writes.copy_held(self._tape, [store])
+                    self._written[id(store)] = store
+                continue
+            return True
+        return False
+
+    def _is_inside(self, store: Store) -> bool:
+        """Whether the innermost region made a memory: a replay of the region alone may write there."""
+        return not store.external and store.birth > self._tape.start
+
+
 _NO_KWARGS: dict[str, Any] = {}
 _written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
 

@@ -25,7 +25,7 @@ from ckpt_hooks._tensors.containers import build
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks.errors import DeterminismError
 
-from .surroundings import ReplayContext
+from .replay import ReplayContext
 from .values import ANEW
 
 #: A result: the number of its value, whether it was saved, its place among what was saved or returned, its shape and dtype.
