@@ -37,7 +37,7 @@ def test_private_torch_is_called_in_one_place(module):
 
 @pytest.mark.parametrize("module", MODULES, ids=names)
 def test_modules_have_room_for_one_idea(module):
-    """Most have 150 to 400 lines, and none over 600."""
+    """Most have 150 to 400 lines, and none over 700."""
     assert len(module.read_text().splitlines()) <= 700
 
 
