@@ -270,7 +270,7 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
         the graph lives.
 
         A region may hold several units of FSDP2: its replay gathers the parameters of each unit for the operators which read
-        them, and frees them after. FSDP1 needs a region for each unit.
+        them, and frees them after. With FSDP1 give each unit a region of its own.
 
         Where ``torch.compile`` traces the ``with`` block and the call of ``checkpoint_region`` in it, the compiler decides how
         to compute activations again, and keeps what the policy names. The other options mean nothing there. In an eager block,
