@@ -266,8 +266,7 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
         writes which no operator does (NumPy, a kernel of one's own outside of such a function, but for Triton's), writes of
         another thread, and writes which no version counts (``.data`` after the region) are not seen; nor are writes of such a
         function to weights and tables of over 1 MiB, or to tensors it closes over. A backward inside the region keeps what it
-        brings back while the region is open. ``torch.utils.swap_tensors`` refuses tensors which a region has read, as long as
-        the graph lives.
+        brings back while the region is open, when ``torch.utils.swap_tensors`` refuses tensors which the region has read.
 
         A region may hold several units of FSDP2: its replay gathers the parameters of each unit for the operators which read
         them, and frees them after. With FSDP1 give each unit a region of its own.

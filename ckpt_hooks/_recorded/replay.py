@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,10 +76,12 @@ def _more(op: Op) -> list[Value]:
     return [value for argument in arguments for value in values_on_tape(argument)]
 
 
-def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan, Work]:
-    """Returns the plan for some values, and all the work to bring them back."""
-    # Each backward pays for this walk, so the step for each read value is written out. One walk for this and ``work_for``, by
-    # way of lists of each step's reads, was a third slower.
+def plan_for(
+    roots: Iterable[Value], start: int, *, nested: bool, present: Collection[int] = (), ran: Collection[int] = ()
+) -> tuple[Plan, Work]:
+    """Returns the plan for some values, and the work to bring them back, given what is present and which operators ran."""
+    # Values before ``start`` belong to the frame around, if there is one (``nested``). It brings back tensors packed by hooks,
+    # so that the hooks are asked once. Each backward pays for this walk, so the step for each read value is written out.
     plan, work = Plan(), Work()
     steps, readers = work.steps, plan.readers
     stack: list[Value] = []
@@ -100,23 +102,20 @@ def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan,
             continue
         op, before = value.op, value.before
         assert op is not None
-        if before is None:
-            if op.number <= start:
-                work.crossing.append(value)
-                continue
-        else:
-            # In an earlier storage, of which the frame around may have any view.
-            if value.store.birth <= start:
-                work.crossing.append(value)
-                continue
+        # What became of a value by a write is in an earlier storage, of which the frame around may have any view.
+        if (op.number if before is None else value.store.birth) <= start:
+            work.crossing.append(value)
+            continue
+        if before is not None:
             steps[value.number] = value
             number = before.number
             if number in readers:
                 readers[number] += 1
             else:
                 readers[number] = 1
-                stack.append(before)
-        if op.number in steps:
+                if number not in present:
+                    stack.append(before)
+        if op.number in steps or op.number in ran:
             continue
         steps[op.number] = op
         facts, args = op.facts, op.args
@@ -129,7 +128,8 @@ def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan,
                 readers[number] += 1
             else:
                 readers[number] = 1
-                stack.append(value)
+                if number not in present:
+                    stack.append(value)
         if facts.lists or op.kwargs:
             for value in _more(op):
                 number = value.number
@@ -137,48 +137,11 @@ def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan,
                     readers[number] += 1
                 else:
                     readers[number] = 1
-                    stack.append(value)
-    if writes:
+                    if number not in present:
+                        stack.append(value)
+    if writes and not ran:
         _look_at_writes(plan, [step for step in steps.values() if type(step) is Op], asked)
     return plan, work
-
-
-def work_for(value: Value, start: int, tensors: Mapping[int, object], ran: set[int], *, nested: bool) -> Work:
-    """Returns the work to bring back one more value of a frame."""
-    work = Work()
-    steps = work.steps
-    stack, seen = [value], {value.number}
-    while stack:
-        value = stack.pop()
-        saved = value.saved
-        if saved is not None:
-            (work.crossing if nested and saved.is_packed else work.leaves).append(value)
-            continue
-        op, before = value.op, value.before
-        assert op is not None
-        if before is None:
-            if op.number <= start:
-                work.crossing.append(value)
-                continue
-            read = []
-        else:
-            if value.store.birth <= start:
-                work.crossing.append(value)
-                continue
-            steps[value.number] = value
-            read = [before]
-        if op.number not in steps and op.number not in ran:
-            steps[op.number] = op
-            args = op.args
-            read += [args[position] for position in op.present]
-            if op.facts.lists or op.kwargs:
-                read += _more(op)
-        for value in read:
-            number = value.number
-            if number not in tensors and number not in seen:
-                seen.add(number)
-                stack.append(value)
-    return work
 
 
 def _read(op: Op) -> list[Value]:
@@ -438,7 +401,8 @@ class Replay:
             else:
                 return whole
         frame = self.frame
-        return work_for(value, frame.start, self.tensors, self._ran, nested=frame.outer is not None)
+        nested = frame.outer is not None
+        return plan_for((value,), frame.start, nested=nested, present=self.tensors, ran=self._ran)[1]
 
     def take(self, value: Value) -> torch.Tensor:
         """Returns the tensor of a value, and drops it after the last read."""

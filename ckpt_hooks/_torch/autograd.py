@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import forward_ad
 
-from .modes import PastFunctionModes
 from .tensors import run_past_modes
 
 Hook = Callable[[Any], Any]
@@ -87,34 +86,6 @@ class NodeSavedTensor:
     def unpack(self) -> torch.Tensor:
         tensor: torch.Tensor = self.output.grad_fn.saved_tensors[0]
         return tensor
-
-
-class _SaveAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0, device="cpu")
-
-
-def hold_versions(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor whose ``grad_fn.saved_tensors`` raises ``RuntimeError`` after a write to any of some tensors."""
-    # Autograd compares the versions of many saved tensors in a fifth of the time of as many questions. 2.11 to 2.15. Goes when
-    # the public way is as quick.
-    hooks: list[Hooks] = []  # active ones would get the tensors instead, so they are off meanwhile
-    grad_enabled = torch.is_grad_enabled()
-    try:
-        while (pair := top_saved_tensors_hooks(False)) is not None:
-            pop_saved_tensors_hooks()
-            hooks.append(pair)
-        set_grad_enabled(True)
-        with PastFunctionModes():
-            anchor = run_past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
-            owner: torch.Tensor = run_past_modes(_SaveAll.apply, anchor, *tensors)
-        return owner
-    finally:
-        set_grad_enabled(grad_enabled)
-        for pair in reversed(hooks):
-            push_saved_tensors_hooks(*pair)
 
 
 # 2.12 added the way to make a ``SavedTensor`` from Python. Its own form here goes with torch 2.11, the other with a public way.
