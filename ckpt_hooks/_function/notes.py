@@ -256,7 +256,24 @@ class Note:
 
     def holds(self, value: Any) -> bool:
         """Whether a value is the noted one, with the noted content."""
-        return self.is_of(value) and all(_holds(part.read(value, base), *rest) for part, base, *rest in self.rows)
+        if not self.is_of(value):
+            return False
+        for part, base, noted, keys in self.rows:  # without generators: a third of what a rerun of a trainer's method costs
+            now = part.read(value, base)
+            if now is None or len(now) != len(noted):
+                return False
+            if type(noted) is dict:
+                if not all(map(is_, noted, now)):  # keys may have any ``__eq__``
+                    return False
+                num_same = sum(map(is_, noted.values(), now.values()))
+            else:
+                num_same = sum(map(is_, noted, now))
+            if num_same != len(noted) - len(keys):
+                return False
+            for key in keys:
+                if not noted[key].holds(now[key]):
+                    return False
+        return True
 
     def present(self, loan: Any) -> Any:
         """Returns the object to bind in a rerun, with the noted content; a new one if the noted one is gone."""
@@ -300,16 +317,6 @@ class Again:
 
     def present(self, loan: Any) -> Any:
         return self.note.present(loan)
-
-
-def _holds(now: Content, noted: Content, keys: Sequence[Any]) -> bool:
-    """Whether a present content is as noted."""
-    if now is None or len(now) != len(noted):
-        return False
-    if type(noted) is dict and not all(map(is_, noted, now)):  # keys may have any ``__eq__``
-        return False
-    values = (noted.values(), now.values()) if type(noted) is dict else (noted, now)
-    return sum(map(is_, *values)) == len(noted) - len(keys) and all(noted[key].holds(now[key]) for key in keys)
 
 
 def filled(noted: Content, keys: Sequence[Any], now: Content, loan: Any) -> Content:
