@@ -38,7 +38,7 @@ from ckpt_hooks._torch.autograd import (
 )
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import num_dispatch_modes
-from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, num_holders, storage_address, storage_of
+from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, num_holders, storage_address, storage_of, version_of
 from ckpt_hooks.errors import DeterminismError, MutationError
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
@@ -574,11 +574,12 @@ class RecordedFrame(ReplayedFrame):
         if value is None and is_kept_anyway(tensor):
             return [tensor, tensor._version, self.path]
         if value is None or storage_of(tensor) != value.store.address:
-            of_function = tape.is_of_function and tensor.requires_grad  # not a weight or table, which no backward writes to
+            # What a custom function saves, but for weights and tables, to which no backward writes; what counts no versions.
+            is_value = (tape.is_of_function and tensor.requires_grad) or version_of(tensor) < 0
             store = tape.tables.store_of(tensor)
             if store.uninitialized:
                 value = tape.input_of(tensor, store)  # as it is after the writes
-            elif store.external and tape.hooks is None and self.hooks_around is None and not of_function:
+            elif store.external and tape.hooks is None and self.hooks_around is None and not is_value:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
                 external.cause = store.cause

@@ -75,7 +75,7 @@ class HeldTensor:
         tensor, memory = self.tensor, self.memory
         assert tensor is not None
         if memory is not None and storage_address(tensor) != memory[0]._cdata:
-            found = tensor_in(*memory, is_inference=tensor.is_inference())
+            found = tensor_in(*memory, is_inference=False)
             assert found is not None
             if type(tensor) is torch.nn.Parameter and is_theirs(tensor, memory[1]):
                 _warn_of_memory(describe_kind(found))
@@ -101,6 +101,8 @@ class HeldTensor:
         if is_kept_anyway(tensor):
             return self
         if hooks is not None:
+            if self.memory is not None and not (tensor.requires_grad or recomputes(hooks[1])):
+                tensor = counted_detach(tensor)  # hooks may keep the tensor itself, which may get other memory
             return HeldByHooks(tensor, hooks, self.path, self.cause)
         if not tensor.requires_grad:
             return self
