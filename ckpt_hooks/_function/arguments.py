@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +64,7 @@ class Restored(NamedTuple):
     lost: list[tuple[torch.Tensor, int]]  # those of which forward's memory is gone, with a version that none has
 
 
-#: Storages of tensors, a weak reference for a parameter, which frameworks free, and None where there is none; layouts in them.
-_Memory = tuple[Sequence[Any], Sequence[Any]]
-
 _PLAIN_ONLY, _NONE_ONLY = frozenset({torch.Tensor}), frozenset({type(None)})
-_NO_MEMORY: _Memory = ((), ())
 _NOT_MOVED: Sequence[int] = ()
 _storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 _NO_KWARGS: dict[str, Any] = {}
@@ -101,25 +97,85 @@ def _facts_slowly(tensor: torch.Tensor) -> _Facts:
         return version, None
 
 
-def _memory_of(tensors: Sequence[torch.Tensor | None]) -> _Memory:
-    types = set(map(type, tensors))
-    if types <= _NONE_ONLY or is_jit_tracing():
-        return _NO_MEMORY
-    if types == _PLAIN_ONLY:
+class _Whereabouts:
+    """Where tensors are in memory, since they may get other memory (``tensor.data = other``)."""
+
+    __slots__ = ("_layouts", "_storages")
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        types = set(map(type, tensors))
+        self._storages: Sequence[Any] = ()
+        self._layouts: Sequence[Any] = ()
+        if types <= _NONE_ONLY or is_jit_tracing():
+            return
         try:
-            return list(map(_storage, tensors)), list(map(layout_of, tensors))  # type: ignore[arg-type]
+            if types == _PLAIN_ONLY:
+                self._storages, self._layouts = list(map(_storage, tensors)), list(map(layout_of, tensors))
+                return
         except (NotImplementedError, RuntimeError):  # a sparse one, say
             pass
-    storages: list[Any] = []
-    for one in tensors:
-        is_told = one is not None and type(one) in _TENSOR_TYPES and is_dense(one)
-        storages.append((weak_storage if type(one) is torch.nn.Parameter else _storage)(one) if is_told else None)  # type: ignore
-    return storages, [None if storage is None else layout_of(one) for storage, one in zip(storages, tensors, strict=True)]  # type: ignore
+        told = [one if type(one) in _TENSOR_TYPES and is_dense(one) else None for one in tensors]
+        # Of a parameter a weak reference, since frameworks free these.
+        self._storages = [None if one is None else _storage_or_reference(one) for one in told]
+        self._layouts = [None if one is None else layout_of(one) for one in told]
+
+    def elsewhere(self, tensors: Sequence[Any]) -> Sequence[int]:
+        """Returns the positions of tensors that have other memory by now."""
+        storages = self._storages
+        try:
+            if not storages or list(map(_storage, tensors)) == storages:
+                return _NOT_MOVED
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # of a reference or of none
+            pass
+        pairs = enumerate(zip(storages, tensors, strict=True))
+        return [
+            at
+            for at, (storage, one) in pairs
+            if storage is not None and one is not None and storage_of(one) != _address_of(storage)
+        ]
+
+    def tensor(self, position: int, now: torch.Tensor) -> torch.Tensor | None:
+        """Returns a tensor where one was, given what it is now; None if the memory is gone."""
+        return tensor_in(self._storages[position], self._layouts[position], is_inference=now.is_inference())
+
+    def stand_in(self, found: Restored, positions: Iterable[int]) -> Restored:
+        """Returns tensors for a rerun with stand-ins for those that have other memory than in forward."""
+        # They are not given theirs for the rerun: on another thread somebody may use them.
+        tensors, found = list(found.tensors), Restored((), {**found.stand_ins}, {**found.lent}, [])
+        for position in positions:
+            tensor = tensors[position]
+            if tensor is None or is_theirs(tensor, self._layouts[position]):
+                continue
+            stand_in = found.stand_ins.get(id(tensor))
+            if stand_in is None:
+                if (memory := self.tensor(position, tensor)) is None:
+                    found.lost.append((tensor, GONE))
+                    continue
+                stand_in = as_kind(memory, type(tensor)).requires_grad_(tensor.requires_grad)
+                stand_in.__dict__.update(tensor.__dict__)
+                if not tensor.is_inference():
+                    set_versions((stand_in,), (tensor._version,))
+                found.stand_ins[id(tensor)], found.lent[id(stand_in)] = stand_in, tensor
+            tensors[position] = stand_in
+        return found._replace(tensors=tensors)
+
+    def put_back(self, tensors: Sequence[Any], found: Restored) -> None:
+        """Gives tensors their memory after a rerun in which the function gave them another."""
+        for position in self.elsewhere(tensors):
+            tensor: Any = tensors[position]
+            if tensor is found.tensors[position] and not is_theirs(tensor, self._layouts[position]):
+                memory = self.tensor(position, tensor)
+                if memory is not None:
+                    past_all_modes(tensor, setattr, tensor, "data", memory)
 
 
-def _is_in(tensor: torch.Tensor, storage: torch.UntypedStorage | StorageWeakRef) -> bool:
+def _storage_or_reference(tensor: torch.Tensor) -> torch.UntypedStorage | StorageWeakRef:
+    return weak_storage(tensor) if type(tensor) is torch.nn.Parameter else tensor.untyped_storage()
+
+
+def _address_of(storage: torch.UntypedStorage | StorageWeakRef) -> int:
     address: int = storage.cdata if isinstance(storage, StorageWeakRef) else storage._cdata
-    return storage_of(tensor) == address
+    return address
 
 
 def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
@@ -267,7 +323,7 @@ class Arguments:
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
     _kept_facts: list[_Facts]
     # Of tensors that are kept: where their content was when forward began, and which ones the function has given other memory.
-    _memory: _Memory
+    _memory: _Whereabouts
     _moved: Sequence[int]
     # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
     # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
@@ -319,14 +375,14 @@ class Arguments:
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
-        self._memory = _memory_of(self._tensors)
+        self._memory = _Whereabouts(self._tensors)
         self._moved = _NOT_MOVED
         self._steps = num_fused_steps()
         self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, _NO_ORIGINS
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
-        self._moved = self._elsewhere()
+        self._moved = self._memory.elsewhere(self._tensors)
         if self.live is not None:
             self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
             self.live = None
@@ -344,17 +400,6 @@ class Arguments:
         if self._origins:
             self._tensors = held
 
-    def _elsewhere(self) -> Sequence[int]:
-        """Returns the positions of tensors that are kept and have other memory by now."""
-        storages, tensors = self._memory[0], self._tensors
-        try:
-            if not storages or list(map(_storage, tensors)) == storages:  # type: ignore[arg-type]
-                return _NOT_MOVED
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # of a reference or of none
-            pass
-        pairs = enumerate(zip(storages, tensors, strict=True))
-        return [at for at, (storage, one) in pairs if storage is not None and one is not None and not _is_in(one, storage)]
-
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
         for origin in self._origins.values():
@@ -363,7 +408,7 @@ class Arguments:
         else:
             alias = counted_detach(tensor)
             if position in self._moved:
-                memory = tensor_in(self._memory[0][position], self._memory[1][position], is_inference=False)
+                memory = self._memory.tensor(position, tensor)
                 alias = alias if memory is None else memory
                 set_versions((alias,), (tensor._version,))
             origin = weakref.ref(tensor), id(tensor), alias
@@ -391,28 +436,6 @@ class Arguments:
             tensors[position] = tensor
         return Restored(tensors, stand_ins, lent, _NOTHING_LOST)
 
-    def _with_memory(self, found: Restored, positions: Sequence[int]) -> Restored:
-        """Returns tensors with stand-ins for the positions of those that have other memory than in forward."""
-        # They are not given theirs for the rerun: on another thread somebody may use them.
-        tensors, found = list(found.tensors), Restored((), {**found.stand_ins}, {**found.lent}, [])
-        for position in positions:
-            tensor, storage, layout = tensors[position], self._memory[0][position], self._memory[1][position]
-            assert tensor is not None
-            if position in self._flags or position in self._origins or is_theirs(tensor, layout):
-                continue
-            stand_in = found.stand_ins.get(id(tensor))
-            if stand_in is None:
-                if (memory := tensor_in(storage, layout, is_inference=tensor.is_inference())) is None:
-                    found.lost.append((tensor, GONE))
-                    continue
-                stand_in = as_kind(memory, type(tensor)).requires_grad_(tensor.requires_grad)
-                stand_in.__dict__.update(tensor.__dict__)
-                if not tensor.is_inference():
-                    set_versions((stand_in,), (tensor._version,))
-                found.stand_ins[id(tensor)], found.lent[id(stand_in)] = stand_in, tensor
-            tensors[position] = stand_in
-        return found._replace(tensors=tensors)
-
     def _note_flags(self, now: Sequence[_Facts]) -> None:
         """Notes tensors whose ``requires_grad`` was changed by the function, by ``requires_grad_``, say."""
         for position, (before, found) in enumerate(zip(self._kept_facts, now, strict=True)):
@@ -436,9 +459,9 @@ class Arguments:
         if self._flags:
             kept = _with_flags(kept, self._flags)
         found = self._with_origins(kept) if self._origins else Restored(kept, _NO_STAND_INS, _NO_STAND_INS, _NOTHING_LOST)
-        positions = self._elsewhere()
+        positions = self._memory.elsewhere(self._tensors)
         if positions or self._moved:
-            found = self._with_memory(found, sorted({*positions, *self._moved}))
+            found = self._memory.stand_in(found, sorted({*positions, *self._moved} - {*self._flags, *self._origins}))
         if self._saved is None:
             return found
         kept, stand_ins = found.tensors, found.stand_ins
@@ -470,16 +493,7 @@ class Arguments:
 
     def put_memory_back(self, found: Restored) -> None:
         """Gives tensors the memory from before a rerun, in which the function gave them other memory."""
-        now = self._elsewhere()
-        if now is _NOT_MOVED:
-            return
-        for position in now:
-            tensor = self._tensors[position]
-            assert tensor is not None
-            if tensor is found.tensors[position] and not is_theirs(tensor, self._memory[1][position]):
-                memory = tensor_in(self._memory[0][position], self._memory[1][position], is_inference=tensor.is_inference())
-                if memory is not None:
-                    past_all_modes(tensor, setattr, tensor, "data", memory)
+        self._memory.put_back(self._tensors, found)
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
