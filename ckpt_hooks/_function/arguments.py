@@ -141,7 +141,8 @@ class _Whereabouts:
     def stand_in(self, found: Restored, positions: Iterable[int]) -> Restored:
         """Returns tensors for a rerun with stand-ins for those that have other memory than in forward."""
         # They are not given theirs for the rerun: on another thread somebody may use them.
-        tensors, found = list(found.tensors), Restored((), {**found.stand_ins}, {**found.lent}, [])
+        tensors = list(found.tensors)
+        found = Restored((), {**found.stand_ins}, {**found.lent}, [])
         for position in positions:
             tensor = tensors[position]
             if tensor is None or is_theirs(tensor, self._layouts[position]):
@@ -162,8 +163,8 @@ class _Whereabouts:
     def put_back(self, tensors: Sequence[Any], found: Restored) -> None:
         """Gives tensors their memory after a rerun in which the function gave them another."""
         for position in self.elsewhere(tensors):
-            tensor: Any = tensors[position]
-            if tensor is found.tensors[position] and not is_theirs(tensor, self._layouts[position]):
+            tensor, given = tensors[position], found.tensors[position]
+            if id(tensor) == id(given) and not is_theirs(tensor, self._layouts[position]):
                 memory = self.tensor(position, tensor)
                 if memory is not None:
                     past_all_modes(tensor, setattr, tensor, "data", memory)
