@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 from ckpt_hooks._core.mutation import GONE
 from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
 from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
-from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of
+from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of, version_of
 
 from .callables import facts_of_code
 from .contents import WRITES, Complain, Contents, Undo
@@ -261,7 +261,7 @@ class Loan:
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that find what this one lends
         self._undo: Undo | None = None
-        self._by_address: dict[int | None, torch.Tensor | None] | None = None
+        self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors with their present memory
         self.lent: dict[int, torch.Tensor] = {}  # tensors that have other memory in the rerun, by number
@@ -386,12 +386,12 @@ class Loan:
             self._exchanged.append((tensor, data_of(tensor)))
 
     def has_swapped(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has become what another noted one was, by ``torch.utils.swap_tensors``."""
+        """Whether a tensor has become what another noted one was, by ``torch.utils.swap_tensors``, and is no alias of that."""
         if self._by_address is None:
             notes = [one for _, note in self.journal.notes() for one in notes_in([note]) if type(one) is TensorNote]
-            self._by_address = {one.memory.address: one.alias for one in notes if one.memory is not None}
-        found = self._by_address.get(storage_of(tensor))
-        return found is not None and not found.is_inference() and have_one_counter(found, tensor)
+            self._by_address = {one.address: one.alias for one in notes}
+        found = self._by_address.get(tensor._cdata)
+        return found is not None and version_of(found) >= 0 and have_one_counter(found, tensor)
 
     def value(self, noted: Note) -> Any:
         """Returns a noted value to which nothing else may lead: with containers that something else leads to."""

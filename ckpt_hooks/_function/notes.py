@@ -142,6 +142,7 @@ class TensorNote:
 
     def __init__(self, tensor: torch.Tensor, *, owner: int = -1, copied: bool = False) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
+        self.address: int = tensor._cdata  # of what is behind the object, which ``torch.utils.swap_tensors`` exchanges
         self.has_history = has_history(tensor)
         self.requires_grad = self.has_history or tensor.requires_grad
         self.version = tensor._version if self.has_history and not tensor.is_inference() else -1
