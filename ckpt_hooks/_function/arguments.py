@@ -123,16 +123,15 @@ class _Whereabouts:
         """Returns the positions of tensors that have other memory by now."""
         storages = self._storages
         try:
-            if not storages or list(map(_storage, tensors)) == storages:
+            if not storages or (list(map(_storage, tensors)) == storages and list(map(layout_of, tensors)) == self._layouts):
                 return _NOT_MOVED
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # of a reference or of none
             pass
         pairs = enumerate(zip(storages, tensors, strict=True))
-        return [
-            at
-            for at, (storage, one) in pairs
-            if storage is not None and one is not None and storage_of(one) != _address_of(storage)
-        ]
+        return [at for at, (storage, one) in pairs if storage is not None and one is not None and self._has_left(at, one)]
+
+    def _has_left(self, position: int, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) != _address_of(self._storages[position]) or layout_of(tensor) != self._layouts[position]
 
     def tensor(self, position: int, now: torch.Tensor) -> torch.Tensor | None:
         """Returns a tensor where one was, given what it is now; None if the memory is gone."""
@@ -154,7 +153,7 @@ class _Whereabouts:
                     continue
                 stand_in = as_kind(memory, type(tensor)).requires_grad_(tensor.requires_grad)
                 stand_in.__dict__.update(tensor.__dict__)
-                if not tensor.is_inference():
+                if version_of(tensor) >= 0:
                     set_versions((stand_in,), (tensor._version,))
                 found.stand_ins[id(tensor)], found.lent[id(stand_in)] = stand_in, tensor
             tensors[position] = stand_in

@@ -256,6 +256,8 @@ class Rerun:
             lost = [*lost, *loan.lost] if lost else loan.lost
             if self._frame.complete:
                 changed = [*loan.journal.changed(loan), *lost, *loan.changed]
+        elif self._frame.complete:
+            changed = lost
         args, kwargs = call.arguments.build(restored.tensors, loan)
         if restored.lent or (loan is not None and loan.lent):
             collector.lent = {**restored.lent, **({} if loan is None else loan.lent)}

@@ -239,7 +239,9 @@ class Tape:
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
             same = same and (not self.is_in_frame or is_kept_anyway(tensor))
             if found is not None and same and found.store.address == (address or 0):
-                return found
+                memory = found.saved.memory  # type: ignore[union-attr]
+                if memory is None or layout_of(tensor) == memory[1]:
+                    return found
         store = None if address is None else self.tables.stores.get(address)
         if store is None or not store.is_alive():
             store = self.tables.external_store(address)

@@ -299,8 +299,8 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
         set_grad_enabled(grad_enabled)
 
 
-#: Where a tensor's elements are in the storage: offset, shape, strides, type.
-Layout = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
+#: Where a tensor's elements are in the storage: offset, shape, strides, type, and whether they are conjugated or negated.
+Layout = tuple[Any, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 
 
 def is_theirs(tensor: torch.Tensor, layout: Layout) -> bool:
@@ -309,7 +309,7 @@ def is_theirs(tensor: torch.Tensor, layout: Layout) -> bool:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *, is_inference: bool) -> torch.Tensor | None:
@@ -323,5 +323,7 @@ def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *,
 
 
 def _put_in(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
-    offset, shape, strides, dtype = layout
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+    offset, shape, strides, dtype, is_conj, is_neg = layout
+    made = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+    made = made.conj() if is_conj else made
+    return neg_view(made) if is_neg else made

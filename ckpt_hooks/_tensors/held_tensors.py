@@ -37,7 +37,7 @@ from ckpt_hooks._torch.tensors import (
 from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
-from .copies import Clones, Layout, copy_in, is_theirs, stand_in_for, tensor_in
+from .copies import Clones, Layout, copy_in, is_theirs, layout_of, stand_in_for, tensor_in
 from .offloaded import Batch, Moved
 from .refilling import Origin
 from .transfers import Transfers
@@ -74,7 +74,7 @@ class HeldTensor:
         """Returns the tensor; another one in the memory of forward, if the tensor was given other memory since."""
         tensor, memory = self.tensor, self.memory
         assert tensor is not None
-        if memory is not None and storage_address(tensor) != memory[0]._cdata:
+        if memory is not None and (storage_address(tensor) != memory[0]._cdata or layout_of(tensor) != memory[1]):
             found = tensor_in(*memory, is_inference=False)
             assert found is not None
             if type(tensor) is torch.nn.Parameter and is_theirs(tensor, memory[1]):

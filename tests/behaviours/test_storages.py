@@ -434,6 +434,41 @@ def test_an_argument_that_gets_other_memory(kind, change, when, read, run):
     assert_as_eager(program, run)
 
 
+def another_view(tensor):
+    tensor.data = tensor.data.t()
+
+
+def a_clone(tensor):
+    tensor.data = tensor.data.clone()
+
+
+@all_regions
+@pytest.mark.parametrize("when", ["in forward", "after it"])
+@pytest.mark.parametrize("kind", ["plain", "conj", "neg"])
+@pytest.mark.parametrize("change", [another_view, a_clone])
+def test_other_memory_of_any_layout(change, kind, when, run):
+    """Another view of the same storage; memory of conjugated and negated tensors."""
+
+    def program(run):
+        x, given = torch.randn(2, 2, requires_grad=True), torch.linspace(1, 2, 4).view(2, 2)
+        if kind != "plain":
+            given = torch.complex(given, given * 2).conj()
+            given = given.imag if kind == "neg" else given
+
+        def function(x, given):
+            y = ((given + 1) * x).sin()
+            if when == "in forward":
+                change(given)
+            return (y * (given + 2)).abs()
+
+        y = run(function, x, given)
+        if when == "after it":
+            change(given)
+        return [*gradients(y, x), given.clone()]
+
+    assert_as_eager(program, run)
+
+
 def test_an_argument_of_a_region_inside_gets_other_memory_in_the_rerun_around_it():
     def program(run):
         held, x = {"t": torch.full((), 0.5)}, torch.linspace(-1, 1, 5, requires_grad=True)
@@ -472,7 +507,7 @@ def test_memory_of_a_parameter_that_is_an_argument_is_not_held():
     """A framework may free it by ``.data``. A rerun that would read what is gone says so."""
     weight, x = nn.Parameter(torch.ones(6000)), torch.randn(6000, requires_grad=True)
     memory = StorageWeakRef(weight.untyped_storage())
-    y = ckpt_hooks.checkpoint(lambda x, weight: (x * weight).sin().sin(), x, weight)
+    y = ckpt_hooks.checkpoint(lambda x, weight: ((weight * 2) * x).sin().sin(), x, weight)
     weight.data = torch.zeros(6000)
     assert memory.expired()
     with pytest.raises(ckpt_hooks.MutationError, match=r"args\[1\]|weight"):
