@@ -151,8 +151,7 @@ class _Whereabouts:
                 if (memory := self.tensor(position, tensor)) is None:
                     found.lost.append((tensor, GONE))
                     continue
-                stand_in = as_kind(memory, type(tensor)).requires_grad_(tensor.requires_grad)
-                stand_in.__dict__.update(tensor.__dict__)
+                stand_in = _dressed_as(tensor, memory, requires_grad=tensor.requires_grad)
                 if version_of(tensor) >= 0:
                     set_versions((stand_in,), (tensor._version,))
                 found.stand_ins[id(tensor)], found.lent[id(stand_in)] = stand_in, tensor
@@ -186,6 +185,13 @@ def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     }
 
 
+def _dressed_as(tensor: torch.Tensor, data: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """Returns a tensor on some memory with the class and the attributes of another one."""
+    made = as_kind(data, type(tensor))
+    made.__dict__.update(tensor.__dict__)
+    return made.requires_grad_(requires_grad)
+
+
 def _with_flags(tensors: Sequence[torch.Tensor | None], flags: dict[int, bool]) -> list[torch.Tensor | None]:
     """Returns tensors, with aliases for the positions in ``flags``, whose ``requires_grad`` is as when forward began."""
     aliases: dict[int, torch.Tensor] = {}
@@ -194,9 +200,7 @@ def _with_flags(tensors: Sequence[torch.Tensor | None], flags: dict[int, bool]) 
         tensor = tensors[position]
         assert tensor is not None
         if id(tensor) not in aliases:
-            alias = as_kind(tensor.detach(), type(tensor))
-            alias.__dict__.update(tensor.__dict__)
-            aliases[id(tensor)] = alias.requires_grad_(flag)
+            aliases[id(tensor)] = _dressed_as(tensor, tensor.detach(), requires_grad=flag)
         tensors[position] = aliases[id(tensor)]
     return tensors
 

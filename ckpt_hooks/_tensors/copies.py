@@ -106,13 +106,8 @@ def _copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
     if found is None:
         original = tensor.untyped_storage()
         found = clones[address] = original, original.clone()  # type: ignore[no-untyped-call]
-    storage = found[1]
     with torch.no_grad():
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        copy = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        # The content of memory may be the tensor's conjugate, or its negative.
-        copy = copy.conj() if tensor.is_conj() else copy
-        return neg_view(copy) if tensor.is_neg() else copy
+        return _put_in(found[1], layout_of(tensor))
 
 
 def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -325,5 +320,6 @@ def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *,
 def _put_in(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
     offset, shape, strides, dtype, is_conj, is_neg = layout
     made = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+    # The content of memory may be the tensor's conjugate, or its negative.
     made = made.conj() if is_conj else made
     return neg_view(made) if is_neg else made

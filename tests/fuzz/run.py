@@ -104,7 +104,7 @@ def check(
             kind = "unnoticed"
     if kind != "no error" and ".data" in source:
         # What hooks hand out for a second backward of a gradient stays at its memory.
-        runs = (observe(function, _with_copies_inside), observe(_with_hooks(function), plain))
+        runs = (observe(function, _with_copies_inside), observe(_with_copies(function, unchanged), plain))
         kind = "unnoticed" if any(difference(one, other) is None for one in runs) else kind
     if kind == "no error" and (_is_of_write(*error) or _is_of_swap(*error)):
         intended = observe(_with_copies(function), plain)
@@ -129,24 +129,14 @@ def _may_be_shifted(name: str, source: str) -> bool:
     return name == "DeterminismError" or swallowed
 
 
-def _with_copies(function):
-    """Returns a program whose saved tensors are copies, to which nothing is written."""
+def _with_copies(function, pack=copied):
+    """Returns a program whose saved tensors are copies, to which nothing is written, or what another pack hook returns."""
 
     def program(run, see):
-        with torch.autograd.graph.saved_tensors_hooks(copied, unchanged):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unchanged):
             function(run, see)
 
     return program
-
-
-def _with_hooks(function):
-    """Returns a function that runs under hooks which hand out what was saved."""
-
-    def run(*args):
-        with torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):
-            return function(*args)
-
-    return run
 
 
 def _with_copies_inside(function, *args, **kwargs):
