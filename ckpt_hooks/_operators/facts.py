@@ -76,6 +76,7 @@ class OpFacts:
     is_function = False
     rerun: Callable[..., list[Any]]
     __slots__ = (
+        "alone",
         "call",
         "full_name",
         "has_buffered_masks",
@@ -150,6 +151,7 @@ class OpFacts:
             and not (self.lists or self.is_opaque or self.is_inplace_view or self.replaces_storage)
             and not self.has_fresh
         )
+        self.alone: OpFacts | None = None  # see :meth:`as_functional`
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
         # With the version counter of its input, unlike an alias.
         self.is_view = (
@@ -206,6 +208,13 @@ class OpFacts:
             or self.is_mark
             or (self.looks_at_switches and not aten)
         )
+
+    def as_functional(self) -> OpFacts:
+        """Returns the facts of a call that writes to memory which nobody else knows or reads: its result is its argument."""
+        if self.alone is None:
+            self.alone = copy.copy(self)
+            self.alone.written, self.alone.writes_first = (), False
+        return self.alone
 
     def numbers(self, first: int) -> Iterable[int]:
         """Returns the numbers of the results' values on a tape, given the operator's number."""

@@ -491,7 +491,10 @@ class Replay:
                     number = args[position].number
                     readers[number] = left = readers[number] - 1
                     args[position] = tensors[number] if left else tensors.pop(number)
-                out = facts.call(*args, **op.kwargs) if op.kwargs else facts.call(*args)
+                if op.draw is not None:
+                    out = self._draw(facts.operator, args, op.kwargs, op.draw)
+                else:
+                    out = facts.call(*args, **op.kwargs) if op.kwargs else facts.call(*args)
                 number = op.number
                 if facts.single:
                     if number in readers:
@@ -539,16 +542,19 @@ class Replay:
             out = facts.rerun(args, draw, self.frame, context, self._streams)
         elif draw is None:
             out = facts.call(*args, **kwargs)
-        elif draw is ANEW:
-            out = draw_anew(facts.operator, args, kwargs, self._streams)
         else:
-            out = draw_again(facts.operator, args, kwargs, draw)
+            out = self._draw(facts.operator, args, kwargs, draw)
         del args, kwargs
         if facts.has_shape_from_data:
             self._check_shapes(op, out)
         self._ran.add(op.number)
         self._let_go(values)
         self._keep(facts.numbers(op.number), out)
+
+    def _draw(self, operator: Any, args: list[Any], kwargs: Any, draw: Any) -> Any:
+        if draw is ANEW:
+            return draw_anew(operator, args, kwargs, self._streams)
+        return draw_again(operator, args, kwargs, draw)
 
     def _check_shapes(self, op: Op, out: Any) -> None:
         try:

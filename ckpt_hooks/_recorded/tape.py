@@ -375,7 +375,14 @@ def op_of(
     op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs
     op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
     op.draw = None
-    op.is_plain = False
+    op.is_plain = not (
+        facts.lists
+        or facts.written
+        or facts.is_inplace_view
+        or facts.has_shape_from_data
+        or facts.is_function
+        or (kwargs and not facts.keywords.isdisjoint(kwargs))
+    )
     op.surroundings = tape.surroundings
     return op, values
 

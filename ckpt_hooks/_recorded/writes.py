@@ -11,6 +11,7 @@ and so does the handle. Without a shared version plain autograd returns the writ
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -34,6 +35,8 @@ from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Value, counter_of, cut, is_held_twice, new_value
 
 _Tensor = torch.Tensor
+# How many hold a value that a table and one variable have, as ``getrefcount`` counts.
+_IN_TABLE = 3
 
 
 def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
@@ -59,7 +62,7 @@ def _covers(tensor: torch.Tensor) -> bool:
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator which writes to its arguments."""
     wanted = RECOMPUTE if tape.decisions is None else tape.decisions.of(facts)
-    if facts.writes_first and wanted == RECOMPUTE and facts.keywords.isdisjoint(kwargs):
+    if facts.writes_first and facts.single and wanted == RECOMPUTE and facts.keywords.isdisjoint(kwargs):
         value = _alone(tape, facts, args[0])
         if value is not None:
             return _run_writing_alone(tape, value, func, facts, args, kwargs)
@@ -117,13 +120,14 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 
 
 def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
-    """Returns the value of a tensor which alone knows its memory, so that a write concerns nobody else; None for others."""
+    """Returns the value of a tensor that alone knows its memory, and that nobody has read; None for others."""
+    # A nested region brings such a value back by itself, so that no other replay has the memory that it writes to.
     tables, key = tape.tables, id(target)
     value = tables.known.get(key) or tables.uninitialized.get(key)
-    if value is None:
+    if value is None or sys.getrefcount(value) > _IN_TABLE:
         return None
     store = value.store
-    is_alone = not (store.external or store.handles or store.held) and len(store.members) == 1
+    is_alone = not (store.external or store.handles or store.held) and len(store.members) == 1 and store.birth > tape.start
     if not is_alone or value.saved is not None or storage_address(target) != store.address:
         return None
     return None if store.uninitialized and not (facts.written[0].overwritten and _covers(target)) else value
@@ -141,15 +145,16 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
                 value = tape.value_of(tensor, facts)
             recorded[position] = value
             present.append(position)
-    op.facts, op.args, op.kwargs, op.present = facts, recorded, kwargs, tuple(present)
-    op.draw, op.surroundings, op.is_plain = None, tape.surroundings, False
+    op.facts, op.args, op.kwargs, op.present = facts.as_functional(), recorded, kwargs, tuple(present)
+    op.draw, op.surroundings, op.is_plain = None, tape.surroundings, True
     try:
         out = run(tape, op, func, facts, args, kwargs)
     except BaseException:
         tables.make_external(store, f"written to by {func}, which raised")
         raise
     tables.number = op.number = tables.number + 1
-    value = _after(tape, op, before)
+    value = new_value(op.number, store, before.counter, op)
+    value.tensor = before.tensor
     store.written = True
     if store.uninitialized:
         store.uninitialized, store.members = False, []
