@@ -137,6 +137,7 @@ class ReplayedFrame(Replayable):
         held = held_in_graph(self.externals, seen)
         for value in self._values():
             if value.saved is not None:
+                seen.add(id(value.saved.memory))  # a second face of the tensor
                 held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
             if value.op is not None:
                 held += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))

@@ -21,7 +21,7 @@ from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.draws import draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense, layout_of
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor, HeldWithFaces, hold_tensor, num_fused_steps
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.refilling import owner_of
@@ -240,7 +240,7 @@ class Tape:
             same = same and (not self.is_in_frame or is_kept_anyway(tensor))
             if found is not None and same and found.store.address == (address or 0):
                 memory = found.saved.memory  # type: ignore[union-attr]
-                if memory is None or layout_of(tensor) == memory[1]:
+                if memory is None or layout_of(tensor) == layout_of(memory):
                     return found
         store = None if address is None else self.tables.stores.get(address)
         if store is None or not store.is_alive():
@@ -270,10 +270,8 @@ class Tape:
         else:
             saved, self.has_refilled = HeldRefilled(tensor, origin), True
         saved.tensor = tensor
-        is_told = (
-            origin is None and store.address and type(tensor) in _PLAIN and tensor.layout is _STRIDED and not tensor.is_nested
-        )
-        saved.memory = (tensor.untyped_storage(), layout_of(tensor)) if is_told else None
+        is_told = origin is None and store.address and type(tensor) in _PLAIN and tensor.layout is _STRIDED
+        saved.memory = data_of(tensor) if is_told and not tensor.is_nested else None
         saved.cause = store.cause if origin is None else _GATHERED
         saved.path = self.path
         value.saved = saved

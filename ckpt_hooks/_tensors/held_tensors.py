@@ -37,7 +37,7 @@ from ckpt_hooks._torch.tensors import (
 from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
-from .copies import Clones, Layout, copy_in, is_theirs, layout_of, stand_in_for, tensor_in
+from .copies import Clones, copy_in, is_theirs, layout_of, stand_in_for
 from .offloaded import Batch, Moved
 from .refilling import Origin
 from .transfers import Transfers
@@ -53,7 +53,7 @@ class HeldTensor:
     __slots__ = ("cause", "is_fickle", "memory", "path", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None  # None where hooks or the host have it
-    memory: tuple[torch.UntypedStorage, Layout] | None  # where the content is, if the tensor may get other memory
+    memory: torch.Tensor | None  # an alias in the memory of forward, if the tensor may get another one; counts writes apart
     version: int | None  # when sealed; None before, and where writes are not counted
     cause: Cause
     path: RegionPath
@@ -66,23 +66,25 @@ class HeldTensor:
 
     def is_in(self, address: int) -> bool:
         """Whether the content is in a storage."""
-        if self.memory is not None:
-            return bool(self.memory[0]._cdata == address)
-        return self.tensor is not None and (storage_of(self.tensor) or 0) == address
+        tensor = self.tensor if self.memory is None else self.memory
+        return tensor is not None and (storage_of(tensor) or 0) == address
 
     def find(self) -> torch.Tensor:
         """Returns the tensor; another one in the memory of forward, if the tensor was given other memory since."""
         tensor, memory = self.tensor, self.memory
         assert tensor is not None
-        if memory is not None and (storage_address(tensor) != memory[0]._cdata or layout_of(tensor) != memory[1]):
-            found = tensor_in(*memory, is_inference=False)
-            assert found is not None
-            if type(tensor) is torch.nn.Parameter and is_theirs(tensor, memory[1]):
-                _warn_of_memory(describe_kind(found))
-            self.tensor, self.memory = found, None
-            self.version = None if self.version is None else found._version
-            return found
-        return tensor
+        if memory is None:
+            return tensor
+        if storage_address(tensor) != storage_address(memory):
+            if type(tensor) is torch.nn.Parameter and is_theirs(tensor, layout_of(memory)):
+                _warn_of_memory(describe_kind(memory))
+            self._leave(memory)
+        return memory
+
+    def _leave(self, memory: torch.Tensor) -> None:
+        """Holds memory of forward which the tensor does not have any more."""
+        self.tensor, self.memory = memory, None
+        self.version = None if self.version is None else memory._version
 
     def copy(self, clones: Clones) -> None:
         """Holds a copy instead, before a write to the tensor."""
@@ -91,7 +93,11 @@ class HeldTensor:
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
         # For a selective frame that is at once, for a recorded frame when its outermost region ends.
-        tensor = self.find()
+        found, tensor = self.find(), self.tensor
+        assert tensor is not None
+        if tensor is not found and not is_kept_anyway(tensor) and layout_of(tensor) != layout_of(found):
+            self._leave(found)
+            tensor = found
         if version_of(tensor) < 0:
             return self
         if self.is_fickle and not is_freed(tensor):
@@ -112,12 +118,13 @@ class HeldTensor:
 
     def get(self) -> torch.Tensor:
         """Returns the tensor; raises if it was modified since forward, or its memory was freed."""
-        tensor = self.find()
+        found, tensor = self.find(), self.tensor
+        assert tensor is not None
         if self.version is not None and (tensor._version != self.version or stepped_since(tensor, self.steps)):
             raise self._mutated(tensor, self.version)
-        if is_freed(tensor):
-            raise self._mutated(tensor, None)
-        return tensor
+        if is_freed(found):
+            raise self._mutated(found, None)
+        return found
 
     def _mutated(self, tensor: torch.Tensor, version: int | None, why: Why = Why.HELD, kind: str = "") -> MutationError:
         return mutated(why, format_path(self.path), tensor, version, detail=self.cause.in_words(), kind=kind)
