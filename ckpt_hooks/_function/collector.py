@@ -279,8 +279,9 @@ class Collector:
         raise StopRecompute
 
     def _end_well(self) -> None:
-        handled = sys.exc_info()[1]
-        self.done, self._handled = True, None if handled is self._around else handled
+        if not self.done:  # the first time counts
+            handled = sys.exc_info()[1]
+            self.done, self._handled = True, None if handled is self._around else handled
 
     def was_done_before(self, error: BaseException) -> bool:
         """Whether the rerun was told to end before an exception came, and not by a region that the exception left."""
