@@ -349,6 +349,65 @@ REASONS = {
 _leaf = []
 
 
+class Scales:
+    """An object with a tensor somewhere in it."""
+
+    __slots__ = ("by", "steps")
+
+    def __init__(self):
+        self.by, self.steps = {"all": [torch.tensor(2.0)]}, 0
+
+    def __call__(self, x):
+        return x * self.by["all"][0]
+
+
+class Counting(Scales):
+    """Changes with each run."""
+
+    def __call__(self, x):
+        self.steps += 1
+        return x * self.steps
+
+
+@pytest.mark.parametrize("kind", [Scales, Counting])
+def test_an_object_that_the_function_leaves_as_it_is_may_be_read_again(kind):
+    y, reasons = _region_of(kind())
+    assert bool(reasons) == (kind is Counting)
+    y.sum().backward()
+    assert Counted.runs == 2 - bool(reasons)
+
+
+def _other_number(scales):
+    scales.steps = 1
+
+
+def _other_tensor(scales):
+    scales.by["all"][0] = torch.tensor(2.0)
+
+
+def _written_to(scales):
+    scales.by["all"][0].add_(1)
+
+
+def _more(scales):
+    scales.by["more"] = 1
+
+
+@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to, _more])
+def test_an_object_that_has_been_changed_since_is_an_error(change):
+    scales = Scales()
+    y, _ = _region_of(scales)
+    change(scales)
+    with pytest.raises(MutationError if change is _written_to else DeterminismError, match=r"modified by|objects .* changed"):
+        y.sum().backward()
+
+
+def test_an_object_that_leads_to_a_graph_is_not_held():
+    scales = Scales()
+    scales.by["all"][0] = torch.tensor(2.0, requires_grad=True) * 1
+    assert len(_region_of(scales)[1]) == 1
+
+
 def _with_grad(x):
     with torch.enable_grad():
         _leaf[:] = [x.detach().requires_grad_()]
@@ -602,32 +661,11 @@ def test_what_a_policy_keeps_of_a_function_counts_where_it_is_saved_or_returned(
     grad(y.sum(), (x, w))
 
 
-class Doubled(Function):
-    """Writes over the product that it has computed by an operator."""
+@pytest.mark.parametrize("run", [programs.region, programs.called])
+def test_a_policy_keeps_a_product_as_it_was_before_the_kernel(run):
+    def function(x, w):
+        return k.Unmarked.apply(x @ w)
 
-    @staticmethod
-    def forward(ctx, x, w):
-        out = x @ w
-        k.write(out, out * 2)
-        ctx.save_for_backward(x, w)
-        return out
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return 2 * g @ w.t(), 2 * x.t() @ g
-
-
-@pytest.mark.parametrize(
-    ("run", "function"),
-    [
-        (programs.region, lambda x, w: k.Unmarked.apply(x @ w)),
-        (programs.called, lambda x, w: k.Unmarked.apply(x @ w)),
-        (programs.called, lambda x, w: Doubled.apply(x.exp(), w)),
-    ],
-)
-def test_a_policy_keeps_a_product_as_it_was_before_the_kernel(run, function):
-    """An argument in both kinds of region, and a result of an operator inside: neither runs again."""
     x, w = tensors(4, 4)
     y = run(lambda x, w: function(x, w).sin().exp(), x, w, policy=policies.dots_saveable)
     with programs_count() as ops:

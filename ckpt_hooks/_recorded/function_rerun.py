@@ -7,12 +7,17 @@ besides saved tensors stay with the node made by forward.
 
 from __future__ import annotations
 
+import enum
+import itertools
+import types
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from contextvars import Context
 from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
+from torch.nn import Module
 
 from ckpt_hooks._ambient import streams as random_streams
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
@@ -21,7 +26,8 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
-from ckpt_hooks._tensors.containers import build
+from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of
+from ckpt_hooks._tensors.copies import is_plain
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks.errors import DeterminismError
 
@@ -75,6 +81,48 @@ class _DrawsAgain(QuietDispatchMode):
         return draw_again(func, list(args), kwargs, state)
 
 
+_SINGLETONS = (type, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
+_MOST_PARTS = 1000
+
+
+def parts_of(values: Iterable[Any]) -> list[Any] | None:
+    """Returns all that objects consist of, in the order of a walk; None where they may change unseen, or lead to a graph."""
+    # What is held leads to no graph that holds it: the garbage collector cannot see a ring through autograd.
+    todo, seen, found = list(values), set[int](), list[Any]()
+    while todo:
+        value = todo.pop()
+        found.append(value)
+        if len(found) > _MOST_PARTS:
+            return None
+        kind = type(value)
+        if kind in ATOMS or isinstance(value, _SINGLETONS) or id(value) in seen:
+            continue
+        if isinstance(value, torch.Tensor):
+            if not is_plain(value) or not value.is_leaf:
+                return None
+            continue
+        seen.add(id(value))
+        if kind in (list, tuple):
+            found.append(len(value))
+            todo += value
+        elif kind is dict:
+            found.append(len(value))
+            todo += itertools.chain.from_iterable(value.items())
+        elif kind is types.FunctionType and value.__closure__ is None:
+            continue
+        elif builtin_of(kind) is object and not issubclass(kind, (Module, Iterator)):
+            names = [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
+            slots = [getattr(value, name, None) for name in names if name not in ("__weakref__", "__dict__")]
+            todo += [*slots, getattr(value, "__dict__", None)]
+        else:
+            return None
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) in ATOMS and type(one) is type(other) and repr(one) == repr(other))
+
+
 class FunctionFacts(OpFacts):
     """One call of a custom function, in the place of an operator's facts. The arguments of the ``Op`` are its tensors."""
 
@@ -87,6 +135,8 @@ class FunctionFacts(OpFacts):
         "kwargs",
         "modes",
         "needs_input_grad",
+        "objects",
+        "parts",
         "results",
         "streams",
         "written",
@@ -96,7 +146,9 @@ class FunctionFacts(OpFacts):
     is_function = True
     kind = Kind.REWRITES
     lists: tuple[int, ...] = ()
-    is_view = is_inplace_view = single = has_shape_from_data = has_effect = is_routing = False
+    is_view = is_inplace_view = single = has_shape_from_data = has_effect = is_routing = looks_at_grad = has_buffered_masks = (
+        False
+    )
 
     args: list[Any]  # positional arguments, with stand-ins for tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
@@ -109,6 +161,8 @@ class FunctionFacts(OpFacts):
     def __init__(self, function: Any) -> None:
         self.operator = function
         self.written: tuple[Written, ...] = ()
+        self.objects: list[Any] = []  # arguments which are neither tensors nor taken apart
+        self.parts: list[Any] = []  # what these consisted of
         self.results: list[Result] = []  # the results on the tape, in order of noting
         # Random streams before forward, other than the CPU's, which unseen draws moved; None where none did.
         self.streams: random_streams.Snapshot | None = None
@@ -127,6 +181,9 @@ class FunctionFacts(OpFacts):
 
     def rerun(self, tensors: list[torch.Tensor], draws: Draws, frame: Frame, context: ReplayContext, streams: Any) -> list[Any]:
         """Runs forward again; returns the results in the order of :attr:`results`."""
+        if self.objects and not self.are_as_noted():
+            raise self.error(frame, "the objects of then among its arguments", "objects which have been changed since")
+        # Behind the arguments come tensors in objects, which the objects have themselves.
         given = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
         built: dict[int, Any] = {}
         args = [build(one, given, built) for one in self.args]
@@ -176,6 +233,11 @@ class FunctionFacts(OpFacts):
             now = describe_tensor(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
             raise self.error(frame, what, now)
         return tensor.detach() if tensor.requires_grad else tensor
+
+    def are_as_noted(self) -> bool:
+        """Whether the objects consist of what they consisted of."""
+        parts = parts_of(self.objects)
+        return parts is not None and len(parts) == len(self.parts) and all(map(_same, parts, self.parts))
 
     def error(self, frame: Frame, expected: str, found: str) -> DeterminismError:
         """Returns the error for a rerun with other results than forward."""

@@ -38,7 +38,7 @@ from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_address,
 from ckpt_hooks.policies.decisions import RECOMPUTE
 
 from . import writes
-from .function_rerun import FunctionFacts
+from .function_rerun import FunctionFacts, parts_of
 from .tape import Tape, decide
 from .values import ANEW, FunctionHandle, Handle, Op, Store, Value, counter_in, counter_of, cut, new_store, new_value
 
@@ -52,7 +52,7 @@ _tensor_at = functools.cache(TensorAt)
 
 def taken_apart(
     args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any], list[torch.Tensor], tuple[bool, ...], str | None]:
+) -> tuple[list[Any], dict[str, Any], list[torch.Tensor], tuple[bool, ...], list[Any], str | None]:
     """Takes the arguments of a call apart."""
     tensors: list[torch.Tensor] = []
     needs: list[bool] = []
@@ -76,13 +76,12 @@ def taken_apart(
             kwargs = {name: capture.value(one, "") for name, one in kwargs.items()}
     except TypeError:  # from an iterator, at whatever depth
         tensors += [one for one in args[len(arguments) :] if isinstance(one, torch.Tensor)]
-        return [], {}, tensors, (), "has an iterator among its arguments, which can be read once"
-    reason = None
+        return [], {}, tensors, (), [], "has an iterator among its arguments, which can be read once"
+    objects = []
     if capture is not None:
         capture.finish()
-        if not all(map(_is_plain, capture.objects)):
-            reason = "has an object among its arguments, which it may change"
-    return arguments, kwargs, tensors, tuple(needs), reason
+        objects = [one for one in capture.objects if not _is_plain(one)]
+    return arguments, kwargs, tensors, tuple(needs), objects, None
 
 
 def is_compared(tensor: torch.Tensor, store: Store) -> bool:
@@ -279,7 +278,14 @@ class FunctionCall(RunningFunction):
         RunningFunction.__init__(self, tape, facts)
         self._made: list[Value] = []
         self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
-        facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, reason = taken_apart(args, kwargs)
+        facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, facts.objects, reason = taken_apart(args, kwargs)
+        if facts.objects:
+            parts = parts_of(facts.objects)
+            if parts is None:
+                reason = "has an object among its arguments, which it may change"
+            else:
+                facts.parts = parts
+                self._tensors += [one for one in parts if isinstance(one, _Tensor)]
         if reason is not None:
             self.keep(reason)
         facts.casts = AUTOCAST.capture()
@@ -414,12 +420,14 @@ class FunctionCall(RunningFunction):
         for place, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
             if isinstance(tensor, _Tensor):
                 self._note(tensor, False, place)
-        if self._decisions or not self._made:
+        if not self._made or (self._decisions and not self._tape.is_call):
             cut(self._op, self._made)
 
     def _settle(self) -> None:
         """Finds what the function wrote to, once its forward has run."""
         self._is_settled = True
+        if self._facts.objects and self.reason is None and not self._facts.are_as_noted():
+            self.keep("changes an object among its arguments")
         tape, op, facts, written = self._tape, self._op, self._facts, self._written
         bumped = []
         for tensor, version, value in zip(self._tensors, self._versions, op.args, strict=True):
@@ -491,4 +499,4 @@ class FunctionCall(RunningFunction):
         self._made.append(value)
         if address in self._decisions and address in self._born:
             cause = Cause(Reason.POLICY, f"as a result of {self._facts.name}")
-            tape.held.keep(value, tensor, self._decisions[address], tape.path, cause)
+            tape.held.keep(value, tensor, self._decisions[address], tape.path, cause, with_history=tape.is_call)

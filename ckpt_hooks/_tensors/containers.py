@@ -69,7 +69,7 @@ class Container:
             built[self.identity] = made
         else:
             # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
-            new: Any = _builtin_of(kind).__new__
+            new: Any = builtin_of(kind).__new__
             made = built[self.identity] = new(kind)
             if issubclass(kind, list):
                 list.extend(made, (build(entry, tensors, built) for entry in self.entries))
@@ -105,7 +105,7 @@ def _is_still(captured: Any, value: Any) -> bool:
     return captured is value
 
 
-def _builtin_of(kind: type[Any]) -> type[Any]:
+def builtin_of(kind: type[Any]) -> type[Any]:
     """Returns the builtin class from which a class derives, ``object`` if no other."""
     return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType))
 
@@ -159,7 +159,7 @@ class Capture:
         if issubclass(kind, tuple):
             return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
         # A dataclass which is also a number, a set or an exception has more state than attributes.
-        if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and _builtin_of(kind) is object:
+        if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and builtin_of(kind) is object:
             return self._unless_empty(self._with_attributes(self._container(value), path))
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and kind is not weakref.ProxyType:
             raise TypeError(
