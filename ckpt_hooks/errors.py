@@ -59,15 +59,14 @@ class DeterminismError(CheckpointError):
     Attributes:
         region: Names of the regions around the failure, outermost first.
         index: Position of the first different tensor in the order of saving: the first missing tensor where the recompute saved
-            too few, the first surplus tensor where it saved too many. Under a selective policy it may be the place of the
-            first different operator, views not counted; in a recorded region it is the number of the operator whose result
-            has another shape. -1 where the recompute drew other random numbers than forward.
+            too few, the first surplus tensor where it saved too many. In a recorded region it is the number of the operator
+            whose result has another shape. -1 where the recompute drew other random numbers than forward.
         expected: What forward saved (``"float32[4, 8] on cpu"``, or a number of tensors), or the operator which forward ran.
         found: The same for the recompute.
         grad_fn: Name of the autograd node which saved the tensor in forward, as in ``"SinBackward0"``; None where unknown.
         routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: in debug
-            mode, operators which chose among floating-point numbers before the difference, and whose results were not kept. In
-            a recorded region, operators on which the first different shape depends. Else empty.
+            mode, operators which chose among floating-point numbers before the difference. In a recorded region, operators on
+            which the first different shape depends. Else empty.
         operators: The operators of forward, a line of text for each, in debug mode; else empty.
         recomputed_operators: The operators of the recompute, likewise.
     """

@@ -258,7 +258,7 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
 
         - a tensor from outside is modified after the region, and a replayed operator reads it (inside the region, a write
           costs a copy at most);
-        - an output kept by a policy is modified after the region (``checkpoint`` with a policy computes it again);
+        - an output kept by a policy is modified after the region (a call of ``checkpoint`` computes again what it returned);
         - ``param.data = other`` inside the region, with reads before and after.
 
         The ``forward`` of a custom ``autograd.Function`` runs again in a replay, as a whole, since kernels in it write where no

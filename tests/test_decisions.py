@@ -1,4 +1,4 @@
-"""How policies are asked: about the same operators, by the same indices, in both kinds of frame."""
+"""How policies are asked: about which operators, by which indices, and what they are told."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_torch(function, *args, policy, library=ckpt_hooks):
     return library.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-KINDS = pytest.mark.parametrize("run", [as_function, as_block])
+FORMS = pytest.mark.parametrize("run", [as_function, as_block])
 
 
 class Asked:
@@ -115,23 +115,18 @@ def views_as_sum(x, w):
 
 @pytest.mark.parametrize("answers", [(RECOMPUTE,), (SAVE,), (SAVE, RECOMPUTE, RECOMPUTE)], ids=["nothing", "all", "some"])
 @pytest.mark.parametrize("program", [*PROGRAMS, everything], ids=lambda program: program.__name__)
-def test_both_kinds_of_frame_ask_alike(program, answers):
-    """By index and operator; and gradients are those without a region."""
+def test_operators_are_numbered_and_gradients_are_exact(program, answers):
     x, w = inputs()
     torch.manual_seed(0)
     expected = torch.autograd.grad(program(x, w).sum(), [x, w])
-    seen = []
-    for run in (as_function, as_block):
-        policy = Asked(*answers)
-        torch.manual_seed(0)
-        found = torch.autograd.grad(run(program, x, w, policy=policy).sum(), [x, w])
-        assert all(map(torch.equal, found, expected))
-        seen.append(policy.seen)
-    assert seen[0] == seen[1]
-    assert [index for index, _ in seen[0]] == list(range(len(seen[0])))
+    policy = Asked(*answers)
+    torch.manual_seed(0)
+    found = torch.autograd.grad(as_function(program, x, w, policy=policy).sum(), [x, w])
+    assert all(map(torch.equal, found, expected))
+    assert [index for index, _ in policy.seen] == list(range(len(policy.seen)))
 
 
-@KINDS
+@FORMS
 def test_what_a_policy_is_asked_about(run):
     """Neither views and their like, nor what only writes in place, nor what makes memory, nor casts that autocast keeps."""
     policy = Asked()
@@ -143,7 +138,7 @@ def test_what_a_policy_is_asked_about(run):
     assert [op for _, op in policy.seen].count("aten._to_copy.default") == 3  # none of them of a weight
 
 
-@KINDS
+@FORMS
 def test_indices_are_of_operators_that_were_asked_about(run):
     """A policy that decides on some by themselves counts the others."""
 
@@ -220,7 +215,7 @@ def bytes_seen(run, function, *args):
     return seen
 
 
-@KINDS
+@FORMS
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -240,7 +235,7 @@ def test_bytes_of_outputs(run, function, expected):
     assert bytes_seen(run, function, leaf(2, 3).detach().abs().add(1).requires_grad_()) == expected
 
 
-@KINDS
+@FORMS
 def test_memory_of_arguments_is_not_counted(run):
     """Of what an operator hands through, or says is new."""
 
@@ -282,7 +277,7 @@ class Layer(torch.nn.Module):
         return h.exp()
 
 
-@KINDS
+@FORMS
 def test_the_users_line(run):
     """The innermost one outside of torch and this package, of whatever policies call."""
     sites, layer = {}, Layer()
@@ -302,7 +297,7 @@ def test_the_users_line(run):
     }
 
 
-@KINDS
+@FORMS
 def test_the_line_of_a_region_in_a_region(run):
     """Operators go through the modes of both."""
     sites = []
@@ -318,7 +313,7 @@ def test_the_line_of_a_region_in_a_region(run):
     assert set(sites) == {line_of(inner, "# here")}
 
 
-@KINDS
+@FORMS
 @pytest.mark.parametrize("inner", [checkpoint, lambda function, x: as_block(function, x, policy=None)])
 def test_a_recompute_in_the_middle_of_a_region_is_no_part_of_it(run, inner):
     policy, x = Asked(), leaf(3)
@@ -350,7 +345,7 @@ def test_facts_hold_while_the_policy_decides(run, no_gc):
     assert [output() for output in outputs] == [None, None]
 
 
-@KINDS
+@FORMS
 def test_facts_are_gone_after_a_policy_that_raises(run):
     contexts = []
 
@@ -375,7 +370,7 @@ def test_a_context_made_by_hand():
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
 
 
-@KINDS
+@FORMS
 def test_asking_for_a_line_keeps_nothing_alive(run, no_gc):
     sites = []
     x = leaf(3)

@@ -72,33 +72,23 @@ def offloading(function, **options):
     return run
 
 
-def region(**options):
-    return checkpoint_region(**options)
-
-
-def frame(**options):
-    return checkpoint(**options)
-
-
-KEEP = {"policy": policies.everything_saveable}
+region, keeping = checkpoint_region, checkpoint(policy=policies.everything_saveable)
 WRAPS = {
     "offload": lambda f: offloading(f),
     "offload all": lambda f: offloading(f, min_offload_size=0),
-    "function": lambda f: frame()(f),
-    "function, values compared": lambda f: frame(determinism_check="values")(f),
-    "function, with logs": lambda f: frame(debug=True)(f),
-    "function with a policy": lambda f: frame(**KEEP)(f),
-    "function in a function": lambda f: frame()(frame()(f)),
+    "function": lambda f: checkpoint()(f),
+    "function, values compared": lambda f: checkpoint(determinism_check="values")(f),
+    "function, with logs": lambda f: checkpoint(debug=True)(f),
+    "policy": lambda f: keeping(f),
+    "function in a function": lambda f: checkpoint()(checkpoint()(f)),
     "recorded": lambda f: region()(f),
-    "recorded with a policy": lambda f: region(**KEEP)(f),
     "recorded in recorded": lambda f: region()(region()(f)),
-    "recorded in a function": lambda f: frame()(region()(f)),
-    "function in recorded": lambda f: region()(frame()(f)),
-    "function in offload": lambda f: offloading(frame()(f)),
-    "function with a policy in offload": lambda f: offloading(frame(**KEEP)(f)),
+    "recorded in a function": lambda f: checkpoint()(region()(f)),
+    "function in recorded": lambda f: region()(checkpoint()(f)),
+    "function in offload": lambda f: offloading(checkpoint()(f)),
+    "policy in offload": lambda f: offloading(keeping(f)),
     "recorded in offload": lambda f: offloading(region()(f)),
-    "recorded with a policy in offload": lambda f: offloading(region(**KEEP)(f)),
-    "offload in a function": lambda f: frame()(offloading(f)),
+    "offload in a function": lambda f: checkpoint()(offloading(f)),
     "offload in recorded": lambda f: region()(offloading(f)),
 }
 

@@ -195,7 +195,7 @@ def test_rule_5_without_early_stop_the_counts_of_saved_tensors_agree():
 SMALL, LARGE = 3, 5000
 
 
-def begun_and_ended(function, size, run=checkpoint):
+def begun_and_ended(function, size):
     """Returns how often a region's function began and came to its end, in forward and backward."""
     begun, ended, x = Log(), Log(), leaf(size)
 
@@ -205,7 +205,7 @@ def begun_and_ended(function, size, run=checkpoint):
         ended.append(1)
         return y
 
-    found, expected = (grad(y[0].sum() if isinstance(y, tuple) else y.sum(), x) for y in (run(region, x), function(x)))
+    found, expected = (grad(y[0].sum() if isinstance(y, tuple) else y.sum(), x) for y in (checkpoint(region, x), function(x)))
     assert torch.equal(found[0], expected[0])
     return len(begun), len(ended)
 
@@ -249,11 +249,6 @@ def test_rule_5_a_rerun_that_is_as_good_as_through_returns(function, size):
 @pytest.mark.parametrize(("function", "size"), STOPPED.values(), ids=STOPPED)
 def test_rule_5_a_rerun_with_work_left_is_stopped(function, size):
     assert begun_and_ended(function, size) == (2, 1)
-
-
-def test_rule_5_what_a_policy_keeps_is_not_run_again_behind_the_last_value():
-    kept = checkpoint(policy=policies.save_ops(torch.ops.aten.sin.default))
-    assert begun_and_ended(exps(0), SMALL, lambda function, x: kept(function)(x)) == (2, 1)
 
 
 def test_rule_5_beside_other_ranks_reruns_are_stopped(monkeypatch):
@@ -535,8 +530,8 @@ def program(x, w):
     return h.sigmoid() @ w
 
 
-def region(function, *args, **options):
-    return checkpoint_region(**options)(function)(*args)
+def region(function, *args):
+    return checkpoint_region()(function)(*args)
 
 
 def offloaded(function, *args):
@@ -545,16 +540,14 @@ def offloaded(function, *args):
 
 
 MM = torch.ops.aten.mm.default
-#: Ways to run the program, and how often one backward calls it again: a region that only records does not.
+#: Ways to run the program, and how often one backward calls it again: a recorded region does not.
 FORMS = {
     "checkpoint": (checkpoint, 1),
     "to its end": (lambda function, *args: checkpoint(function, *args, early_stop=False), 1),
-    "policy": (lambda function, *args: checkpoint(policy=[MM])(function)(*args), 1),
-    "policy that offloads": (lambda function, *args: checkpoint(policy=policies.offload_ops(MM))(function)(*args), 1),
+    "policy": (lambda function, *args: checkpoint(policy=[MM])(function)(*args), 0),
+    "policy that offloads": (lambda function, *args: checkpoint(policy=policies.offload_ops(MM))(function)(*args), 0),
     "nested": (lambda function, *args: checkpoint(lambda *args: checkpoint(function, *args), *args), 1),
     "region": (region, 0),
-    "region with a policy": (lambda function, *args: region(function, *args, policy=[MM]), 0),
-    "region that offloads": (lambda function, *args: region(function, *args, policy=policies.offload_ops(MM)), 0),
     "region among offloaded tensors": (offloaded, 0),
     "region in checkpoint": (lambda function, *args: checkpoint(lambda *args: region(function, *args), *args), 1),
     "checkpoint in region": (lambda function, *args: region(lambda *args: checkpoint(function, *args), *args), 1),

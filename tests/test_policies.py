@@ -187,32 +187,17 @@ def test_a_policy_explains_itself(policy, words):
     assert repr(policy) == words
 
 
-def test_a_policy_serves_torchs_checkpoint():
-    """Its regions take the same objects."""
+@pytest.mark.parametrize("library", [torch.utils.checkpoint, ckpt_hooks])
+@pytest.mark.parametrize("policy", [p.dots_saveable, [aten.mm.default]])
+def test_a_policy_serves_torchs_checkpoint(library, policy):
+    """Also in our contexts, which are torch's there."""
     x, w = leaf(3, 3), leaf(3, 3)
-
-    def contexts():
-        return torch.utils.checkpoint.create_selective_checkpoint_contexts(p.dots_saveable)
-
+    contexts = functools.partial(library.create_selective_checkpoint_contexts, policy)
     y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin().cos(), x, use_reentrant=False, context_fn=contexts)
     with CountOps() as ops:
-        y.sum().backward()
-    assert ops.counts["mm"] == 2
-
-
-def test_our_contexts_serve_torchs_checkpoint():
-    """And the other way round: the modes know the region by what they see."""
-    x, w = leaf(3, 3), leaf(3, 3)
-
-    def contexts():
-        return ckpt_hooks.create_selective_checkpoint_contexts([aten.mm.default])
-
-    y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin().cos(), x, use_reentrant=False, context_fn=contexts)
-    for retain_graph in (True, False):
-        with CountOps() as ops:
-            (found,) = grad(y.sum(), x, retain_graph=retain_graph)
-        assert ops.counts["mm"] == 1
-        assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
+        (found,) = grad(y.sum(), x)
+    assert ops.counts["mm"] == 1
+    assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
 
 
 def test_our_contexts_serve_torchs_checkpoint_in_a_region():
@@ -379,3 +364,97 @@ def test_a_policy_and_contexts_of_ones_own():
     assert entered == ["forward", "end of forward", "recompute", "end of recompute"]
     assert ops.counts["mm"] == 1
     assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
+
+
+class _Counted(nn.Module):
+    """Products around a sine and a dropout; counts its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.runs = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.two(nn.functional.dropout(self.one(x).sin(), 0.5)).cos()
+
+
+def _contexts(policy, create):
+    return functools.partial(create, policy)
+
+
+def _patched(call):
+    def run(module, x, policy):
+        with ckpt_hooks.patch_torch():
+            return call(module, x, policy)
+
+    return run
+
+
+def _with_patchs_policy(call):
+    def run(module, x, policy):
+        with ckpt_hooks.patch_torch(policy=policy):
+            return call(module, x)
+
+    return run
+
+
+def _wrapped(module, x, **options):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module, **options)(x)
+
+
+def _composable(module, x, **options):
+    from torch.distributed._composable import checkpoint
+
+    return checkpoint(module, **options)(x)
+
+
+def _applied(module, x, select, **options):
+    root = nn.Sequential(module)
+    ckpt_hooks.apply_checkpointing(root, select, **options)
+    return root(x)
+
+
+_torchs = torch.utils.checkpoint.create_selective_checkpoint_contexts
+_ours = ckpt_hooks.create_selective_checkpoint_contexts
+_by_torch = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+WAYS = {
+    "curried": lambda m, x, policy: ckpt_hooks.checkpoint(policy=policy)(m)(x),
+    "contexts": lambda m, x, policy: ckpt_hooks.checkpoint(m, x, context_fn=_contexts(policy, _ours)),
+    "a lambda": lambda m, x, policy: ckpt_hooks.checkpoint(m, x, context_fn=lambda: _ours(policy)),
+    "torch's contexts": lambda m, x, policy: ckpt_hooks.checkpoint(m, x, context_fn=_contexts(policy, _torchs)),
+    "a module": lambda m, x, policy: ckpt_hooks.checkpoint_module(m, policy=policy)(x),
+    "applied": lambda m, x, policy: _applied(m, x, "0", policy=policy),
+    "a mapping": lambda m, x, policy: _applied(m, x, {"0": policy}),
+    "patched contexts": _patched(lambda m, x, policy: _by_torch(m, x, context_fn=_contexts(policy, _torchs))),
+    "patched": _with_patchs_policy(_by_torch),
+    "a patched wrapper": _with_patchs_policy(_wrapped),
+    "a patched wrapper's contexts": _patched(lambda m, x, policy: _wrapped(m, x, context_fn=_contexts(policy, _torchs))),
+    "patched, composable": _with_patchs_policy(_composable),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_say_a_policy(way):
+    """Results are bitwise the plain ones, the function runs once, and the policy is asked once about each product."""
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return SAVE if op is aten.addmm.default else RECOMPUTE
+
+    def step(run):
+        torch.manual_seed(0)
+        module, x = _Counted(), leaf(2, 4).detach().float().requires_grad_()
+        y = run(module, x)
+        with CountOps() as ops:
+            y.sum().backward()
+        return [x.grad, *(parameter.grad for parameter in module.parameters()), torch.get_rng_state()], module.runs, ops.counts
+
+    expected, _, _ = step(lambda module, x: module(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, runs, counts = step(lambda module, x: WAYS[way](module, x, policy))
+    assert all(map(torch.equal, found, expected))
+    assert (runs, asked.count(aten.addmm.default), counts["addmm"]) == (1, 2, 0)

@@ -8,8 +8,10 @@ import types
 
 import pytest
 import torch
+from torch import nn
 
-from ckpt_hooks import MutationError, checkpoint_region
+from ckpt_hooks import MutationError, checkpoint, checkpoint_region
+from ckpt_hooks._checkpoint import running
 from ckpt_hooks._tensors import refilling
 from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
 from tests.measure import Frames
@@ -183,3 +185,59 @@ def test_no_question_before_the_framework_is_imported(registered, monkeypatch):
     owner = sheets(registered, "a")
     assert refilling.owner_of(owner.whole["a"]) is None
     assert refilling._registered[0]._find is None
+
+
+class Emptied:
+    """Hooks that fill weights before a module's forward and take them away after, as ZeRO-3 does, or as Accelerate does."""
+
+    def __init__(self, module, *, swaps):
+        self.swaps = swaps
+        self.full = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        module.register_forward_pre_hook(self.fill)
+        module.register_forward_hook(self.empty)
+        if not swaps:
+            module.register_full_backward_pre_hook(self.fill)
+        self.empty(module)
+
+    def fill(self, module, *_):
+        for name, full in self.full.items():
+            if self.swaps:
+                module._parameters[name] = nn.Parameter(full.clone(), requires_grad=False)
+            else:
+                module._parameters[name].data = full.clone()
+
+    def empty(self, module, *_):
+        for name, full in self.full.items():
+            if self.swaps:
+                module._parameters[name] = nn.Parameter(full.to("meta"), requires_grad=False)
+            else:
+                module._parameters[name].data = torch.empty(0)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, monkeypatch):
+    monkeypatch.setattr(running, "_takers", set())
+
+    def steps(form):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+        for layer in layers:
+            if form is not None:
+                Emptied(layer[0], swaps=swaps)
+            layer.requires_grad_(not swaps)
+        found, kinds = [], []
+        for _ in range(3):
+            x = torch.randn(2, 4, requires_grad=True)
+            h = x
+            for layer in layers:
+                h = layer(h) if form is None else form(layer, h)
+                kinds.append(type(h.grad_fn._raw_saved_result.data).__name__ if form is not None else "")
+            h.sum().backward()
+            found += [x.grad, *(p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None)]
+        return found, kinds
+
+    expected, _ = steps(None)
+    with pytest.warns(UserWarning, match="run without their policy"):
+        found, kinds = steps(lambda layer, x: checkpoint(policy=[torch.ops.aten.addmm.default])(layer)(x))
+    assert all(map(torch.equal, expected, found))
+    assert kinds == ["Handle", *["tuple"] * 11]

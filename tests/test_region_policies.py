@@ -448,10 +448,12 @@ def test_what_is_no_name(tensor, name):
         checkpoint_name(tensor, name)
 
 
-def test_function_frames_know_no_names():
-    """A policy of names has no meaning there."""
-    with pytest.raises(ValueError, match="checkpoint_region"):
-        checkpoint(policy=policies.save_only_these_names("h"))(torch.sin)(leaf(3))
+def test_a_name_in_a_function():
+    function = checkpoint(policy=policies.save_only_these_names("h"))(lambda x: checkpoint_name(x.exp(), "h").tanh())
+    y = function(leaf(3))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert (ops.counts["exp"], ops.counts["tanh"]) == (0, 1)
 
 
 def test_what_is_kept_below_a_list_of_tensors_is_listed():
@@ -461,3 +463,73 @@ def test_what_is_kept_below_a_list_of_tensors_is_listed():
         y = torch.cat([x.sigmoid() + 1, x]).sin()
     assert [kept.reason.value for kept in region.kept()].count("policy") == 1
     y.sum().backward()
+
+
+def _zeroed(h):
+    with torch.no_grad():
+        h.zero_()
+
+
+def _dropped_out(h):
+    F.dropout(h.detach(), 0.4, inplace=True)
+
+
+def _product_and_dropout(x, w):
+    h = x.sin() @ w
+    return h, (h * 0.25 * torch.rand_like(h)).tanh()
+
+
+def _dropped_product(x, w):
+    h = F.dropout(x @ w, 0.4) @ w
+    return h, (h * 0.25).tanh()
+
+
+def _view_of_a_batch(x, w):
+    h = torch.bmm(x[None], w[None])
+    view = h.reshape(4, 4)
+    return view, (h.squeeze(0) * view.exp()).tanh()
+
+
+def _product_of_products(x, w):
+    h = F.gelu((x @ w).t() @ w)
+    product = h @ w
+    return product, product.sin() * h
+
+
+@pytest.mark.parametrize("write", [_zeroed, _dropped_out])
+@pytest.mark.parametrize("function", [_product_and_dropout, _dropped_product, _view_of_a_batch, _product_of_products])
+def test_what_a_policy_kept_and_a_call_returned_may_be_written_to(function, write):
+    """The call runs its operators again, back to the arguments; a block says that it cannot."""
+    policy = policies.save_ops(torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+
+    def gradients(region):
+        torch.manual_seed(0)
+        x, w = leaf(4, 4), leaf(4, 4)
+        h, y = region(function)(x, w)
+        write(h)
+        return [*grad(y.sum(), (x, w)), torch.get_rng_state()]
+
+    expected = gradients(checkpoint())
+    with CountOps() as ops:
+        found = gradients(checkpoint(policy=policy))
+    assert all(map(torch.equal, found, expected))
+    assert ops.counts["sin"] <= 2
+    with pytest.raises(MutationError, match="kept by the policy"):
+        gradients(checkpoint_region(policy=policy))
+
+
+def test_what_is_held_to_run_again_are_operators_alone():
+    """The second product is kept, and the tensor from outside that both read; nothing needs the first."""
+    x, w = leaf(64, 64), torch.randn(64, 64, dtype=torch.float64)
+
+    def function(x):
+        h = x @ w
+        y = (h + 1) @ w
+        return y, y.sin()
+
+    y, z = checkpoint(policy=policies.save_ops(torch.ops.aten.mm.default))(function)(x)
+    held = z.grad_fn._raw_saved_self.data.frame.held()
+    assert sorted(one.reason for one in held) == sorted([Reason.INPUT, Reason.POLICY])
+    with torch.no_grad():
+        y.zero_()
+    assert torch.equal(grad(z.sum(), x)[0], grad(function(x)[1].sum(), x)[0])

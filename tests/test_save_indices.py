@@ -149,7 +149,7 @@ def test_a_module_without_submodules():
     with seen:
         checkpoint(policy=policy)(lambda x: (x * 2 * 3).sin())(x).sum().backward()
     assert seen.kept["policy"] == 1
-    assert seen.again["aten.mul.Tensor"] == 1
+    assert seen.again["aten.mul.Tensor"] == 0  # nobody saves the first product
 
 
 def test_pickled_compared_and_printed():

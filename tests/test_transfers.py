@@ -508,7 +508,7 @@ def test_record_stream_is_no_write(transfers, form):
         found = grad(y.sum(), (x, w))
     assert all(map(torch.equal, found, expected))
     assert ops.counts["mm"] == 2 + (policy is None)  # two are those of backward
-    again = 0 if form == "region and policy" else 1
+    again = 0 if policy else 1
     assert transfers.notes == [("side", "uses", (20, 20))] * (1 + again)
 
 

@@ -16,7 +16,7 @@ from typing_extensions import Never, ParamSpec
 
 from ckpt_hooks._core.misuse import check_curried
 from ckpt_hooks._function.callables import check_runs
-from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
+from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, policy_of
 from ckpt_hooks._function.options import Form, RegionOptions, defaults_of, options_of, values_of
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.policies.base import Policy, key_for, policy_from
@@ -172,7 +172,7 @@ def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy | str) ->
 
     def contexts() -> ContextPair:
         others = own_contexts(call_context_fn(context_fn))
-        if selection_of(others[0]) is not None:
+        if policy_of(others[0]) is not None:
             raise TypeError(
                 "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
                 "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."

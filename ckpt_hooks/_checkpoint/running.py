@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.settings import Settings, current_settings
-from ckpt_hooks._function.callables import UNRUN, refuse_unrun, warn_of_transform
-from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, without_selection
+from ckpt_hooks._function.callables import UNRUN, module_of, name_of_function, refuse_unrun, warn_of_transform
+from ckpt_hooks._function.contexts import (
+    ContextPair,
+    PolicyContext,
+    Within,
+    both,
+    call_context_fn,
+    noop_context_fn,
+    policy_of,
+    without_policy,
+)
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._function.options import RegionOptions
-from ckpt_hooks._function.selective.modes import Recompute, Record
+from ckpt_hooks._recorded.frame import RecordedFrame
+from ckpt_hooks._recorded.tape import Tape
+from ckpt_hooks._tensors.copies import is_theirs, layout_of
 from ckpt_hooks._tensors.held_tensors import watch_fused_steps
 from ckpt_hooks._torch.checkpoint import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE
 from ckpt_hooks._torch.compiling import run_traced, skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.debug import OperatorLogs
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
@@ -63,7 +80,7 @@ def _run_plainly(
         warn_of_transform(stacklevel=5)
     if context_fn is noop_context_fn:
         return function(*args, **kwargs)
-    with without_selection(call_context_fn(context_fn)[0]):
+    with without_policy(call_context_fn(context_fn)[0]) or nullcontext():
         return function(*args, **kwargs)
 
 
@@ -74,8 +91,17 @@ def frame_of_call(
     options: RegionOptions,
     context_fn: Callable[[], ContextPair],
     settings: Settings,
-) -> FunctionFrame:
+) -> FunctionFrame | RecordedFrame | Within:
+    """Returns the frame of a call, to be entered around the call: a recorded one under a policy."""
     contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
+    policy = None if contexts is None else policy_of(contexts[0])
+    if contexts is not None and policy is not None:
+        hooks = _hooks_of(function)
+        inside, around = without_policy(contexts[0]), without_policy(contexts[1])
+        if _takers.isdisjoint(hooks):
+            recorded = _recorded_frame(function, options, policy, around, hooks)
+            return recorded if inside is None else Within(recorded, inside)
+        contexts = None if inside is around is None else (inside or nullcontext(), around or nullcontext())
     if not (options.debug if settings.debug is None else settings.debug):
         return FunctionFrame(function, args, kwargs, options, contexts, settings)
     logs = OperatorLogs(function)
@@ -85,7 +111,88 @@ def frame_of_call(
     return frame
 
 
-_SELECTIVE = (Record, Recompute, SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE)
+#: What hooks are made of that took parameters away after a forward under a policy.
+_takers: set[Any] = set()
+_NO_HOOKS: frozenset[Any] = frozenset()
+_known_hooks: WeakKeyDictionary[torch.nn.Module, tuple[int, frozenset[Any]]] = WeakKeyDictionary()
+
+
+def _hooks_of(function: Callable[..., Any]) -> frozenset[Any]:
+    """Returns what the hooks on forward are made of in the module that a function runs."""
+    while type(function) is functools.partial:
+        function = function.func
+    module = module_of(function)
+    if module is None:
+        return _NO_HOOKS
+    found = _known_hooks.get(module)
+    if found is None or found[0] != RemovableHandle.next_id:  # one counter for all hooks of the process
+        hooks = [
+            hook
+            for one in module.modules()
+            for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values(), vars(one).get("forward"))
+            if hook is not None
+        ]
+        found = _known_hooks[module] = RemovableHandle.next_id, frozenset(map(_code_of, hooks))
+    return found[1]
+
+
+def _code_of(hook: Any) -> Any:
+    while type(hook) is functools.partial:
+        hook = hook.func
+    return getattr(hook, "__code__", type(hook))
+
+
+def _look_for_weights(function: Callable[..., Any], hooks: frozenset[Any], tape: Tape) -> None:
+    """Looks whether hooks took away weights that a region has read: gave them other memory, or put empty ones there."""
+    while type(function) is functools.partial:
+        function = function.func
+    module = module_of(function)
+    empty = set() if module is None else {one.shape for one in module.parameters() if one.is_meta}
+    taken = []
+    for held in tape.parameters():
+        parameter, memory = held.tensor, held.memory
+        assert parameter is not None
+        if memory is not None and held.is_elsewhere() and is_theirs(parameter, layout_of(memory)):
+            held.leave(memory)
+            taken.append(parameter)
+        elif parameter.shape in empty:
+            taken.append(parameter)
+    if taken:
+        _takers.update(hooks)
+        warn_user(
+            "Hooks took away weights that a call under a policy has read, and nobody tells how to fill them again. The call "
+            "holds them until its backward. From now on calls of modules with such hooks run without their policy: exact, with "
+            "more to compute. Units of FSDP2 can have policies."
+        )
+
+
+def _recorded_frame(
+    function: Callable[..., Any],
+    options: RegionOptions,
+    policy: Policy,
+    around: AbstractContextManager[Any] | None,
+    hooks: frozenset[Any],
+) -> RecordedFrame:
+    at_end = functools.partial(_look_for_weights, function, hooks) if hooks else None
+    while type(function) is functools.partial:
+        function = function.func
+    return RecordedFrame(
+        options.name or name_of_function(function),
+        policy,
+        respect_hooks=options.respect_hooks,
+        preserve_rng_state=options.preserve_rng_state,
+        split_backward=options.split_backward,
+        offload_from=options.offload_from,
+        debug=options.debug,
+        compares_values=options.check.fingerprint is not None,
+        around_replays=around,
+        is_call=True,
+        at_end=at_end,
+        module=module_of(function),
+    )
+
+
+_SELECTIVE = (PolicyContext, SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE)
 
 
 def own_contexts(contexts: ContextPair) -> ContextPair:
@@ -93,7 +200,7 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
     forward: Any
     recompute: Any
     forward, recompute = contexts
-    if type(forward) is Record and type(recompute) is Recompute and forward.selection is recompute.selection:
+    if type(forward) is PolicyContext and forward.is_before(recompute):
         return contexts
     if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
         # Torch's reuse outputs by how often an operator ran before, and know nothing of restored buffers, of random streams or
@@ -106,10 +213,8 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
                 f"{context!r} of type {type(context).__name__}. Where there is nothing to do, return contextlib.nullcontext()."
             )
     if type(forward) in _SELECTIVE or type(recompute) in _SELECTIVE:
-        are_of_two_calls = (type(forward), type(recompute)) in (
-            (Record, Recompute),
-            (SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE),
-        )
+        kinds = [(_is_forward(context), type(context) is PolicyContext) for context in contexts]
+        are_of_two_calls = kinds[0][0] is True and kinds[1] == (False, kinds[0][1])
         raise TypeError(
             "context_fn should return both contexts of one call of create_selective_checkpoint_contexts, the one for forward "
             f"first, but returned {_in_words(forward)} and {_in_words(recompute)}"
@@ -119,9 +224,16 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
     return contexts
 
 
+def _is_forward(context: Any) -> bool | None:
+    """Whether a context is that of forward; None for one of no policy."""
+    if type(context) is PolicyContext:
+        return context.is_forward
+    return type(context) is SELECTIVE_FORWARD if type(context) in _SELECTIVE else None
+
+
 def _in_words(context: Any) -> str:
-    kind = type(context)
-    if kind not in _SELECTIVE:
-        return f"a {kind.__name__}"
-    whose = "a " if kind in (Record, Recompute) else "torch's "
-    return f"{whose}selective context for {'forward' if kind in (Record, SELECTIVE_FORWARD) else 'recomputes'}"
+    is_forward = _is_forward(context)
+    if is_forward is None:
+        return f"a {type(context).__name__}"
+    whose = "a " if type(context) is PolicyContext else "torch's "
+    return f"{whose}selective context for {'forward' if is_forward else 'recomputes'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,14 +17,14 @@ from ckpt_hooks.errors import MutationError, OverlapError
 
 from .descriptions import RegionPath, format_path, region_in_words
 from .events import Observer, Watch
-from .holdings import Holding, Kept, Saved, cause_of_kept, size_of
+from .holdings import Holding, Kept, Reason, Saved, cause_of_kept, size_of
 from .mutation import Why, mutated
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 
 R = TypeVar("R")
 
 # Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, and the region.
-Mark = tuple[int, int, RegionPath]
+Mark = tuple[int, int, Sequence[Reason], RegionPath]
 
 
 def mutated_leaf(kept: Kept) -> MutationError:
@@ -108,7 +108,7 @@ class Frame(abc.ABC):
     def describe(self, packed: Any) -> Saved:
         """Describes the saved tensor of one of this frame's handles."""
 
-    def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
+    def note_inside(self, count: int, kinds: Sequence[Reason], path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
         """Notes tensors which a region inside hands to this frame: inputs, or outputs kept by a policy."""
 
     def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:

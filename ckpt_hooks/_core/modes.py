@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -220,3 +221,10 @@ def modes_in_words(forward: Collection[str], now: Collection[str]) -> str:
             "has to be entered inside the region, or around forward as well."
         )
     return words
+
+
+def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Returns a context manager to enter in place of a used one."""
+    # A context manager of ``contextlib.contextmanager`` works once. Like every ``ContextDecorator`` it can make another.
+    recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
+    return context if recreate is None else recreate()

@@ -62,11 +62,6 @@ Ending = weakref.ref[Scope]
 _group_keys = itertools.count(-2, -1)
 
 
-def is_last_backward() -> bool:
-    """Whether this thread's backward frees its graph: no later backward asks for the tensors."""
-    return graph_task_id() != -1 and not keeps_graph() and graph_exec_group() is None
-
-
 _latest: Ending | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any
 
@@ -16,7 +16,7 @@ from ckpt_hooks._tensors import determinism
 from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments
-from .contexts import ContextPair, Selects, selection_of
+from .contexts import ContextPair
 from .journal import Journal, journal_of
 from .options import RegionOptions
 from .reach import variables_in
@@ -36,7 +36,6 @@ class CapturedCall:
         "function",
         "modes",
         "options",
-        "selection",
         "state",
         "variables",
     )
@@ -48,11 +47,10 @@ class CapturedCall:
         self, function: Callable[..., Any], arguments: Arguments, options: RegionOptions, contexts: ContextPair | None
     ) -> None:
         self.function, self.arguments, self.options, self.contexts = function, arguments, options, contexts
-        self.selection: Selects | None = None if contexts is None else selection_of(contexts[0])
         # Names of the user's dispatch modes around forward, where values are compared.
         self.modes: list[str] | None = None
-        # Turns an error of a rerun into one with more words, given the operators whose results a policy keeps.
-        self.explain: Callable[[DeterminismError, Collection[Any]], DeterminismError] | None = None
+        # Turns an error of a rerun into one with more words.
+        self.explain: Callable[[DeterminismError], DeterminismError] | None = None
         self.state: Journal | None = None
 
     def compare_values(self) -> None:

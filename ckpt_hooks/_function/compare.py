@@ -64,12 +64,12 @@ def _compare_marks(collector: Collector) -> None:
         marks[: bisect_right(marks, collector.last, key=itemgetter(0))] for marks in (collector.frame.marks, collector.marks)
     )
     for expected, found in itertools.zip_longest(forward, rerun):
-        if expected is None or found is None or expected[:2] != found[:2]:
+        if expected is None or found is None or expected[:3] != found[:3]:
             position = min(mark[0] for mark in (expected, found) if mark is not None)
             before, now = _mark_in_words(expected), _mark_in_words(found)
             raise _error(
                 collector,
-                "A region inside of this one was given another number of tensors during recomputation than during the original "
+                "A region inside of this one was given other tensors during recomputation than during the original "
                 "forward pass, or at another place.\n"
                 f"region inside during forward: {before}\n"
                 f"region inside during recomputation: {now}\n",
@@ -82,8 +82,9 @@ def _compare_marks(collector: Collector) -> None:
 def _mark_in_words(mark: Mark | None) -> str:
     if mark is None:
         return "no region there"
-    position, count, (name, _) = mark
-    return f"region {name!r} with {count} tensor{'' if count == 1 else 's'} from around it, after {position} saved ones"
+    position, count, kinds, (name, _) = mark
+    more = f" ({', '.join(f'{kinds.count(kind)} {kind.value}' for kind in dict.fromkeys(kinds))})" if kinds else ""
+    return f"region {name!r} with {count} tensor{'' if count == 1 else 's'} from around it{more}, after {position} saved ones"
 
 
 def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]) -> None:

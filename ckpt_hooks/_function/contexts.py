@@ -5,18 +5,21 @@ Each recompute enters the second, from any thread, perhaps inside another recomp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
-import torch
+import torch.utils.checkpoint
 
-from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._core.modes import QuietDispatchMode
+from ckpt_hooks._core.descriptions import format_path
+from ckpt_hooks._core.frame import Frame, stack
+from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.modes import QuietDispatchMode, reusable
 from ckpt_hooks._operators.operator_events import OperatorWatch, wants_operators
+from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import active_fake_mode
-from ckpt_hooks.errors import DeterminismError
+from ckpt_hooks.policies.base import Policy
+from ckpt_hooks.policies.decisions import asks_for_torch
 
 #: The context of a forward, and the context of each of its recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -51,23 +54,15 @@ def check_context_fn(context_fn: Any) -> None:
         )
 
 
-def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a context manager to enter in place of a used one."""
-    # A context manager of ``contextlib.contextmanager`` works once. Like every ``ContextDecorator`` it can make another.
-    recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
-    return context if recreate is None else recreate()
-
-
 def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
     return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
 
 
-def under_modes(contexts: ContextPair | None) -> ContextPair | None:
+def under_modes(contexts: ContextPair | None) -> ContextPair:
     """Returns the contexts of a region inside dispatch modes, with the region's own contexts in them."""
-    # Operators take other paths under a mode, so a rerun needs one. The modes of a selective policy are enough.
-    if contexts is None or selection_of(contexts[0]) is None:
-        under_mode = nullcontext(), QuietDispatchMode()
-        contexts = under_mode if contexts is None else both(under_mode, contexts)
+    # Operators take other paths under a mode, so a rerun needs one.
+    under_mode = nullcontext(), QuietDispatchMode()
+    contexts = under_mode if contexts is None else both(under_mode, contexts)
     # The user's modes are not entered again, for they may count. A fake mode is: it counts nothing, and without it a tensor
     # made from nothing would be a real one.
     fake = active_fake_mode()
@@ -86,10 +81,11 @@ class _Both(AbstractContextManager[None]):
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._outer, self._inner = outer, inner
         self._entered: list[AbstractContextManager[None]] = []
-        self.selection = selection_of(outer) or selection_of(inner)
+        self.policy = policy_of(outer) or policy_of(inner)
 
-    def without_selection(self) -> _Both:
-        return _Both(without_selection(self._outer), without_selection(self._inner))
+    def without_policy(self) -> AbstractContextManager[Any] | None:
+        outer, inner = without_policy(self._outer), without_policy(self._inner)
+        return inner if outer is None else outer if inner is None else _Both(outer, inner)
 
     def __enter__(self) -> None:
         entered = _one_in_the_other(reusable(self._outer), reusable(self._inner))
@@ -115,39 +111,73 @@ def suppressed_error(error: BaseException) -> RuntimeError:
     )
 
 
-def without_selection(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a forward's context without selective policies, for a forward that keeps everything."""
+class Within(AbstractContextManager[None]):
+    """A frame, and the user's context of forward inside of it."""
+
+    def __init__(self, frame: Any, context: AbstractContextManager[Any]) -> None:
+        self._frame, self._context = frame, context
+
+    def __enter__(self) -> None:
+        self._frame.__enter__()
+        try:
+            self._context.__enter__()
+        except BaseException as error:
+            self._frame.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def returns(self, result: Any) -> None:
+        """See :meth:`FunctionFrame.returns`."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        try:
+            suppressed = self._context.__exit__(kind, error, traceback)
+        except BaseException as another:
+            self._frame.__exit__(type(another), another, another.__traceback__)
+            raise
+        self._frame.__exit__(kind, error, traceback)
+        if error is not None and suppressed:
+            raise suppressed_error(error) from error
+
+
+class PolicyContext(AbstractContextManager[None]):
+    """One of the two contexts of a policy: a region takes the policy, and enters nothing; for anyone else it is torch's."""
+
+    def __init__(self, policy: Policy, of_torch: list[AbstractContextManager[Any]], *, is_forward: bool) -> None:
+        self.policy, self.is_forward = policy, is_forward
+        self._of_torch = of_torch  # of both, empty until one is entered
+
+    def is_before(self, other: object) -> bool:
+        """Whether this is the forward context of a pair, and another one its context of recomputes."""
+        return isinstance(other, PolicyContext) and self.is_forward > other.is_forward and self._of_torch is other._of_torch
+
+    def __enter__(self) -> None:
+        _refuse_hidden()
+        if not self._of_torch:
+            create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
+            self._of_torch += create(asks_for_torch(self.policy))
+        self._of_torch[not self.is_forward].__enter__()
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self._of_torch[not self.is_forward].__exit__(*exc_info)
+
+
+def _refuse_hidden() -> None:
+    """Raises if a region runs under the context of a policy hidden inside another context."""
+    frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
+    if frame is not None and hooks is not None and are_of_frame(hooks):
+        raise TypeError(
+            f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
+            "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
+            "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+        )
+
+
+def policy_of(context: AbstractContextManager[Any]) -> Policy | None:
+    return context.policy if isinstance(context, (PolicyContext, _Both)) else None
+
+
+def without_policy(context: AbstractContextManager[Any]) -> AbstractContextManager[Any] | None:
+    """Returns a context without that of a policy, which a region carries out by itself; None if nothing is left."""
     if isinstance(context, _Both):
-        return context.without_selection()
-    return context if selection_of(context) is None else nullcontext()
-
-
-class Selects(Protocol):
-    """The interface of a selective policy's memory (:class:`ckpt_hooks._function.selective.selection.Selection`)."""
-
-    # ``attach`` and ``close`` begin and end forward, ``prepare`` and ``settle`` a recompute. ``recompute`` reruns the region,
-    # twice if need be; ``check`` looks at an ended or failed one up to an index, before its values are handed out.
-    policy_in_words: Callable[[], str] | None
-
-    def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None: ...
-
-    def close(self, parent: Any, *, early_stop: bool) -> None: ...
-
-    def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def note_saved(self, index: int, tensor: torch.Tensor) -> None: ...
-
-    def fate_at(self, index: int) -> Reason: ...
-
-    def kept_operators(self) -> Collection[Any]: ...
-
-    def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]: ...
-
-    def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None: ...
-
-
-def selection_of(context: AbstractContextManager[Any]) -> Selects | None:
-    selection: Selects | None = getattr(context, "selection", None)
-    return selection if hasattr(selection, "attach") else None
+        return context.without_policy()
+    return None if isinstance(context, (PolicyContext, nullcontext)) else context

@@ -135,18 +135,6 @@ def blame(error: DeterminismError, frame: HandleFrame, *, is_debugged: bool) -> 
     error.args = (words.replace("\n ", "\n"),)
 
 
-def failed_under_policy(error: RuntimeError, region: tuple[str, ...], saved: int, *, is_debugged: bool) -> DeterminismError:
-    """Returns the error for a failure of torch in a rerun, to which a policy may have handed results of other operators."""
-    return DeterminismError(
-        f"region {'/'.join(region)!r}: the recompute failed where forward did not, after {saved} saved tensors. "
-        f"RuntimeError: {error}\n{CAUSES}{'' if is_debugged else ' ' + _SEE_MORE}",
-        region=region,
-        index=saved,
-        expected="no exception",
-        found="RuntimeError",
-    )
-
-
 def raise_without_history(error: Exception, region: tuple[str, ...]) -> None:
     """Raises where a rerun has run backward with respect to a tensor from outside of it, which has gone since forward."""
     # Torch tells this error apart by its words alone.
@@ -176,7 +164,7 @@ def note_failure(error: Exception, region: tuple[str, ...]) -> None:
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:
     """Returns the error for a region with contexts to enter, whose lazy modules have not run yet."""
     return CheckpointError(
-        f"region {'/'.join(region)!r} has a policy, a context_fn or debug=True, and reaches lazy modules whose parameters are "
+        f"region {'/'.join(region)!r} has a context_fn or debug=True, and reaches lazy modules whose parameters are "
         "not made yet. Run the model once before its first step, as torch advises for such modules.",
         region=region,
     )

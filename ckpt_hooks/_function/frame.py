@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -106,9 +106,6 @@ class FunctionFrame(HandleFrame):
             left_out = () if options.check.fingerprint is None or call.state is None else call.state.storages()
             if options.preserve_rng_state:
                 self.positions = {}
-            if call.selection is not None:
-                hooks = top_saved_tensors_hooks(False)
-                call.selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
             self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
             self._first_node = sequence_number()
         except BaseException as error:
@@ -157,8 +154,6 @@ class FunctionFrame(HandleFrame):
             close(error, parent.late)
         if error is None:
             self.complete = True
-            if call.selection is not None:
-                call.selection.close(parent, early_stop=call.options.early_stop)
             if self.watch is not None:
                 self.watch.settle()
         else:
@@ -192,18 +187,15 @@ class FunctionFrame(HandleFrame):
         if self.watch is not None:
             self.watch.exited(error)
 
-    def note_inside(self, count: int, path: RegionPath) -> None:
+    def note_inside(self, count: int, kinds: Sequence[Reason], path: RegionPath) -> None:
         collector = self.collector
         if collector is not None:
-            collector.marks.append((len(collector.values), count, path))
+            collector.marks.append((len(collector.values), count, kinds, path))
         else:
-            self.marks.append((len(self.numbers), count, path))
+            self.marks.append((len(self.numbers), count, kinds, path))
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        call = self.call
         rerun = functools.partial(self._rerun, wanted)
-        if call.selection is not None:  # which may need another rerun after the first
-            rerun = functools.partial(call.selection.recompute, rerun)
         if self.watch is not None:
             rerun = functools.partial(self.observed, rerun)
         return rerun()
@@ -237,17 +229,6 @@ class FunctionFrame(HandleFrame):
         begin, where = positions.get(-1), where_streams_are()
         return set().union(*(devices_between(begin, position, where) for position in positions.values()))
 
-    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        if self.call.selection is not None:
-            self.call.selection.note_saved(index, tensor)
-
-    def fate_at(self, index: int) -> Reason:
-        return Reason.DROPPED if self.call.selection is None else self.call.selection.fate_at(index)
-
-    def policy_in_words(self) -> str | None:
-        words = None if self.call.selection is None else self.call.selection.policy_in_words
-        return None if words is None else words()
-
     def held(self) -> list[Holding]:
         call = self.call
         seen: set[int] = set()
@@ -255,10 +236,9 @@ class FunctionFrame(HandleFrame):
             (Reason.INPUT, call.arguments),
             (Reason.STATE, call.state),
             (Reason.RANDOM_STATE, call.ambient),
-            (Reason.POLICY, call.selection),
             (Reason.RECOMPUTED, [opened.values for opened in self.passes.values()]),
         )
         return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, Tree))]
 
     def owners(self) -> list[Frame]:
-        return owners_in((self.call.arguments, self.call.selection), Frame, (Tree,))
+        return owners_in(self.call.arguments, Frame, (Tree,))

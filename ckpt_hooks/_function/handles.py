@@ -108,15 +108,9 @@ class HandleFrame(Frame):
     def _describe(self, index: int) -> Saved:
         noted = self.facts[index]
         if not isinstance(noted, tuple):  # metadata is not compared
-            return Saved(format_path(self.path), index, self.fate_at(index), None, None, None)
+            return Saved(format_path(self.path), index, Reason.DROPPED, None, None, None)
         shape, dtype = noted[:2]
-        return Saved(format_path(self.path), index, self.fate_at(index), shape, dtype, nbytes_of(shape, dtype))
-
-    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Notes a tensor dropped for a handle, where observers watch."""
-
-    def fate_at(self, index: int) -> Reason:
-        return Reason.DROPPED
+        return Saved(format_path(self.path), index, Reason.DROPPED, shape, dtype, nbytes_of(shape, dtype))
 
     def alive(self) -> list[bool]:
         return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))

@@ -15,7 +15,7 @@ import torch
 from ckpt_hooks._ambient.positions import where_streams_are
 from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import mutated_leaf, stack
-from ckpt_hooks._core.holdings import Kept
+from ckpt_hooks._core.holdings import Kept, Reason
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.determinism import Fingerprints
@@ -88,9 +88,7 @@ def _pack_watched(
         packed = pack(tensor)
         position = len(positions) - 1
         if isinstance(packed, tuple):
-            frame = packed[0]
-            frame.note_saved(position, tensor)
-            watch.saved(position, frame.fate_at(position), tensor)
+            watch.saved(position, Reason.DROPPED, tensor)
             return WatchedHandle(packed)
         return watch.kept(position, packed, tensor)
 

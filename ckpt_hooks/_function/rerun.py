@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -19,9 +19,8 @@ from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, StopRecompute, mark_thread, rewind, undo
-from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
+from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, reusable, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._operators.draws import DrawWatch, OwnDraws, are_other_threads_alive, have_several_drawn
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
 from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
@@ -32,8 +31,7 @@ from .captured_call import CapturedCall
 from .collector import Collector
 from .compare import result_of
 from .contents import WatchReads
-from .contexts import reusable
-from .explain import blame, failed_under_policy, name_of_tensor, note_failure, raise_unread, raise_without_history
+from .explain import blame, name_of_tensor, note_failure, raise_unread, raise_without_history
 from .handles import HandleFrame
 from .journal import Loan
 from .notes import Note
@@ -74,8 +72,7 @@ class Rerun:
         self._frame, self._call, self._wanted = frame, call, wanted
         # A rerun in the middle of forward must not do what forward has not done yet.
         early_stop = call.options.early_stop or not frame.complete
-        # Neither outputs kept by a policy nor a watch of draws reach beyond the last value.
-        may_return = call.selection is None and watch is None
+        may_return = watch is None  # a watch of draws does not reach beyond the last value
         self.collector = Collector(
             frame, call.function, early_stop=early_stop, may_return=may_return, selective=call.contexts is not None
         )
@@ -127,7 +124,7 @@ class Rerun:
 
     def _enter(self) -> None:
         """Makes the thread as if no frame were active but this one, the parent of the frames inside (Rule 3)."""
-        frame, arguments, selection, collector = self._frame, self._call.arguments, self._call.selection, self.collector
+        frame, arguments = self._frame, self._call.arguments
         if num_dispatch_modes():
             self._paused = pause_modes()
         stack.innermost = frame
@@ -136,15 +133,10 @@ class Rerun:
         set_grad_enabled(True)
         self._restored = arguments.restore(self._region, self._handed_out, is_open=not frame.complete)
         self._hooks = arguments.hooks(self._handed_out)
-        if selection is not None:
-            last = self._wanted is None and is_last_backward()
-            selection.prepare(collector.values, last=last, has_stopped=lambda: collector.done)
 
     def _exit(self) -> None:
         if self._paused:
             resume_modes(self._paused)
-        if self._call.selection is not None:
-            self._call.selection.settle()
         _, _, stack.innermost, grad_enabled = self._mark
         set_grad_enabled(grad_enabled)
         if self._transforms is not None:
@@ -159,49 +151,31 @@ class Rerun:
     def _is_at_fault(self, error: Exception) -> bool:
         """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""
         # Where there is more to say of it, this raises an error of the region in its place.
-        selection, done = self._call.selection, self.collector.was_done_before(error)
+        done = self.collector.was_done_before(error)
         if isinstance(error, (DeterminismError, MutationError)):
             # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()
             if own and isinstance(error, DeterminismError):
                 self._explain(error)
             return own or not done
-        if self._restored is not None and not done:
-            saved = len(self.collector.values)
-            if selection is not None:
-                selection.check(saved - 1, self._explain, error)
-            if self._frame.complete:
-                if self._loan is not None and self._loan.has_gone:
-                    raise_unread(error, self._region())
-                raise_without_history(error, self._region())
-                if selection is not None and type(error) is RuntimeError:
-                    self._raise_failed(error, saved)
-                note_failure(error, self._region())
+        if self._restored is not None and not done and self._frame.complete:
+            if self._loan is not None and self._loan.has_gone:
+                raise_unread(error, self._region())
+            raise_without_history(error, self._region())
+            note_failure(error, self._region())
         return not done
-
-    def _raise_failed(self, error: RuntimeError, saved: int) -> NoReturn:
-        found = failed_under_policy(error, self._region(), saved, is_debugged=self._call.explain is not None)
-        try:
-            self._explain(found)
-            raise found from error
-        finally:
-            del found, error  # their tracebacks hold this call, and this call would hold them: a cycle
 
     def _explain(self, found: DeterminismError) -> None:
         if self._call.explain is not None:
-            kept = () if self._call.selection is None else self._call.selection.kept_operators()
-            raise self._call.explain(found, kept) from found
+            raise self._call.explain(found) from found
 
     def _compare(self) -> list[torch.Tensor]:
         try:
-            values = result_of(self.collector, self._call.options.check)
+            return result_of(self.collector, self._call.options.check)
         except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
             blame(found, self._frame, is_debugged=self._call.explain is not None)
             self._explain(found)
             raise
-        if self._call.selection is not None:
-            self._call.selection.check(self.collector.last, self._explain)
-        return values
 
     def _call_in_ambient(self) -> None:
         """Calls the function under the random streams, autocast and switches of forward."""
@@ -262,7 +236,7 @@ class Rerun:
         if restored.lent or (loan is not None and loan.lent):
             collector.lent = {**restored.lent, **({} if loan is None else loan.lent)}
         hook = collector.hook(self._wanted) if loan is None else collector.hook(self._wanted, loan.storages)
-        if changed or (call.selection is None and num_dispatch_modes()):
+        if changed or num_dispatch_modes():
             hook = collector.noting_versions(hook)
         if lost:
             hook = collector.doubting(hook, lost, self._mutated)

@@ -17,7 +17,6 @@ import torch
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.holdings import Cause, Kept, Reason, TrackedKept
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import divert_scripted
@@ -45,15 +44,6 @@ def _keeping(frame: Frame) -> Callable[[torch.Tensor], Kept]:
     return keep
 
 
-def _has_policy(frame: Any) -> bool:
-    """Whether a function frame, or one around it, has a policy."""
-    while frame is not None:
-        if frame.kind == "function" and frame.call.selection is not None:
-            return True
-        frame = frame.parent
-    return False
-
-
 @skipped
 def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
     frame: Any = stack.innermost
@@ -62,8 +52,6 @@ def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any
     hooks = top_saved_tensors_hooks(False) if torch.is_grad_enabled() else None
     if hooks is not None and not are_of_frame(hooks):
         hooks = None
-    # Later calls run other operators too, so no policy is asked about any.
-    paused = pause_modes() if _has_policy(frame) else ()
     if hooks is not None:
         if frame.recomputing:
             push_saved_tensors_hooks(_without_history, hooks[1])
@@ -74,7 +62,6 @@ def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any
     finally:
         if hooks is not None:
             pop_saved_tensors_hooks()
-        resume_modes(paused)
 
 
 @functools.cache

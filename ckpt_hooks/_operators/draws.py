@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._ambient.positions import Position, Where, where_streams_are
 from ckpt_hooks._ambient.streams import Snapshot, default_generator, is_capturing, is_same_state
-from ckpt_hooks._core.modes import QuietDispatchMode, unseen
+from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import address_of_generator
 
@@ -301,32 +301,3 @@ def moves_by_itself(devices: set[torch.device]) -> bool:
         if devices & devices_between(begin, (where[0], where[1]), where):
             return True
     return False
-
-
-# Function regions with policies
-
-
-@unseen
-def _state_of(generator: torch.Generator) -> torch.Tensor:
-    return generator.get_state()
-
-
-def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], torch.Tensor | None] | None:
-    """Returns a function to call when an operator has run: it returns the state after a draw. None if none will draw."""
-    given, device = _source_of(operator, args, kwargs)
-    if _is_unreadable(device) or drops_nothing(operator, args, kwargs):
-        return None
-    watched = _generator_at(given, device)
-    before = _state_of(watched)
-
-    def drawn() -> torch.Tensor | None:
-        after = _state_of(watched)
-        return None if is_same_state(before, after) else after
-
-    return drawn
-
-
-def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: torch.Tensor) -> None:
-    """Moves the random stream past a skipped operator."""
-    generator = _generator_at(*_source_of(operator, args, kwargs))  # which may be another object than in forward
-    unseen(generator.set_state)(drawn)

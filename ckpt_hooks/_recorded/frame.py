@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ from .explaining import Lines
 from .recorder import Recorder
 from .replay import Replay, Replayable, bring_back
 from .tape import Tape
-from .values import FunctionHandle, Handle, Value, is_held_twice, values_below
+from .values import FunctionHandle, Handle, RevivedError, Value, is_held_twice, revive, values_below
 
 _number = operator.attrgetter("number")
 
@@ -113,8 +114,15 @@ class ReplayedFrame(Replayable):
 
     passes: dict[int, Any]  # replays, by the key of the scope
 
-    def __init__(self, name: str, parent: Frame | None, observers: tuple[Observer, ...], outer: ReplayedFrame | None) -> None:
-        Frame.__init__(self, name, parent, observers)
+    def __init__(
+        self,
+        name: str,
+        parent: Frame | None,
+        observers: tuple[Observer, ...],
+        outer: ReplayedFrame | None,
+        module: torch.nn.Module | None,
+    ) -> None:
+        Frame.__init__(self, name, parent, observers, module)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
         self.externals: Externals = []  # stand-ins for saved tensors from outside
@@ -197,6 +205,13 @@ class ReplayedFrame(Replayable):
 
     def bring_back(self, handle: Handle) -> torch.Tensor:
         """Returns the tensor of a handle; the caller holds the tape's lock."""
+        while True:
+            try:
+                return self._bring_back(handle)
+            except RevivedError:
+                pass
+
+    def _bring_back(self, handle: Handle) -> torch.Tensor:
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
         if key == -1:  # outside of a backward nothing tells when values may go
@@ -385,9 +400,12 @@ class RecordedFrame(ReplayedFrame):
     """A region around a block of code, as a context manager."""
 
     __slots__ = (
+        "_at_end",
+        "_compares_values",
         "_debug",
         "_decisions",
         "_draws_anew",
+        "_is_call",
         "_offload_from",
         "_operator_watch",
         "_recorder",
@@ -409,15 +427,23 @@ class RecordedFrame(ReplayedFrame):
         replay_whole: bool | None = None,
         split_backward: bool = False,
         offload_from: int | None = None,
+        debug: bool = False,
+        compares_values: bool = False,
+        around_replays: AbstractContextManager[Any] | None = None,
+        is_call: bool = False,
+        at_end: Callable[[Tape], None] | None = None,
+        module: torch.nn.Module | None = None,
     ) -> None:
         """Makes a frame inside the innermost frame of this thread."""
         parent = stack.innermost
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
-        ReplayedFrame.__init__(self, name, parent, settings.observers, outer)
-        self._debug = settings.debug
-        # Compares the frame's values, if a dispatch mode of the user's is around the outermost region; else None.
+        ReplayedFrame.__init__(self, name, parent, settings.observers, outer, module)
+        self._debug = debug if settings.debug is None else settings.debug
+        self._compares_values, self.around_replays, self._is_call = compares_values, around_replays, is_call
+        self._at_end = at_end  # is called with the tape of an outermost frame before the tape is closed
+        # Compares the frame's values, on request, or if a dispatch mode of the user's is around the outermost region.
         self.compared: ComparedValues | None = None
         # Saved-tensor hooks of others around, within the innermost function frame; None after the end.
         self.hooks_around: Hooks | None = None
@@ -465,18 +491,21 @@ class RecordedFrame(ReplayedFrame):
         pack, release = self._packing(tape)
         if self.lines is not None:
             pack = self.lines.packing(pack)
-        if tape.users_modes:
+        if tape.users_modes or self._compares_values:
             compared = self.compared = ComparedValues(tape.users_modes)
             push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
         else:
             push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
-        tape.start = self.start
+        tape.start, tape.is_call = self.start, self._is_call
         self.release = release
         stack.innermost = self
         if self.watch is not None:
             self.watch.entered()
         return self
+
+    def returns(self, result: Any) -> None:
+        """Does nothing with the result of a function of which the frame is the region."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         tape, outer, parent = self.tape, self.outer, self.parent
@@ -500,8 +529,10 @@ class RecordedFrame(ReplayedFrame):
             self._operator_watch = None
         if self._recorder is not None:
             self._recorder = tape.decisions = None
+            if self._at_end is not None and error is None:
+                self._at_end(tape)
             if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
-                parent.note_inside(len(tape.held), self.path)
+                parent.note_inside(len(tape.held), tape.held.kinds(), self.path)
             if error is None and self.watch is None and self._decisions is None and not tape.watched:
                 tape.close()
             else:
@@ -509,7 +540,7 @@ class RecordedFrame(ReplayedFrame):
             return
         if outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
-            tape.start = outer.start
+            tape.start, tape.is_call = outer.start, outer._is_call
         if self.watch is not None or self._decisions is not None:
             close(error, partial(self._tell, tape, error))
 
@@ -609,7 +640,9 @@ class RecordedFrame(ReplayedFrame):
         decision = self._decisions.of_name(name)
         value = tape.tables.known.get(id(tensor))
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.external:
-            tape.held.keep(value, tensor, decision, tape.path, Cause(Reason.NAME, f"by the name of {name!r}"))
+            tape.held.keep(
+                value, tensor, decision, tape.path, Cause(Reason.NAME, f"by the name of {name!r}"), with_history=tape.is_call
+            )
 
 
 @skipped
@@ -633,9 +666,12 @@ def unpack(packed: Any) -> torch.Tensor:
         try:
             tensor = saved.get()
         except MutationError as error:
-            if frame.lines is not None:
-                frame.lines.explain_saved(error, handle)
-            raise
+            if not revive(handle.value):
+                if frame.lines is not None:
+                    frame.lines.explain_saved(error, handle)
+                raise
+            with frame._lock:
+                tensor = frame.bring_back(handle)
     else:
         with frame._lock:
             replay = frame.passes.get(graph_task_id())

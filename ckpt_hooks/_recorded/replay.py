@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ckpt_hooks._ambient.switches import AUTOCAST
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import mark_thread, rewind
-from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.modes import pause_modes, resume_modes, reusable
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._operators.draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._operators.operator_events import watch_replay
@@ -40,7 +41,9 @@ from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, 
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .explaining import Lines, check_shapes
-from .values import ANEW, Op, Surroundings, Value, flatten, rebuild, values_on_tape
+from .values import ANEW, Op, RevivedError, Surroundings, Value, flatten, rebuild, revive, values_on_tape
+
+_NOTHING = nullcontext()  # to enter
 
 
 class Work:
@@ -339,8 +342,9 @@ class ReplayContext:
 class Replayable(Frame):
     """A recorded frame, as seen by its replays."""
 
-    __slots__ = ("bytes", "lines", "outer", "start", "unseen", "whole")
+    __slots__ = ("around_replays", "bytes", "lines", "outer", "start", "unseen", "whole")
 
+    around_replays: AbstractContextManager[Any] | None  # a context manager of the user's around each replay
     bytes: int  # the size of all tensors saved in the frame
     lines: Lines | None  # the lines of operators, in debug mode; else None
     outer: Replayable | None  # the recorded frame directly around, on the same tape
@@ -433,6 +437,8 @@ class Replay:
                 try:
                     self._fetch_one(value)
                 except MutationError as error:
+                    if revive(value):
+                        raise RevivedError from None
                     if self.frame.lines is not None:
                         self.frame.lines.explain_replay(error, value, work.steps.values())
                     raise
@@ -470,7 +476,8 @@ class Replay:
         self._ran.update(steps)
         todo = [steps[number] for number in sorted(steps, reverse=True)]
         steps.clear()
-        with ReplayContext(self.frame) as context:
+        around = self.frame.around_replays
+        with ReplayContext(self.frame) as context, _NOTHING if around is None else reusable(around):
             while todo:
                 op = todo.pop()
                 if type(op) is Value:

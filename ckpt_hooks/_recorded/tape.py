@@ -32,7 +32,20 @@ from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept
 from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions
 
-from .values import ANEW, Op, Store, Surroundings, Tables, Value, alias_of, counter_in, flatten, new_store, new_value
+from .values import (
+    ANEW,
+    Op,
+    Store,
+    Surroundings,
+    Tables,
+    Value,
+    alias_of,
+    counter_in,
+    flatten,
+    history_of,
+    new_store,
+    new_value,
+)
 
 _weakref = weakref.ref
 
@@ -59,8 +72,10 @@ class TensorsHeld:
         if self.is_in_frame:
             self._for_frame.append(value)
 
-    def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause) -> None:
-        """Keeps the tensor of a value, or sends it to the host; drops the value's history, which is not needed then."""
+    def keep(
+        self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause, *, with_history: bool = False
+    ) -> None:
+        """Keeps the tensor of a value, or sends it to the host; drops the value's history unless that may be needed later."""
         alias = counted_detach(tensor)
         to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
         transfers = transfers_for(tensor) if to_host else None
@@ -69,7 +84,8 @@ class TensorsHeld:
             self._hold(value, HeldOnHost(alias, self._batch, transfers, path, cause))
         else:
             self._hold(value, hold_tensor(alias, path, cause))
-        value.op = value.before = None
+        if not with_history:
+            value.op = value.before = None
 
     def _hold(self, value: Value, saved: HeldTensor) -> None:
         value.saved = saved
@@ -86,6 +102,16 @@ class TensorsHeld:
         assert value.saved is not None
         value.saved.version = None
         self._held.append(_weakref(value))
+
+    def kinds(self) -> list[Reason]:
+        """Returns why each value is kept, in the order of keeping."""
+        values = [reference() for reference in self._held]
+        return [value.saved.cause.reason for value in values if value is not None and value.saved is not None]
+
+    def with_histories(self) -> list[Value]:
+        """Returns the values kept with the operators that made them."""
+        values = [value for reference in self._held if (value := reference()) is not None]
+        return [value for value in values if value.saved is not None and value.op is not None]
 
     def close(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
         """Ends the recording: seals the kept tensors, by the hooks around if any."""
@@ -131,6 +157,8 @@ class Tape:
         self.lock = threading.RLock()  # held by a running replay of this tape
         self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
         self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
+        # Whether the innermost region is a call of a function: what its policy keeps may be written to after the call.
+        self.is_call = False
         # ``has_refilled``: whether an operator read memory which its owner frees and fills again; ``is_of_function``: whether
         # the tensor being packed was saved by a custom function.
         self.has_refilled = self.is_of_function = False
@@ -197,7 +225,7 @@ class Tape:
                     made.append(value)
                     if decision != RECOMPUTE and value.store.birth == value.number:
                         cause = Cause(Reason.POLICY, f"as a result of {op.facts.full_name}")
-                        self.held.keep(value, tensor, decision, self.path, cause)
+                        self.held.keep(value, tensor, decision, self.path, cause, with_history=self.is_call)
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
             elif isinstance(tensor, _Tensor):
@@ -312,11 +340,40 @@ class Tape:
         store = new_store(address, op.number)
         return new_value(op.number, store, store, op)
 
+    def parameters(self) -> list[HeldTensor]:
+        """Returns the holders of the parameters that operators on the tape read."""
+        values = [value for reference in self.tables.inputs.values() if (value := reference()) is not None]
+        found = [value.saved for value in values if type(value.saved) is HeldTensor]
+        return [saved for saved in found if type(saved.tensor) is torch.nn.Parameter]
+
+    def _settle_histories(self) -> None:
+        """Leaves their operators to the kept values of which the program has the memory, and might write to it."""
+        values = self.held.with_histories()
+        exposed = [value for value in values if next(self.tables.live_members(value.store), None) is not None]
+        histories = history_of(exposed, self._resolve) if exposed else {}
+        for value in values:
+            op, before = histories.get(id(value), (None, None))
+            if value in exposed and value.op is not None and not value.op.can_repeat():
+                assert value.saved is not None
+                value.saved.is_fickle = True  # a copy is what is left
+            value.op, value.before = op, before
+
+    def _resolve(self, op: Op) -> bool:
+        """Puts values in the place of tensors from outside that a kept operator read; False if these were written to since."""
+        for position in op.present:
+            tensor = op.args[position]
+            if isinstance(tensor, _Tensor):
+                if self.tables.store_of(tensor).written:
+                    return False
+                op.args[position] = self.value_of(tensor, op.facts)
+        return True
+
     def close(self) -> None:
         """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
         for value, faces in self.tables.faces():
             assert value.saved is not None
             value.saved = HeldWithFaces(value.saved, faces)
+        self._settle_histories()
         self.tables.clear()
         self.held.close(self.hooks, respect_hooks=self.respect_hooks)
 

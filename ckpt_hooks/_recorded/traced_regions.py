@@ -156,7 +156,7 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
 
 
 #: What policies learn from the regions that ask them.
-_LEARNED = frozenset({"decisions", "expected_names", "expects", "has_views", "looked_through", "plan"})
+_LEARNED = frozenset({"decisions", "expected_names", "expects", "has_views", "looked_through"})
 
 
 def _key_of(value: Any) -> str:

@@ -113,7 +113,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     for store in inside.values():
         made += after_inside(tape, op, store, bumped, decision)
-    if decision != RECOMPUTE:
+    if decision != RECOMPUTE and not tape.is_call:
         cut(op, made)
     after_external(tape, external.values(), quiet)
     return out
@@ -258,7 +258,14 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
             store.members.append(member)
         made.append(value)
         if decision != RECOMPUTE:
-            tape.held.keep(value, tensor, decision, tape.path, Cause(Reason.POLICY, f"as written by {facts.full_name}"))
+            tape.held.keep(
+                value,
+                tensor,
+                decision,
+                tape.path,
+                Cause(Reason.POLICY, f"as written by {facts.full_name}"),
+                with_history=tape.is_call,
+            )
     # What autograd saved without a version in common is what was written, now.
     store.handles = None
     for handle in quiet:
@@ -405,6 +412,8 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
         before.saved.tensor, before.saved.memory = counted_detach(target), None
     bumped = [counter_of(tape.tables, target)]
     out = facts.call(*args, **kwargs)
+    if tape.decisions is not None:
+        decide(tape, facts, args, kwargs, out)  # which changes nothing: a view is never kept
     for holder in store.held or ():
         held = holder()
         if held is not None and held.saved is not None and held.saved.version is not None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,10 +78,15 @@ class HeldTensor:
         if storage_address(tensor) != storage_address(memory):
             if type(tensor) is torch.nn.Parameter and is_theirs(tensor, layout_of(memory)):
                 _warn_of_memory(describe_kind(memory))
-            self._leave(memory)
+            self.leave(memory)
         return memory
 
-    def _leave(self, memory: torch.Tensor) -> None:
+    def is_elsewhere(self) -> bool:
+        """Whether the tensor was given another storage since."""
+        tensor, memory = self.tensor, self.memory
+        return tensor is not None and memory is not None and storage_address(tensor) != storage_address(memory)
+
+    def leave(self, memory: torch.Tensor) -> None:
         """Holds memory of forward which the tensor does not have any more."""
         self.tensor, self.memory = memory, None
         self.version = None if self.version is None else memory._version
@@ -96,7 +101,7 @@ class HeldTensor:
         found, tensor = self.find(), self.tensor
         assert tensor is not None
         if tensor is not found and not is_kept_anyway(tensor) and layout_of(tensor) != layout_of(found):
-            self._leave(found)
+            self.leave(found)
             tensor = found
         if version_of(tensor) < 0:
             return self
@@ -125,6 +130,11 @@ class HeldTensor:
         if is_freed(found):
             raise self._mutated(found, None)
         return found
+
+    def _check(self, faces: Iterable[tuple[torch.Tensor, int]]) -> None:
+        for face, version in faces:
+            if face._version != version:
+                raise self._mutated(face, version)
 
     def _mutated(self, tensor: torch.Tensor, version: int | None, why: Why = Why.HELD, kind: str = "") -> MutationError:
         return mutated(why, format_path(self.path), tensor, version, detail=self.cause.in_words(), kind=kind)
@@ -168,10 +178,14 @@ class HeldWithFaces(HeldTensor):
         super().copy(clones)
         self._faces.clear()
 
+    def sealed(self, hooks: Hooks | None) -> HeldTensor:
+        found = super().sealed(hooks)
+        if type(found) is HeldByHooks:
+            found.faces = self._faces
+        return found
+
     def get(self) -> torch.Tensor:
-        for face, version in self._faces:
-            if face._version != version:
-                raise self._mutated(face, version)
+        self._check(self._faces)
         return super().get()
 
 
@@ -227,12 +241,13 @@ def _version_of(tensor: torch.Tensor) -> int | None:
 
 class HeldByHooks(HeldTensor):
     is_packed = True
-    __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
+    __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack", "faces")
 
     @unseen
     def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, cause: Cause) -> None:
         self.tensor, self.memory, self.version, self.cause, self.path = None, None, tensor._version, cause, path
         self.is_fickle = False
+        self.faces: Sequence[tuple[torch.Tensor, int]] = ()
         self._kind = dtype_and_shape(tensor)
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
@@ -270,8 +285,10 @@ class HeldByHooks(HeldTensor):
         if not recomputes(self._unpack):  # those of a frame check versions themselves
             if is_freed(tensor):
                 raise self._mutated(tensor, None)
-            if storage_of(tensor) == self._storage and tensor._version > (self.version or 0):
-                raise self._mutated(tensor, self.version or 0)
+            if storage_of(tensor) == self._storage:
+                if tensor._version > (self.version or 0):
+                    raise self._mutated(tensor, self.version or 0)
+                self._check(self.faces)
         tensor = tensor.detach()
         return tensor if self._strides is None or tensor.stride() == self._strides else stand_in_for(tensor, self._strides)
 

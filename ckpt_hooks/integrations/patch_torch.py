@@ -18,7 +18,7 @@ from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import Settings, current_settings
-from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
+from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, policy_of
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, values_of
 from ckpt_hooks._tensors.held_tensors import watch_fused_steps
 from ckpt_hooks._torch.checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
@@ -126,7 +126,7 @@ class TorchPatch:
         if parts is not None:
             recompute = parts[0] or nullcontext()
         contexts = own_contexts((forward, recompute))
-        if self._policy is not None and selection_of(contexts[0]) is None:
+        if self._policy is not None and policy_of(contexts[0]) is None:
             contexts = both(create_selective_checkpoint_contexts(self._policy), contexts)
         return contexts if parts is None else both((nullcontext(), parts[1]), contexts)
 

@@ -84,16 +84,8 @@ class Policy(abc.ABC):
     #: Whether regions ask the policy about views and operators which write in place too, as torch does.
     is_asked_as_torch: bool = False
 
-    #: Whether the policy goes by names of ``checkpoint_name``, which recorded regions alone have.
-    knows_names: bool = False
-
     def __repr__(self) -> str:
         return f"<{self.title}: {self.meaning}>" if self.title else object.__repr__(self)
-
-    @functools.cached_property
-    def plan(self) -> dict[int, Any]:
-        """The actions of function frames under this policy, by operator."""
-        return {}
 
     @functools.cached_property
     def decisions(self) -> dict[Any, int]:
@@ -102,7 +94,7 @@ class Policy(abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of operators stays here, and operators travel by name.
-        state = {name: value for name, value in self.__dict__.items() if name not in ("plan", "decisions")}
+        state = {name: value for name, value in self.__dict__.items() if name != "decisions"}
         return _exchanged(state, OPERATORS, lambda op: _Named(str(op)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -214,8 +206,7 @@ class _Function(Policy):
     """A function of the user's, asked about each run of an operator."""
 
     #: The same for all functions: none of them decides on an operator alone.
-    plan: dict[int, Any] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
-    decisions: dict[Any, int] = {}  # noqa: RUF012 -- likewise
+    decisions: dict[Any, int] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
 
     def __init__(self, function: PolicyFn) -> None:
         self._function = function
@@ -247,7 +238,7 @@ class _TorchsFunction(_Function):
     """A function given in torch's form, which may count its calls, and is asked as under torch."""
 
     is_asked_as_torch = True
-    plan: dict[int, Any] = {}  # noqa: RUF012 -- as above
+    decisions: dict[Any, int] = {}  # noqa: RUF012 -- as above
 
 
 def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:

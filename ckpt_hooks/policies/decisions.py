@@ -1,4 +1,4 @@
-"""The decisions of a policy in one region, taken in the same way in both kinds of frame, and warnings of what never comes.
+"""The decisions of a policy in one region, and warnings of what never comes.
 
 The answer of a policy which decides by the operator alone is looked up from then on. Other policies are asked about each run of
 an operator whose output can stand in for another run (``OpFacts.is_asked_about``), with the run's index in the region.
@@ -28,6 +28,8 @@ OFFLOAD: Final = 2
 ASK: Final = 3
 #: The policy prefers to run a collective again. Recorded frames keep it: to run it again, all processes have to.
 EITHER: Final = 4
+#: The policy is asked about a run as torch does, and the operator runs again whatever the answer.
+AS_TORCH: Final = 5
 
 _DECISIONS = {
     CheckpointPolicy.MUST_RECOMPUTE: RECOMPUTE,
@@ -40,6 +42,9 @@ if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
     _DECISIONS[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
 
 _MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+
+
+_UNASKED = (Kind.IGNORED, Kind.RANGE)
 
 
 class Decisions:
@@ -69,11 +74,11 @@ class Decisions:
             elif facts.is_never_kept:  # a view, which runs again in any case
                 if self.policy.for_op(facts.operator) in _MUSTS:
                     self.policy.warn_of_view(facts.operator)
-            elif (
-                facts.written
-            ):  # which function frames run again; recorded frames keep the tensor if a policy names the operator
+            elif facts.written:  # the tensor is kept if a policy names the operator
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
+            if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in _UNASKED:
+                known = AS_TORCH
             self.known[facts] = known
             if self.seen is not None:
                 self.seen.add(facts.operator)
@@ -84,6 +89,10 @@ class Decisions:
         known = self.known.get(facts)
         if known is None:
             known = self.of(facts)
+        if known == AS_TORCH:
+            if not is_compiled_code_running():
+                self.ask_as_torch(context, facts, args, kwargs, output)
+            return RECOMPUTE
         if known == ASK:
             if is_compiled_code_running():
                 return SAVE if facts.has_effect else RECOMPUTE
@@ -109,10 +118,10 @@ class Decisions:
         answer = self.policy.for_name(name)
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
-    def finish(self, seen: Iterable[Any] | None = None) -> None:
-        """Ends a region, with the operators which ran where the frame has a list; warns of what did not come."""
+    def finish(self) -> None:
+        """Ends a region; warns of what did not come."""
         if self.seen is not None:
-            _warn_of_unseen(self.policy, self.seen if seen is None else seen)
+            _warn_of_unseen(self.policy, self.seen)
         if self.names is not None:
             _warn_of_unheard(self.policy, frozenset(self.names))
 

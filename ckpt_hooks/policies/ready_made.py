@@ -236,7 +236,6 @@ class _Both(Policy):
 
     def __init__(self, one: Policy, other: Policy) -> None:
         self._one, self._other, self.meaning = one, other, f"{one!r} or {other!r}"
-        self.knows_names = one.knows_names or other.knows_names
         self.names = self.expected_names = one.names | other.names
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
@@ -277,8 +276,6 @@ def save_from_both_policies(one: Any, other: Any) -> Policy:
 
 class _Names(Policy):
     """Decides by names, and recomputes tensors without a name."""
-
-    knows_names = True
 
     def __init__(
         self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,7 @@ class OperatorLogs:
         root = outermost_module() or (function if isinstance(function, torch.nn.Module) else None)
         self._root = None if root is None else weakref.ref(root)
 
-    def explain(self, error: DeterminismError, kept: Collection[Any]) -> DeterminismError:
+    def explain(self, error: DeterminismError) -> DeterminismError:
         """Returns an error of the same kind and fields which begins with the first difference, and has both logs."""
         forward, log = self.forward.entries, self._latest[0] if self._latest else OperatorLog()
         names, recompute = module_names(None if self._root is None else self._root()), log.entries
@@ -86,8 +86,7 @@ class OperatorLogs:
             words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         else:
             words = _divergence_in_words(divergence, forward, recompute, names)
-        # Operators whose results a policy keeps did not choose again.
-        choices = _choices(_up_to(divergence, forward, recompute), kept) if error.index >= 0 else []
+        choices = _choices(_up_to(divergence, forward, recompute)) if error.index >= 0 else []
         region = f"region {'/'.join(error.region)!r}: " if error.region else ""
         explained = rebuild_error(
             type(error),
@@ -103,10 +102,8 @@ class OperatorLogs:
         return explained
 
 
-def _choices(entries: Sequence[Entry], kept: Collection[Any]) -> list[Entry]:
-    return [
-        entry for entry in entries if entry.operator not in kept and facts_of(entry.operator).chooses(entry.args, entry.kwargs)
-    ]
+def _choices(entries: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in entries if facts_of(entry.operator).chooses(entry.args, entry.kwargs)]
 
 
 def _choices_in_words(choices: Sequence[Entry]) -> str:

@@ -1,4 +1,4 @@
-"""Operators with an ordered effect: they run once where operators are seen, that is in recorded regions and under a policy."""
+"""Operators with an ordered effect: they run once where operators are recorded, in blocks and under a policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.behaviours.runs import same
-from tests.measure import Frames, Log, leaf
+from tests.measure import Frames, leaf
 
 MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -74,10 +74,6 @@ def selective(policy=None):
 
 def selective_by_list(policy=None):
     return checkpoint(policy=policy or [torch.ops.aten.exp.default])
-
-
-def selective_to_the_end(policy=None):
-    return checkpoint(policy=policy or [torch.ops.aten.exp.default], early_stop=False)
 
 
 def with_debug(policy=None):
@@ -217,7 +213,7 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, selective_to_the_end, with_debug])
+@pytest.mark.parametrize("kind", [*KINDS, with_debug])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_effects_happen_once(function, kind):
     assert_runs_once(function, once, alone, kind, kind)
@@ -312,25 +308,6 @@ def test_backward_in_the_middle_of_forward(kind):
 
 
 @pytest.mark.parametrize("kind", [selective, selective_by_list])
-def test_effects_happen_once_although_a_rerun_fails(kind):
-    """What was kept is there for the next one."""
-    fails = Log([False, True, False])
-
-    def function(x):
-        h = effect("send")(x.sin()).exp()
-        if fails.pop(0):
-            raise ValueError("not now")
-        return h.cos().tan()
-
-    x = leaf(3)
-    y = kind()(function)(x).sum()
-    with pytest.raises(ValueError, match="not now"):
-        y.backward()
-    y.backward()
-    assert RAN == ["send"]
-
-
-@pytest.mark.parametrize("kind", [selective, selective_by_list])
 def test_effects_happen_once_although_the_result_is_written_to_outside(kind):
     """Of which plain autograd has saved nothing."""
 
@@ -352,20 +329,6 @@ def test_effects_happen_once_although_the_result_is_written_to_outside(kind):
     found = outcome(program(kind), once)
     assert RAN == ["send"]
     assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
-@pytest.mark.parametrize("kind", [selective, selective_by_list])
-def test_effects_happen_once_although_the_stop_is_swallowed(kind):
-    def function(x):
-        try:
-            y = effect("send")(x.sin()).exp().cos()
-        except BaseException:
-            y = x
-        effect("tell")(x)
-        return y
-
-    kind()(function)(leaf(3)).sum().backward()
-    assert RAN == ["send", "tell"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import re
 import warnings
 
 import pytest
@@ -18,7 +17,7 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
 from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
-from tests.measure import CountOps, Log, leaf
+from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -148,94 +147,12 @@ class Rope(nn.Module):
 
 
 @runs("region", "nested", torch_fails=(SILENT, RuntimeError))
-def test_a_cache_that_forward_builds_shifts_the_operators(run):
-    """Those that build it are passed over, though the policy keeps what they return."""
-
+def test_a_cache_that_forward_builds(run):
     def program(run):
         x = leaf(4, 4)
         return gradients(run(Rope(), x), x)
 
     assert_as_eager(program, run.selecting([aten.sin.default, aten.cos.default]))
-
-
-@runs("region")
-def test_a_cache_that_was_there_before(run):
-    """The way out."""
-
-    def program(run):
-        x, rope = leaf(4, 4), Rope()
-        rope(x.detach())
-        return gradients(run(rope, x), x)
-
-    assert_as_eager(program, run.selecting([aten.sin.default, aten.cos.default]))
-
-
-def test_operators_for_logging_in_one_run_only():
-    """Even where the first operator that is kept is of the kind that was left out: what it returned tells."""
-
-    def function(x):
-        if not ckpt_hooks.is_recomputing():
-            (x.detach() + 1).sin().sum()
-        return x.sin().exp()
-
-    def program(run):
-        x = leaf(3)
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, Run("ours").selecting([aten.sin.default]))
-
-
-@pytest.mark.parametrize("early_stop", [True, False], ids=["early stop", "to the end"])
-@pytest.mark.parametrize("kept", ["both", "the one for logging"])
-def test_an_operator_that_is_missing_before_another_one_of_its_kind(kept, early_stop):
-    """That one moves up to its place, and no other operator comes before the recompute stops: nodes tell."""
-    x, w = leaf(3), leaf(2)
-
-    def policy(ctx, op, tensor, *args, **kwargs):
-        return SAVE if op is aten.sum.default and (kept == "both" or len(tensor) == 2) else RECOMPUTE
-
-    def function(x, w):
-        if not ckpt_hooks.is_recomputing():
-            w.sum()
-        return x.sum() * w
-
-    with ckpt_hooks.set_checkpoint_early_stop(early_stop):
-        y = Run("ours").selecting(policy)(function, x, w)
-    with pytest.raises(ckpt_hooks.DeterminismError, match="operator 1 of the recompute is") as caught:
-        y.sum().backward()
-    error = caught.value
-    assert (error.expected, error.found) == ("aten.sum.default", "missing" if early_stop else "aten.mul.Tensor")
-
-
-def test_an_operator_that_is_missing_and_one_of_another_shape():
-    """What stands in for it does not fit, the recompute fails, and another one does without."""
-
-    def function(x):
-        if not ckpt_hooks.is_recomputing():
-            x.detach() * 2
-        return ((x[:2] * x[2:]).reshape(2, 1) * x).exp()
-
-    def program(run):
-        x = leaf(4)
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, Run("ours").selecting([aten.mul.Tensor]))
-
-
-def test_an_operator_for_logging_after_all_that_is_saved():
-    """What runs behind the last tensor that is wanted does not matter."""
-    x = leaf(3)
-
-    def function(x):
-        y = x.sin().exp()
-        if not ckpt_hooks.is_recomputing():
-            y.detach().sum()
-        return y
-
-    def program(run):
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, Run("ours").selecting([aten.sin.default]))
 
 
 @pytest.mark.parametrize("inputs", ["leaf", "nothing", "result"])
@@ -256,24 +173,6 @@ def test_a_region_with_a_policy_inside_one_of_torch(kept, inputs):
     y = torch.utils.checkpoint.checkpoint(outer, Run("ours").selecting([kept]), x, use_reentrant=False)
     expected = grad(net(x).sum(), (x, w))
     assert all(map(torch.equal, grad(y.sum(), (x, w)), expected))
-
-
-def test_a_difference_cannot_be_swallowed():
-    """A function that catches the error is told again when it is through."""
-    x = leaf(3)
-
-    def function(x):
-        if not ckpt_hooks.is_recomputing():
-            x = x * 2
-        try:
-            x = x.sin()
-        except ckpt_hooks.DeterminismError:
-            x = x.cos()
-        return x.exp()
-
-    y = Run("ours").selecting([aten.sin.default])(function, x)
-    with pytest.raises(ckpt_hooks.DeterminismError, match=re.escape("operator 0 of the recompute is aten.sin.default")):
-        y.sum().backward()
 
 
 def test_a_stop_swallowed_inside_an_inner_region_is_no_difference():
@@ -367,7 +266,7 @@ def test_hooks_can_be_opted_out_of():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         run = Run("ours").selecting([aten.mm.default], respect_saved_tensors_hooks=False)
         y = run(lambda x, w: (x @ w).sin().cos(), x, w)
-    assert len(seen) == 2  # the arguments
+    assert not seen
     _, counts = recomputed(y, x)
     assert counts["mm"] == 1
 
@@ -439,7 +338,7 @@ def test_double_backward(run):
 
 @runs("region", "nested", torch_fails=REFUSES)
 def test_two_losses_one_after_the_other(run):
-    """Parts of the graph that share nothing need no retain_graph: the second finds what the first used gone, and runs it."""
+    """Parts of the graph that share nothing need no retain_graph."""
 
     def program(run):
         x, w = leaf(3, 3), leaf(3, 3)
@@ -498,7 +397,7 @@ def test_dropout_is_kept_whole(run):
 
 @runs("region", "nested", torch_fails=RuntimeError if torch.__version__ >= (2, 13) else None)
 def test_autocast_casts_that_were_cached_in_forward(run):
-    """A weight that was cast before the region is cast in the recompute, where forward had no such operator."""
+    """A weight was cast before the region."""
 
     def program(run):
         layer = nn.Linear(4, 4)
@@ -627,8 +526,6 @@ def test_a_region_in_one_that_recomputes_everything_keeps_nothing_through_it():
 
 @runs("region", "nested", torch_fails=(REFUSES, SILENT))
 def test_backward_inside_forward(run):
-    """A recompute in the middle of forward: its operators are not forward's."""
-
     def function(x, w):
         h = (x @ w).sin()
         (g,) = grad(h.cos().sum(), x, create_graph=True)
@@ -639,47 +536,6 @@ def test_backward_inside_forward(run):
         return gradients(run(function, x, w), x, w)
 
     assert_as_eager(program, run.selecting([aten.mm.default, aten.sin.default]))
-
-
-# Debug mode
-
-
-def test_debug_mode_shows_the_operators_of_both_runs():
-    """Those that were not run too."""
-    x = leaf(3)
-
-    def function(x):
-        x = x.sin().cos()
-        return x.tan() if ckpt_hooks.is_recomputing() else x.exp()
-
-    y = ckpt_hooks.checkpoint(debug=True, policy=[aten.sin.default])(function)(x)
-    with pytest.raises(ckpt_hooks.DeterminismError, match="because you passed `debug=True`") as caught:
-        y.sum().backward()
-    message = str(caught.value)
-    assert message.count("aten.sin.default(") == 2
-    assert "aten.exp.default(" in message
-    assert "operator 2 of the recompute is aten.tan.default, where forward ran aten.exp.default" in message
-
-
-@runs("region", torch_fails=REFUSES)
-def test_a_recompute_that_fails_and_is_tried_again(run):
-    """A failed recompute leaves the region as it was."""
-    fails = Log()
-
-    def function(x, w):
-        h = (x @ w).sin()
-        if fails:
-            raise ValueError(fails.pop())
-        return h.exp()
-
-    x, w = leaf(3, 3), leaf(3, 3)
-    y = run.selecting([aten.mm.default])(function, x, w)
-    fails.append("on purpose")
-    with pytest.raises(ValueError, match="on purpose"):
-        grad(y.sum(), (x, w), retain_graph=True)
-    found = grad(y.sum(), (x, w))
-    expected = grad(function(x, w).sum(), (x, w))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @runs("region")

@@ -12,14 +12,9 @@ import torch
 from torch import nn
 
 from ckpt_hooks import DeterminismError, checkpoint, is_recomputing, set_checkpoint_debug_enabled
-from ckpt_hooks.policies import nothing_saveable, save_ops
 from tests.measure import Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-aten = torch.ops.aten
-
-POLICIES = {"no policy": None, "recompute all": nothing_saveable, "keep exp": save_ops(aten.exp.default)}
 
 SCALE = Log([1.0])
 
@@ -90,8 +85,8 @@ def other_number(x):
     return (h * x).exp().sin()
 
 
-def message_of(function, x, policy, change=lambda: None, **options):
-    y = checkpoint(debug=True, policy=policy, **options)(function)(x)
+def message_of(function, x, change=lambda: None, **options):
+    y = checkpoint(function, x, debug=True, **options)
     change()
     with pytest.raises(DeterminismError) as caught:
         y.sum().backward()
@@ -109,7 +104,6 @@ def scale():
     SCALE.append(1.0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("function", "line", "blamed"),
     [
@@ -120,30 +114,28 @@ def scale():
     ],
     ids=["swapped", "missing", "surplus", "dtype"],
 )
-def test_faults(policy, function, line, blamed):
-    message = message_of(function, leaf(3), POLICIES[policy], determinism_check="values")
+def test_faults(function, line, blamed):
+    message = message_of(function, leaf(3), determinism_check="values")
     first, second = message.split("\n")[:2]
     assert f"the recompute first differs at {place(function, line)} in {function.__name__}()" in first
     assert first.endswith(line)
     assert blamed in second
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_global_that_changed(policy):
-    message = message_of(changed_global, leaf(3), POLICIES[policy], lambda: SCALE.append(2.0), determinism_check="values")
+def test_a_global_that_changed():
+    message = message_of(changed_global, leaf(3), lambda: SCALE.append(2.0), determinism_check="values")
     head = head_of(message)
     assert place(changed_global, "# of forward") in message.split("\n")[0]
     assert f"where the recompute is at {place(changed_global, '# of the recompute')}" in message.split("\n")[1]
     assert "Forward ran aten.tan.default, and the recompute ran aten.atan.default." in head
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("training", [True, False])
-def test_another_mode_of_a_module(policy, training):
+def test_another_mode_of_a_module(training):
     """The line, the module and its mode are named, of a module in a model and of the region's own."""
     layer, (dropout,) = Layer(), OUT_OF_REACH["dropout"]
     dropout.train(training)
-    model = nn.Sequential(nn.Identity(), checkpoint(debug=True, policy=POLICIES[policy])(layer))
+    model = nn.Sequential(nn.Identity(), checkpoint(debug=True)(layer))
     y = model(torch.ones(2, 3, requires_grad=True))
     dropout.train(not training)
     with pytest.raises(DeterminismError) as caught:
@@ -156,9 +148,8 @@ def test_another_mode_of_a_module(policy, training):
     assert "module 1 (" in str(caught.value)  # by its name in the model, where it has one
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_other_numbers_show_where_values_are_compared(policy):
-    message = message_of(other_number, leaf(3), POLICIES[policy], determinism_check="values")
+def test_other_numbers_show_where_values_are_compared():
+    message = message_of(other_number, leaf(3), determinism_check="values")
     assert place(other_number, "# number") in message.split("\n")[0]
     assert "aten.mul.Tensor(float64[3] on cpu, 2.0) -> float64[3] on cpu" in head_of(message)
     assert "aten.mul.Tensor(float64[3] on cpu, 3.0)" in head_of(message)
@@ -173,14 +164,14 @@ def test_the_same_operators_at_other_lines_are_no_difference():
         h = h.cos()
         return h.exp() if is_recomputing() else h.tan()  # blamed
 
-    message = message_of(function, leaf(3), None, determinism_check="values")
+    message = message_of(function, leaf(3), determinism_check="values")
     assert place(function, "# blamed") in message.split("\n")[0]
 
 
 def test_another_function_altogether():
     """Then operators are compared, and no lines."""
     todo = Log([lambda x: x.sin().cos().exp(), lambda x: x.sin().tan().cos().exp()])
-    message = message_of(lambda x: (todo.pop(0) if len(todo) > 1 else todo[0])(x), leaf(3), None, early_stop=False)
+    message = message_of(lambda x: (todo.pop(0) if len(todo) > 1 else todo[0])(x), leaf(3), early_stop=False)
     assert "The recompute ran aten.tan.default, and forward did not." in message
 
 
@@ -196,7 +187,7 @@ def test_a_table_of_one_run_is_not_blamed():
             h = h.cos()  # blamed
         return h.exp()
 
-    assert place(function, "# blamed") in message_of(function, leaf(3), None).split("\n")[0]
+    assert place(function, "# blamed") in message_of(function, leaf(3)).split("\n")[0]
 
 
 def test_an_error_without_a_difference_of_operators():
@@ -205,7 +196,7 @@ def test_an_error_without_a_difference_of_operators():
     def function(x):
         return (x * torch.full_like(x, 2.0).copy_(torch.tensor([next(values)] * 3))).exp()
 
-    message = message_of(function, leaf(3), None, determinism_check="values")
+    message = message_of(function, leaf(3), determinism_check="values")
     assert "ran the same operators" in message.split("\n")[0]
 
 
@@ -237,8 +228,7 @@ def test_without_debug_there_are_no_logs():
     assert caught.value.operators == caught.value.recomputed_operators == ()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_any_number_of_backwards(policy):
+def test_any_number_of_backwards():
     """Each backward has a log of its own; one with another order is found by its own operators."""
     x, fails = leaf(3), Log()
 
@@ -248,7 +238,7 @@ def test_any_number_of_backwards(policy):
             h = h.cos()  # blamed
         return h.sin().exp()
 
-    y = checkpoint(debug=True, policy=POLICIES[policy], determinism_check="values")(function)(x).sum()
+    y = checkpoint(function, x, debug=True, determinism_check="values").sum()
     expected = torch.autograd.grad(function(x).sum(), x)
     for _ in range(2):
         assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], expected[0])

@@ -19,11 +19,9 @@ def test_modes_are_compared(capsys):
     assert held["region"] < held["selective"] < held["none"]
     assert held["checkpoint"] < held["selective"]
     assert reports["selective"]["residuals"]["by_reason"]["policy"] > 0
-    recomputes = {
-        mode: report["trace"]["steps"][0]["recomputes"] for mode, report in reports.items() if report["trace"]["steps"]
-    }
-    assert recomputes["checkpoint"] == recomputes["selective"] == 4
-    assert "none" not in recomputes
+    steps = {mode: report["trace"]["steps"] for mode, report in reports.items()}
+    assert steps["checkpoint"][0]["recomputes"] == 4  # of replays there are more: each runs as far as a value needs
+    assert not steps["none"]
 
 
 def test_tables(capsys):

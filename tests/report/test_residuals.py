@@ -139,19 +139,18 @@ def test_what_a_backward_brought_back_and_nobody_took():
 def test_reasons_of_a_function_region():
     norm = nn.BatchNorm1d(4)
     norm.register_buffer("calls", torch.zeros(5000))
-    w = leaf(4, 4)
+    w, x = leaf(4, 4), leaf(4, 4)
 
     def function(h):
         norm.calls.add_(1)
         return norm((h @ w).float()).sin().sum()
 
-    def program(x):
-        return checkpoint(policy=save_ops(aten.mm.default), name="block")(function)(x.sin())
+    def reported(policy):
+        return saved_residuals(lambda x: checkpoint(policy=policy, name="block")(function)(x.sin()), x)
 
-    x = leaf(4, 4)
-    report = saved_residuals(program, x)
-    assert only(report, Reason.POLICY).operator == "aten.mm.default"
-    assert only(report, Reason.POLICY).region == ("block",)
+    kept = only(reported(save_ops(aten.mm.default)), Reason.POLICY)
+    assert (kept.operator, kept.region) == ("aten.mm.default", ("block",))
+    report = reported(None)
     assert only(report, Reason.INPUT).operator == "aten.sin.default"
     assert only(report, Reason.STATE).why == "state that the function reaches"
     assert {entry.name for entry in report.tensors if entry.reason is Reason.OUTSIDE} >= {"running_mean", "running_var"}

@@ -1,1 +1,0 @@
-"""Selective policies in function frames: the operators of forward in order, and the outputs kept of them."""
