@@ -1,31 +1,36 @@
-"""Errors of replays: the lines of operators in debug mode, and results of another shape than in forward.
+"""Errors of replays: the lines of operators in debug mode, results of another shape than in forward, and other values.
 
 Sizes read by Python are constants on a tape, and so are loops. So a replay of other routes cannot come to the results of
 forward. The shapes of forward are noted for the few operators which have shapes from data, and a replay with another shape
 names the operators by which it chose.
+
+Values are compared inside a dispatch mode of the user's, which sees operators after the recorder: its changes to results are
+not on the tape.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
-from ckpt_hooks._core.descriptions import format_path
+from ckpt_hooks._core.descriptions import describe, describe_tensor, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import TrackedKept
+from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
 from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
-from ckpt_hooks._torch.autograd import sequence_number
+from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, may_be_unfilled
+from ckpt_hooks._torch.autograd import current_node, sequence_number
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-from .values import Op, Tables, Value, flatten, values_on_tape
+from .values import Handle, Op, Tables, Value, flatten, values_on_tape
 
 
 class Routed(NamedTuple):
@@ -183,3 +188,81 @@ class Lines:
         if 0 <= place < len(self._entries):
             entry, names = self._entries[place], module_names(None if self._root is None else self._root())
             error.args = (f"{error}\n{words} {entry.in_words()}\n  at {entry.line(names)}",)
+
+
+def _fingerprint(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested:  # may have no shape
+        return hash_of(tensor)
+    return tuple(tensor.shape), tensor.dtype, tensor.device, hash_of(tensor)
+
+
+def _fingerprint_in_words(fingerprint: Any) -> str:
+    if not isinstance(fingerprint, tuple):
+        return str(fingerprint)
+    shape, dtype, device, values = fingerprint
+    return f"{describe(shape, dtype, device)} with fingerprint {values.item() if isinstance(values, torch.Tensor) else values}"
+
+
+class ComparedValues:
+    """Fingerprints of the values of one frame."""
+
+    __slots__ = ("_fingerprints", "_numbers", "_taken", "_without_grad", "modes")
+
+    def __init__(self, modes: Sequence[str]) -> None:
+        self.modes = modes  # names of the modes around the outermost region
+        self._fingerprints = Fingerprints(_fingerprint, ())
+        self._taken = self._fingerprints.taken
+        self._numbers: list[int] = []  # numbers of values
+        self._without_grad: set[int] = set()
+
+    @skipped
+    def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Returns a pack hook which takes the fingerprints of tensors with handles."""
+        fingerprints, numbers, without_grad = self._fingerprints, self._numbers, self._without_grad
+
+        def pack_compared(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            if isinstance(packed, Handle):
+                if not tensor.requires_grad:
+                    without_grad.add(len(numbers))
+                numbers.append(packed.value.number)
+                fingerprints.note(tensor)
+            return packed
+
+        return pack_compared
+
+    def close(self) -> None:
+        """Ends forward; the pack hook drops the fingerprints."""
+        self._fingerprints.close()
+
+    def compare(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Compares a replayed tensor with the saved tensor."""
+        index, value = handle.index, handle.value
+        # Not compared are kept tensors, and those written to without a count of the version: plain autograd takes these as
+        # they are.
+        if value.saved is not None or value.number != self._numbers[index] or is_without_values():
+            return
+        expected = self._taken[index]
+        if expected is None:
+            return
+        with torch.no_grad():
+            found = past_modes(_fingerprint, tensor)
+            if past_modes(first_difference, [expected], [found]) is None:
+                return
+        node = current_node()
+        if index in self._without_grad and may_be_unfilled(node, tensor):
+            return
+        grad_fn = None if node is None else node.name()
+        region = format_path(handle.frame.path)
+        saved_by = "" if node is None else f" It was saved by {grad_fn}."
+        raise DeterminismError(
+            f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
+            f"tensor at position {index}: {describe_tensor(tensor)}\nAn operator does not do the same each time, or a mode "
+            "around the region changes results: have its output kept by a policy, or enter the mode inside the region."
+            f"{saved_by}{modes_in_words(self.modes, users_modes())}",
+            region=region,
+            index=index,
+            expected=_fingerprint_in_words(expected),
+            found=_fingerprint_in_words(found),
+            grad_fn=grad_fn,
+        )
