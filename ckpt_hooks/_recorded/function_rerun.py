@@ -29,6 +29,7 @@ from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
 from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of
 from ckpt_hooks._tensors.copies import is_plain
 from ckpt_hooks._torch.functions import has_setup_context
+from ckpt_hooks._torch.tensors import storage_of, version_of
 from ckpt_hooks.errors import DeterminismError
 
 from .replay import ReplayContext
@@ -108,15 +109,29 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
         elif kind is dict:
             found.append(len(value))
             todo += itertools.chain.from_iterable(value.items())
-        elif kind is types.FunctionType and value.__closure__ is None:
+        elif kind is types.FunctionType and not (
+            value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)
+        ):
             continue
         elif builtin_of(kind) is object and not issubclass(kind, (Module, Iterator)):
-            names = [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
-            slots = [getattr(value, name, None) for name in names if name not in ("__weakref__", "__dict__")]
+            members = [one for base in kind.__mro__ for one in vars(base).values() if type(one) is types.MemberDescriptorType]
+            slots = [_content_of(member, value) for member in members]
             todo += [*slots, getattr(value, "__dict__", None)]
         else:
             return None
     return found
+
+
+def _content_of(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return None
+
+
+def memory_of(parts: Iterable[Any]) -> list[tuple[int | None, int]]:
+    """Returns where the contents of the tensors among some parts are, and their versions."""
+    return [(storage_of(one), version_of(one)) for one in parts if isinstance(one, torch.Tensor)]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -133,6 +148,7 @@ class FunctionFacts(OpFacts):
         "fake_mode",
         "grads",
         "kwargs",
+        "memory",
         "modes",
         "needs_input_grad",
         "objects",
@@ -163,6 +179,7 @@ class FunctionFacts(OpFacts):
         self.written: tuple[Written, ...] = ()
         self.objects: list[Any] = []  # arguments which are neither tensors nor taken apart
         self.parts: list[Any] = []  # what these consisted of
+        self.memory: list[tuple[int | None, int]] = []  # of the tensors among these
         self.results: list[Result] = []  # the results on the tape, in order of noting
         # Random streams before forward, other than the CPU's, which unseen draws moved; None where none did.
         self.streams: random_streams.Snapshot | None = None
@@ -237,7 +254,8 @@ class FunctionFacts(OpFacts):
     def are_as_noted(self) -> bool:
         """Whether the objects consist of what they consisted of."""
         parts = parts_of(self.objects)
-        return parts is not None and len(parts) == len(self.parts) and all(map(_same, parts, self.parts))
+        is_same = parts is not None and len(parts) == len(self.parts) and all(map(_same, parts, self.parts))
+        return is_same and memory_of(self.parts) == self.memory
 
     def error(self, frame: Frame, expected: str, found: str) -> DeterminismError:
         """Returns the error for a rerun with other results than forward."""

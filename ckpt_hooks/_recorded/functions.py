@@ -38,7 +38,7 @@ from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_address,
 from ckpt_hooks.policies.decisions import RECOMPUTE
 
 from . import writes
-from .function_rerun import FunctionFacts, parts_of
+from .function_rerun import FunctionFacts, memory_of, parts_of
 from .tape import Tape, decide
 from .values import ANEW, FunctionHandle, Handle, Op, Store, Value, counter_in, counter_of, cut, new_store, new_value
 
@@ -284,7 +284,7 @@ class FunctionCall(RunningFunction):
             if parts is None:
                 reason = "has an object among its arguments, which it may change"
             else:
-                facts.parts = parts
+                facts.parts, facts.memory = parts, memory_of(parts)
                 self._tensors += [one for one in parts if isinstance(one, _Tensor)]
         if reason is not None:
             self.keep(reason)

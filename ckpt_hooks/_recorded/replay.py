@@ -446,7 +446,8 @@ class Replay:
 
     def _fetch_one(self, value: Value) -> None:
         saved = value.saved
-        assert saved is not None
+        if saved is None:  # revived since the plan was made
+            raise RevivedError
         if type(saved) is HeldRefilled:
             tensor = saved.unmodified()
             self.owners[storage_address(tensor)] = saved.owner

@@ -108,7 +108,9 @@ class Op:
 
     def can_repeat(self) -> bool:
         """Whether another run comes to the results of forward, and does nothing else."""
-        return not (self.facts.has_effect or self.facts.looks_at_grad or self.facts.drops_from_buffer(self.args, self.kwargs))
+        facts = self.facts
+        is_once = facts.has_effect or facts.looks_at_grad or facts.drops_from_buffer(self.args, self.kwargs)
+        return self.draw is not ANEW and not is_once
 
 
 class Value:
@@ -246,7 +248,7 @@ def history_of(values: list[Value], resolve: Callable[[Op], bool]) -> dict[int, 
     for value in sorted(values_below(values), key=attrgetter("number")):
         op, before = value.op, value.before
         if op is None or not op.can_repeat():  # from outside, or to be had no other way
-            copies[id(value)] = value
+            copies[id(value)] = None if value.saved is None else value
             continue
         if id(op) not in ops:
             ops[id(op)] = _copy_of(op, copies) if resolve(op) else None
@@ -268,6 +270,9 @@ def _copy_of(op: Op, copies: dict[int, Value | None]) -> Op | None:
 
     read = [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
     if any(copies.get(id(value), value) is None for value in read):
+        return None
+    # What is kept of memory that this operator wrote to may have been overwritten by it: nobody needed a copy then.
+    if op.facts.written and any(copies.get(id(value)) is value and value.saved is not None for value in read):
         return None
     other = Op()
     for name in Op.__slots__:
