@@ -369,10 +369,36 @@ class Counting(Scales):
         return x * self.steps
 
 
-@pytest.mark.parametrize("kind", [Scales, Counting])
+class InOneSlot:
+    """Changes in a slot whose name is a string of its own."""
+
+    __slots__ = "steps"  # noqa: PLC0205
+
+    def __init__(self):
+        self.steps = 0
+
+    def __call__(self, x):
+        self.steps += 1
+        return x * self.steps
+
+
+class InAPrivateSlot:
+    """Changes in a slot with another name than it is written."""
+
+    __slots__ = ("__steps",)
+
+    def __init__(self):
+        self.__steps = 0
+
+    def __call__(self, x):
+        self.__steps += 1
+        return x * self.__steps
+
+
+@pytest.mark.parametrize("kind", [Scales, Counting, InOneSlot, InAPrivateSlot])
 def test_an_object_that_the_function_leaves_as_it_is_may_be_read_again(kind):
     y, reasons = _region_of(kind())
-    assert bool(reasons) == (kind is Counting)
+    assert bool(reasons) == (kind is not Scales)
     y.sum().backward()
     assert Counted.runs == 2 - bool(reasons)
 
@@ -393,7 +419,11 @@ def _more(scales):
     scales.by["more"] = 1
 
 
-@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to, _more])
+def _other_memory(scales):
+    scales.by["all"][0].data = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to, _more, _other_memory])
 def test_an_object_that_has_been_changed_since_is_an_error(change):
     scales = Scales()
     y, _ = _region_of(scales)
