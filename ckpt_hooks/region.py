@@ -215,8 +215,8 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
     - results of operators of operators, of compiled code, of collectives, and of tensor subclasses (sparse, ``DTensor``);
     - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE;
     - results of a custom ``autograd.Function`` whose forward writes to memory from outside, reads or writes tensors that are
-      not its arguments, takes other objects than tensors, numbers, strings and plain containers, or runs a backward, a region
-      or a collective.
+      not its arguments, changes an object among its arguments or takes one that cannot be seen through (of a C class, with a
+      closure, or with a tensor that has a history), or runs a backward, a region or a collective.
 
     :meth:`kept` lists all of these.
 

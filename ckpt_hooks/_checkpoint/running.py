@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.settings import Settings, current_settings
-from ckpt_hooks._function.callables import UNRUN, module_of, name_of_function, refuse_unrun, warn_of_transform
+from ckpt_hooks._function.callables import UNRUN, module_of, name_of_function, refuse_unrun, unwrapped, warn_of_transform
 from ckpt_hooks._function.contexts import (
     ContextPair,
     PolicyContext,
@@ -96,10 +96,11 @@ def frame_of_call(
     contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
     policy = None if contexts is None else policy_of(contexts[0])
     if contexts is not None and policy is not None:
-        hooks = _hooks_of(function)
+        module = module_of(unwrapped(function))
+        hooks = _hooks_of(module)
         inside, around = without_policy(contexts[0]), without_policy(contexts[1])
         if _takers.isdisjoint(hooks):
-            recorded = _recorded_frame(function, options, policy, around, hooks)
+            recorded = _recorded_frame(function, module, options, policy, around, hooks)
             return recorded if inside is None else Within(recorded, inside)
         contexts = None if inside is around is None else (inside or nullcontext(), around or nullcontext())
     if not (options.debug if settings.debug is None else settings.debug):
@@ -111,17 +112,14 @@ def frame_of_call(
     return frame
 
 
-#: What hooks are made of that took parameters away after a forward under a policy.
+#: The code of hooks that took parameters away after a forward under a policy.
 _takers: set[Any] = set()
 _NO_HOOKS: frozenset[Any] = frozenset()
 _known_hooks: WeakKeyDictionary[torch.nn.Module, tuple[int, frozenset[Any]]] = WeakKeyDictionary()
 
 
-def _hooks_of(function: Callable[..., Any]) -> frozenset[Any]:
-    """Returns what the hooks on forward are made of in the module that a function runs."""
-    while type(function) is functools.partial:
-        function = function.func
-    module = module_of(function)
+def _hooks_of(module: torch.nn.Module | None) -> frozenset[Any]:
+    """Returns the code of the hooks on forward in a module."""
     if module is None:
         return _NO_HOOKS
     found = _known_hooks.get(module)
@@ -137,27 +135,22 @@ def _hooks_of(function: Callable[..., Any]) -> frozenset[Any]:
 
 
 def _code_of(hook: Any) -> Any:
-    while type(hook) is functools.partial:
-        hook = hook.func
+    hook = unwrapped(hook)
     return getattr(hook, "__code__", type(hook))
 
 
-def _look_for_weights(function: Callable[..., Any], hooks: frozenset[Any], tape: Tape) -> None:
-    """Looks whether hooks took away weights that a region has read: gave them other memory, or put empty ones there."""
-    while type(function) is functools.partial:
-        function = function.func
-    module = module_of(function)
-    empty = set() if module is None else {one.shape for one in module.parameters() if one.is_meta}
-    taken = []
+def _look_for_weights(module: torch.nn.Module, hooks: frozenset[Any], tape: Tape) -> None:
+    """Notes hooks that took away weights which a region has read: they gave them other memory, or put empty ones there."""
+    empty = {parameter.shape for parameter in module.parameters() if parameter.is_meta}
+    are_taken = False
     for held in tape.parameters():
         parameter, memory = held.tensor, held.memory
         assert parameter is not None
         if memory is not None and held.is_elsewhere() and is_theirs(parameter, layout_of(memory)):
             held.leave(memory)
-            taken.append(parameter)
-        elif parameter.shape in empty:
-            taken.append(parameter)
-    if taken:
+            are_taken = True
+        are_taken = are_taken or parameter.shape in empty
+    if are_taken:
         _takers.update(hooks)
         warn_user(
             "Hooks took away weights that a call under a policy has read, and nobody tells how to fill them again. The call "
@@ -168,16 +161,15 @@ def _look_for_weights(function: Callable[..., Any], hooks: frozenset[Any], tape:
 
 def _recorded_frame(
     function: Callable[..., Any],
+    module: torch.nn.Module | None,
     options: RegionOptions,
     policy: Policy,
     around: AbstractContextManager[Any] | None,
     hooks: frozenset[Any],
 ) -> RecordedFrame:
-    at_end = functools.partial(_look_for_weights, function, hooks) if hooks else None
-    while type(function) is functools.partial:
-        function = function.func
+    at_end = functools.partial(_look_for_weights, module, hooks) if module is not None and hooks else None
     return RecordedFrame(
-        options.name or name_of_function(function),
+        options.name or name_of_function(unwrapped(function)),
         policy,
         respect_hooks=options.respect_hooks,
         preserve_rng_state=options.preserve_rng_state,
@@ -188,7 +180,7 @@ def _recorded_frame(
         around_replays=around,
         is_call=True,
         at_end=at_end,
-        module=module_of(function),
+        module=module,
     )
 
 
@@ -225,7 +217,7 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
 
 
 def _is_forward(context: Any) -> bool | None:
-    """Whether a context is that of forward; None for one of no policy."""
+    """Whether a policy's context is for forward; None for other contexts."""
     if type(context) is PolicyContext:
         return context.is_forward
     return type(context) is SELECTIVE_FORWARD if type(context) in _SELECTIVE else None

@@ -23,7 +23,8 @@ from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 
 R = TypeVar("R")
 
-# Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, and the region.
+# Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, of which kinds
+# if it is a recorded one, and the region.
 Mark = tuple[int, int, Sequence[Reason], RegionPath]
 
 

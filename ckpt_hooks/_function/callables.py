@@ -29,9 +29,7 @@ _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 def check_runs(function: Any) -> None:
     """Refuses generator functions and coroutine functions, and callables that call one, as far as seen without a call."""
-    inner = function
-    while type(inner) is functools.partial:
-        inner = inner.func
+    inner = unwrapped(function)
     if isinstance(inner, Module):
         inner = inner.forward
     elif not inspect.isroutine(inner) and not isinstance(inner, type):
@@ -97,6 +95,13 @@ def warn_of_transform(*, stacklevel: int) -> None:
             "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
             stacklevel=stacklevel,
         )
+
+
+def unwrapped(function: Any) -> Any:
+    """Returns the function in a ``functools.partial``, also in one of another."""
+    while type(function) is functools.partial:
+        function = function.func
+    return function
 
 
 def name_of_function(function: Any) -> str:

@@ -96,9 +96,9 @@ class Collector:
     )
 
     def __init__(
-        self, frame: HandleFrame, function: Any, *, early_stop: bool, may_return: bool, selective: bool = False
+        self, frame: HandleFrame, function: Any, *, early_stop: bool, may_return: bool, in_contexts: bool = False
     ) -> None:
-        self._detach = detach_past_modes if selective and only_quiet_modes() else torch.Tensor.detach
+        self._detach = detach_past_modes if in_contexts and only_quiet_modes() else torch.Tensor.detach
         self.frame = frame
         self.function = function
         self.early_stop = early_stop

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from ckpt_hooks._tensors.containers import slots_in
+
 #: Stands for the content of an unassigned variable.
 ABSENT: Any = object()
 
@@ -234,7 +236,7 @@ def is_of_library(kind: type) -> bool:
 def _attributes_of(kind: Any) -> tuple[Part, ...]:
     """Returns the places of instances of a class with their attributes, whatever the class."""
     bases = [base for base in kind.__mro__ if "__slots__" in vars(base) or base is defaultdict]
-    slots = [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
+    slots = slots_in(bases)
     found = [VARIABLES] if kind.__dictoffset__ and not issubclass(kind, type) else []
     return (*found, *([Part(partial(_read_slots, slots), _put_slots)] if slots else []))
 

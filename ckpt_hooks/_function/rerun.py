@@ -74,7 +74,7 @@ class Rerun:
         early_stop = call.options.early_stop or not frame.complete
         may_return = watch is None  # a watch of draws does not reach beyond the last value
         self.collector = Collector(
-            frame, call.function, early_stop=early_stop, may_return=may_return, selective=call.contexts is not None
+            frame, call.function, early_stop=early_stop, may_return=may_return, in_contexts=call.contexts is not None
         )
         self._mark = mark_thread()
         self._borrows = False

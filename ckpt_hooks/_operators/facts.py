@@ -93,6 +93,7 @@ class OpFacts:
         "is_mark",
         "is_never_kept",
         "is_opaque",
+        "is_plain",
         "is_random",
         "is_repeatable",
         "is_routing",
@@ -192,6 +193,8 @@ class OpFacts:
             or (kind is Kind.WRITES and namespace not in schema_gaps.TAGGED)
             or torch.Tag.nondeterministic_seeded in tags
         )
+        # A replay may call it with tensors by position alone, and takes its results as they come.
+        self.is_plain = not (self.lists or self.written or self.is_inplace_view or self.has_shape_from_data)
         self.looks_at_grad = aten and self.name in schema_gaps.LOOKS_AT_GRAD
         # It only takes tensors by position and returns tensors.
         self.is_fast = self.is_trusted and not (
@@ -210,7 +213,7 @@ class OpFacts:
         )
 
     def as_functional(self) -> OpFacts:
-        """Returns the facts of a call that writes to memory which nobody else knows or reads: its result is its argument."""
+        """Returns the facts of a call whose result replaces its argument, since nothing else refers to that memory."""
         if self.alone is None:
             self.alone = copy.copy(self)
             self.alone.written, self.alone.writes_first = (), False

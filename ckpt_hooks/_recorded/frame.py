@@ -414,6 +414,7 @@ class RecordedFrame(ReplayedFrame):
             push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
         tape.start, tape.is_call = self.start, self._is_call
+        tape.has_calls = tape.has_calls or self._is_call
         self.release = release
         stack.innermost = self
         if self.watch is not None:
@@ -556,9 +557,7 @@ class RecordedFrame(ReplayedFrame):
         decision = self._decisions.of_name(name)
         value = tape.tables.known.get(id(tensor))
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.external:
-            tape.held.keep(
-                value, tensor, decision, tape.path, Cause(Reason.NAME, f"by the name of {name!r}"), with_history=tape.is_call
-            )
+            tape.keep(value, tensor, decision, Cause(Reason.NAME, f"by the name of {name!r}"))
 
 
 @skipped

@@ -26,7 +26,7 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
-from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of
+from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_in
 from ckpt_hooks._tensors.copies import is_plain
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks._torch.tensors import storage_of, version_of
@@ -114,18 +114,16 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
         ):
             continue
         elif builtin_of(kind) is object and not issubclass(kind, (Module, Iterator)):
-            members = [one for base in kind.__mro__ for one in vars(base).values() if type(one) is types.MemberDescriptorType]
-            slots = [_content_of(member, value) for member in members]
-            todo += [*slots, getattr(value, "__dict__", None)]
+            todo += [*(_content_of(slot, value) for slot in slots_in(kind.__mro__)), getattr(value, "__dict__", None)]
         else:
             return None
     return found
 
 
-def _content_of(member: Any, value: Any) -> Any:
+def _content_of(slot: Any, value: Any) -> Any:
     try:
-        return member.__get__(value)
-    except AttributeError:
+        return slot.__get__(value)
+    except AttributeError:  # an empty slot
         return None
 
 

@@ -40,7 +40,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE
 from . import writes
 from .function_rerun import FunctionFacts, memory_of, parts_of
 from .tape import Tape, decide
-from .values import ANEW, FunctionHandle, Handle, Op, Store, Value, counter_in, counter_of, cut, new_store, new_value
+from .values import ANEW, FunctionHandle, Handle, Op, Store, Value, counter_in, counter_of, new_store, new_value
 
 #: The size in bytes up to which arguments from outside without a history (weights, tables) are compared. Kernels do not write
 #: to weights, and to look at so many bytes twice takes some 0.2 ms.
@@ -420,8 +420,8 @@ class FunctionCall(RunningFunction):
         for place, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
             if isinstance(tensor, _Tensor):
                 self._note(tensor, False, place)
-        if not self._made or (self._decisions and not self._tape.is_call):
-            cut(self._op, self._made)
+        if self._decisions or not self._made:
+            self._tape.cut(self._op, self._made)
 
     def _settle(self) -> None:
         """Finds what the function wrote to, once its forward has run."""
@@ -499,4 +499,4 @@ class FunctionCall(RunningFunction):
         self._made.append(value)
         if address in self._decisions and address in self._born:
             cause = Cause(Reason.POLICY, f"as a result of {self._facts.name}")
-            tape.held.keep(value, tensor, self._decisions[address], tape.path, cause, with_history=tape.is_call)
+            tape.keep(value, tensor, self._decisions[address], cause)

@@ -34,7 +34,7 @@ from . import writes
 from .explaining import routed
 from .functions import FunctionCall
 from .tape import Tape, decide, op_of, run
-from .values import Op, Store, Surroundings, Value, cut, flatten, new_store, new_value
+from .values import Op, Store, Surroundings, Value, flatten, new_store, new_value
 
 _Tensor = torch.Tensor
 _weakref = weakref.ref
@@ -302,6 +302,5 @@ class Recorder(SelectiveCheckpointContext):
                 for value in made:
                     if value.saved is None:  # another face of an argument: to have that again, the operator would run again
                         tape.tables.make_external(value.store, f"returned by {func}, which has an ordered effect")
-            if not tape.is_call:
-                cut(op, made)
+            tape.cut(op, made)
         return out

@@ -158,7 +158,7 @@ class Tape:
         self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
         self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
         # Whether the innermost region is a call of a function: what its policy keeps may be written to after the call.
-        self.is_call = False
+        self.is_call = self.has_calls = False  # ``has_calls``: whether any region on the tape is one
         # ``has_refilled``: whether an operator read memory which its owner frees and fills again; ``is_of_function``: whether
         # the tensor being packed was saved by a custom function.
         self.has_refilled = self.is_of_function = False
@@ -225,12 +225,21 @@ class Tape:
                     made.append(value)
                     if decision != RECOMPUTE and value.store.birth == value.number:
                         cause = Cause(Reason.POLICY, f"as a result of {op.facts.full_name}")
-                        self.held.keep(value, tensor, decision, self.path, cause, with_history=self.is_call)
+                        self.keep(value, tensor, decision, cause)
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
             elif isinstance(tensor, _Tensor):
                 self.note_external(tensor, _of_class(tensor))
         return made
+
+    def keep(self, value: Value, tensor: torch.Tensor, decision: int, cause: Cause) -> None:
+        """Keeps the tensor of a value for the policy of the innermost region."""
+        self.held.keep(value, tensor, decision, self.path, cause, with_history=self.is_call)
+
+    def cut(self, op: Op, made: list[Value]) -> None:
+        """Drops an operator's arguments if all results are kept, and no replay will run it."""
+        if not self.is_call and all(value.saved is not None for value in made):
+            op.args, op.kwargs, op.present, op.draw = [], {}, (), None
 
     def note_external(self, tensor: torch.Tensor, detail: str) -> None:
         """Makes a tensor's storage an outside storage, since the tensor's operator cannot be replayed."""
@@ -350,13 +359,13 @@ class Tape:
         """Leaves their operators to the kept values of which the program has the memory, and might write to it."""
         values = self.held.with_histories()
         exposed = [value for value in values if next(self.tables.live_members(value.store), None) is not None]
-        histories = history_of(exposed, self._resolve) if exposed else {}
+        for value in exposed:
+            assert value.op is not None
+            assert value.saved is not None
+            value.saved.is_fickle = value.saved.is_fickle or not value.op.can_repeat()  # a copy is what is left
+        histories = history_of(exposed, self._resolve)
         for value in values:
-            op, before = histories.get(id(value), (None, None))
-            if value in exposed and value.op is not None and not value.op.can_repeat():
-                assert value.saved is not None
-                value.saved.is_fickle = True  # a copy is what is left
-            value.op, value.before = op, before
+            value.op, value.before = histories.get(id(value), (None, None))
 
     def _resolve(self, op: Op) -> bool:
         """Puts values in the place of tensors from outside that a kept operator read; False if these were written to since."""
@@ -373,7 +382,8 @@ class Tape:
         for value, faces in self.tables.faces():
             assert value.saved is not None
             value.saved = HeldWithFaces(value.saved, faces)
-        self._settle_histories()
+        if self.has_calls:
+            self._settle_histories()
         self.tables.clear()
         self.held.close(self.hooks, respect_hooks=self.respect_hooks)
 
@@ -430,14 +440,7 @@ def op_of(
     op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs
     op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
     op.draw = None
-    op.is_plain = not (
-        facts.lists
-        or facts.written
-        or facts.is_inplace_view
-        or facts.has_shape_from_data
-        or facts.is_function
-        or (kwargs and not facts.keywords.isdisjoint(kwargs))
-    )
+    op.is_plain = facts.is_plain and (not kwargs or facts.keywords.isdisjoint(kwargs))
     op.surroundings = tape.surroundings
     return op, values
 

@@ -197,12 +197,6 @@ def is_held_twice(reference: weakref.ref[Value], holders: int = 1) -> bool:
     return _holders(reference) > _ONE_HOLDER - 1 + holders
 
 
-def cut(op: Op, made: list[Value]) -> None:
-    """Drops an operator's arguments if all results are kept, since no replay will run the operator."""
-    if all(value.saved is not None for value in made):
-        op.args, op.kwargs, op.present, op.draw = [], {}, (), None
-
-
 def flatten(outputs: Any) -> list[Any]:
     """Returns the outputs of an operator in one list, in order: tensors and others."""
     if isinstance(outputs, (list, tuple)):

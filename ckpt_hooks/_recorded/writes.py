@@ -32,7 +32,7 @@ from ckpt_hooks._torch.tensors import counted_detach, storage_address, storage_o
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 
 from .tape import Tape, decide, op_of, run
-from .values import Op, Store, Value, counter_of, cut, is_held_twice, new_value
+from .values import Op, Store, Value, counter_of, is_held_twice, new_value
 
 _Tensor = torch.Tensor
 # How many hold a value that a table and one variable have, as ``getrefcount`` counts.
@@ -113,14 +113,14 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     for store in inside.values():
         made += after_inside(tape, op, store, bumped, decision)
-    if decision != RECOMPUTE and not tape.is_call:
-        cut(op, made)
+    if decision != RECOMPUTE:
+        tape.cut(op, made)
     after_external(tape, external.values(), quiet)
     return out
 
 
 def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
-    """Returns the value of a tensor that alone knows its memory, and that nobody has read; None for others."""
+    """Returns a tensor's value if no other tensor shares its memory and no operator has read it; None otherwise."""
     # A nested region brings such a value back by itself, so that no other replay has the memory that it writes to.
     tables, key = tape.tables, id(target)
     value = tables.known.get(key) or tables.uninitialized.get(key)
@@ -258,14 +258,7 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
             store.members.append(member)
         made.append(value)
         if decision != RECOMPUTE:
-            tape.held.keep(
-                value,
-                tensor,
-                decision,
-                tape.path,
-                Cause(Reason.POLICY, f"as written by {facts.full_name}"),
-                with_history=tape.is_call,
-            )
+            tape.keep(value, tensor, decision, Cause(Reason.POLICY, f"as written by {facts.full_name}"))
     # What autograd saved without a version in common is what was written, now.
     store.handles = None
     for handle in quiet:

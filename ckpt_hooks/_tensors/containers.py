@@ -12,7 +12,7 @@ import io
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -103,6 +103,11 @@ def _is_still(captured: Any, value: Any) -> bool:
     if type(captured) is Container:
         return captured.shared is value and captured._is_unchanged()
     return captured is value
+
+
+def slots_in(bases: Iterable[type[Any]]) -> list[Any]:
+    """Returns the descriptors of the slots that some classes define themselves."""
+    return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
 def builtin_of(kind: type[Any]) -> type[Any]:
@@ -203,13 +208,12 @@ class Capture:
         for kind in container.kind.__mro__:
             if "__slots__" not in vars(kind) and kind is not defaultdict:
                 continue
-            for slot in vars(kind).values():
-                if isinstance(slot, types.MemberDescriptorType):
-                    try:
-                        one = slot.__get__(value)
-                    except AttributeError:  # an empty slot
-                        continue
-                    container.slots.append((slot, self.value(one, f"{path}.{slot.__name__}")))
+            for slot in slots_in([kind]):
+                try:
+                    one = slot.__get__(value)
+                except AttributeError:  # an empty slot
+                    continue
+                container.slots.append((slot, self.value(one, f"{path}.{slot.__name__}")))
         return container
 
     def _unless_empty(self, container: Container) -> Any:

@@ -97,7 +97,7 @@ class HeldTensor:
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
-        # For a selective frame that is at once, for a recorded frame when its outermost region ends.
+        # When the outermost region of a recorded frame ends.
         found, tensor = self.find(), self.tensor
         assert tensor is not None
         if tensor is not found and not is_kept_anyway(tensor) and layout_of(tensor) != layout_of(found):

@@ -89,7 +89,7 @@ class Policy(abc.ABC):
 
     @functools.cached_property
     def decisions(self) -> dict[Any, int]:
-        """The policy's decisions on operators, for regions of both kinds (:mod:`.decisions`)."""
+        """The policy's decisions on operators, (:mod:`.decisions`)."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
