@@ -396,3 +396,39 @@ def test_backward_inside_of_forward():
         return F.dropout(h * inner).cos()
 
     assert same(run(checkpoint, function), run(lambda function, x: function(x), function))
+
+
+def _dropped(x, number):
+    found = []
+    for step in range(number):
+        x = torch.nn.functional.dropout(x.sin(), 0.3)
+        found.append(x)
+        x = x * torch.rand_like(x) if step % 5 == 2 else x + torch.randn(3) if step % 7 == 3 else x
+    return found
+
+
+@pytest.mark.parametrize("whole", [None, True, False])
+@pytest.mark.parametrize("number", [3, 17, 40])
+@pytest.mark.parametrize("order", [1, -1])
+def test_draws_in_a_row_are_drawn_again_from_one_state(number, order, whole):
+    """In any order, and where other draws come in between."""
+
+    def gradients(region):
+        torch.manual_seed(number)
+        x = torch.randn(3, 5, dtype=torch.float64)[:, ::2].requires_grad_()
+        with region:
+            found = _dropped(x, number)
+        return [grad(one.sum(), x, retain_graph=True)[0] for one in found[::order]] + [torch.rand(2)]
+
+    expected = gradients(contextlib.nullcontext())
+    assert all(map(torch.equal, gradients(checkpoint_region(replay_whole=whole)), expected))
+
+
+def test_draws_in_a_row_hold_one_state():
+    x = torch.randn(8, 8, requires_grad=True)
+    with checkpoint_region() as region:
+        y = x
+        for _ in range(5):
+            y = torch.nn.functional.dropout(y.sin(), 0.5)
+    assert [one.nbytes for one in region.kept()] == [torch.get_rng_state().nbytes]
+    y.sum().backward()

@@ -5,18 +5,20 @@ Drawing operators are known by their tag (``nondeterministic_seeded``).
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from ckpt_hooks._ambient.positions import Position, Where, where_streams_are
 from ckpt_hooks._ambient.streams import Snapshot, default_generator, is_capturing, is_same_state
-from ckpt_hooks._core.modes import QuietDispatchMode
+from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import address_of_generator
 
@@ -149,7 +151,81 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
         )
 
 
-def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor | None]:
+#: Operators that draw as many numbers for tensors of one kind, whatever is in these.
+_BY_SHAPE = {
+    id(operator)
+    for operator in (
+        torch.ops.aten.bernoulli_.float,
+        torch.ops.aten.uniform_.default,
+        torch.ops.aten.rand.default,
+        torch.ops.aten.rand_like.default,
+    )
+}
+_LONGEST = 16  # draws of a series, of which a replay may have to repeat all before the one that it needs
+
+
+class Series:
+    """Draws from the CPU's default generator, one right after another: the state before the first, and calls as long."""
+
+    __slots__ = ("__weakref__", "calls", "state")
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state  # 5 KB
+        self.calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
+
+    def draw_up_to(self, number: int, generator: torch.Generator) -> None:
+        """Sets a generator to the state before a draw."""
+        generator.set_state(self.state)
+        for operator, args, kwargs in self.calls[:number]:
+            made = [torch.empty_strided(*one[:2], dtype=one.dtype) if type(one) is _Kind else one for one in args]
+            _call_with(operator, made, kwargs, generator, is_draw=True)
+
+
+class _Kind(NamedTuple):
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _kind_of(argument: Any) -> Any:
+    is_tensor = isinstance(argument, torch.Tensor)
+    return _Kind(argument.shape, argument.stride(), argument.dtype) if is_tensor else argument
+
+
+class InSeries(NamedTuple):
+    """The state before a draw of a series."""
+
+    series: Series
+    place: int
+
+
+class NotedStates:
+    """Notes the states before the draws of one tape."""
+
+    __slots__ = ("_after", "_series")
+
+    def __init__(self) -> None:
+        self._series: weakref.ref[Series] | None = None
+        self._after = b""  # the state after the series
+
+    def note(self, operator: Any, args: Any, kwargs: Any, generator: torch.Generator, before: torch.Tensor) -> Any:
+        """Returns the state before a draw, as it is held."""
+        if id(operator) not in _BY_SHAPE or generator is not torch.default_generator:
+            return before
+        series = None if self._series is None else self._series()
+        if series is None or len(series.calls) == _LONGEST or _bytes_of(before) != self._after:
+            series = Series(before)
+            self._series = weakref.ref(series)
+        series.calls.append((operator, [_kind_of(one) for one in args], kwargs))
+        self._after = _bytes_of(generator.get_state())
+        return InSeries(series, len(series.calls) - 1)
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())  # past torch, and so past the user's dispatch modes
+
+
+def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: NotedStates) -> tuple[Any, Any]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
     given, device = _source_of(operator, args, kwargs)
     if device.type == "meta":
@@ -160,18 +236,20 @@ def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     result = operator(*args, **kwargs)
     if _form_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
         return result, None
-    return result, before
+    return result, states.note(operator, args, kwargs, generator, before)
 
 
 class _Spare(threading.local):
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}
+        # Where the CPU's one stands: a series, weakly, and the number of draws since; None elsewhere.
+        self.place: tuple[weakref.ref[Series], int] | None = None
 
 
 _spare = _Spare()
 
 
-def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor) -> Any:
+def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor | InSeries) -> Any:
     """Runs an operator with draws from a noted state; the user's generators do not move."""
     device = device_of(args, kwargs)
     _refuse_capture(operator, device)
@@ -179,6 +257,14 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
     own = _spare.generators.get(device)
     if own is None:
         own = _spare.generators[device] = torch.Generator(device)
+    place, _spare.place = _spare.place, None
+    if isinstance(state, InSeries):
+        series, number = state
+        if place is None or place[0]() is not series or place[1] != number:
+            unseen(series.draw_up_to)(number, own)
+        result = _call_with(operator, args, kwargs, own, is_draw=True)
+        _spare.place = weakref.ref(series), number + 1
+        return result
     own.set_state(state)
     return _call_with(operator, args, kwargs, own, is_draw=True)
 

@@ -182,7 +182,7 @@ class RunningFunction:
             out = facts.call(*args, **kwargs)
             self._op.draw = ANEW
         else:
-            out, state = draw_noting(func, args, kwargs)
+            out, state = draw_noting(func, args, kwargs, self._tape.states)
             self._draws.append(state)
         if facts.written:
             count_writes(func, args)

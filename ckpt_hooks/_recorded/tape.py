@@ -19,7 +19,7 @@ from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._operators.draws import draw_noting, drops_nothing
+from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor, HeldWithFaces, hold_tensor, num_fused_steps
@@ -156,6 +156,7 @@ class Tape:
         self.path: RegionPath = ("", None)  # the path of the innermost region
         self.lock = threading.RLock()  # held by a running replay of this tape
         self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
+        self.states = NotedStates()  # before draws
         self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
         # Whether the innermost region is a call of a function: what its policy keeps may be written to after the call.
         self.is_call = self.has_calls = False  # ``has_calls``: whether any region on the tape is one
@@ -399,7 +400,7 @@ def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     if tape.draws_anew:
         op.draw = ANEW
         return facts.call(*args, **kwargs)
-    out, op.draw = draw_noting(func, args, kwargs)
+    out, op.draw = draw_noting(func, args, kwargs, tape.states)
     return out
 
 
