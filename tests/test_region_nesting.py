@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import sys
@@ -16,7 +17,8 @@ import torch.utils.checkpoint
 from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu
 
-from ckpt_hooks import CheckpointError, checkpoint, checkpoint_region, is_recomputing
+from ckpt_hooks import CheckpointError, DeterminismError, checkpoint, checkpoint_region, is_recomputing
+from ckpt_hooks.policies import dots_saveable
 from tests.measure import CountOps, Log, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
 
@@ -231,6 +233,69 @@ def test_a_function_frame_and_a_region_side_by_side_in_each_other():
         for frame in (lambda kind, *args: KINDS[kind](*args), lambda kind, *args: KINDS["plain"](*args))
     ]
     assert_same(*found)
+
+
+INNER = {
+    "a region": lambda function, h, mask: _in_region(function, h, mask),
+    "a region with a policy": lambda function, h, mask: _in_region(function, h, mask, policy=dots_saveable),
+    "a call with a policy": lambda function, h, mask: checkpoint(policy=dots_saveable)(function)(h, mask),
+    "a plain checkpoint": lambda function, h, mask: checkpoint(function, h, mask),
+}
+
+
+def _in_region(function, *args, **options):
+    with checkpoint_region(**options):
+        return function(*args)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_cache_that_forward_fills_inside_of_a_plain_checkpoint(inner, levels):
+    """The rerun of the outer one finds the tables there, which its regions then get from outside: it has no need of these."""
+
+    def program(run, outer):
+        @functools.lru_cache
+        def table(scale):
+            return (torch.arange(64.0, dtype=torch.float64).reshape(8, 8) * scale).cos()
+
+        def block(h, mask):
+            h = h.sin() @ w * table(0.5) + mask * 2
+            return (h * table(0.25)).tanh()
+
+        def layers(h):
+            for _ in range(3):
+                h = run(block, h, h.detach() > 0).exp().sin()
+            return h
+
+        y = outer(layers, x)
+        return [y.detach(), *grad(y.sum(), [x, w])]
+
+    def nested(function, h):
+        for _ in range(levels - 1):
+            function = functools.partial(checkpoint, function)
+        return checkpoint(function, h)
+
+    x, w = leaf(8, 8), leaf(8, 8)
+    expected = program(lambda function, *args: function(*args), lambda function, h: function(h))
+    assert_same(program(INNER[inner], nested), expected)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_tables_that_are_not_to_be_told_from_what_the_region_had(size):
+    """Where tensors of one kind are read at one place, any might be meant; what a cache has thrown out is missing."""
+
+    @functools.lru_cache(size)
+    def table(number):
+        return torch.full((3,), 1.0 + number, dtype=torch.float64)
+
+    def function(x):
+        with checkpoint_region():
+            return ((x.detach() * 2 * table(0)) * table(1)) * x
+
+    table(0)
+    y = checkpoint(function, leaf(3))
+    with pytest.raises(DeterminismError, match=r"given other tensors|different number of tensors"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -23,9 +24,38 @@ from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 
 R = TypeVar("R")
 
-# Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, of which kinds
+
+class Label(NamedTuple):
+    """What a tensor from outside, or kept by a policy, is for a recorded region inside a frame."""
+
+    reason: Reason
+    read: tuple[int, str, int]  # how many tensors the region had saved before, the operator that read this one, and where
+    requires_grad: bool
+    kind: Any  # dtype, shape, device
+
+    @property
+    def may_be_more(self) -> bool:
+        """Whether forward may have made such a tensor inside of the region: a table, say, that is in a cache now."""
+        return not self.requires_grad and self.reason not in (Reason.POLICY, Reason.NAME)
+
+
+# Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, their labels
 # if it is a recorded one, and the region.
-Mark = tuple[int, int, Sequence[Reason], RegionPath]
+Mark = tuple[int, int, Sequence[Label | None], RegionPath]
+
+
+def places_of(wanted: Sequence[Label | None], found: Sequence[Label | None]) -> Sequence[int] | None:
+    """Returns the places of tensors with some labels, in order; None where they are not to be told from others."""
+    if found == wanted:
+        return range(len(found))
+    left = Counter(found)
+    left.subtract(wanted)
+    if any(count and (label is None or count < 0 or label in wanted or not label.may_be_more) for label, count in left.items()):
+        return None
+    places: dict[Label | None, deque[int]] = {}
+    for place, label in enumerate(found):
+        places.setdefault(label, deque()).append(place)
+    return [places[label].popleft() for label in wanted]
 
 
 def mutated_leaf(kept: Kept) -> MutationError:
@@ -109,8 +139,9 @@ class Frame(abc.ABC):
     def describe(self, packed: Any) -> Saved:
         """Describes the saved tensor of one of this frame's handles."""
 
-    def note_inside(self, count: int, kinds: Sequence[Reason], path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
-        """Notes tensors which a region inside hands to this frame: inputs, or outputs kept by a policy."""
+    def note_inside(self, labels: Sequence[Label | None], path: RegionPath) -> Sequence[int]:
+        """Notes tensors which a region inside hands to this frame; returns the places of those to save, in order."""
+        return range(len(labels))
 
     def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:
         """Runs a recompute, and tells observers, also whether it runs forward's operators in their order, all at once."""

@@ -371,7 +371,7 @@ class Arguments:
             # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in step with its
             # forward, and may meet two tensors where forward met one.
             if inside is not None and tensors and are_of_frame(hooks):
-                inside[0].note_inside(len(tensors), (), inside[1])
+                inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
             self._strides = _strides_of(tensors)
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))

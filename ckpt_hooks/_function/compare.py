@@ -82,8 +82,9 @@ def _compare_marks(collector: Collector) -> None:
 def _mark_in_words(mark: Mark | None) -> str:
     if mark is None:
         return "no region there"
-    position, count, kinds, (name, _) = mark
-    more = f" ({', '.join(f'{kinds.count(kind)} {kind.value}' for kind in dict.fromkeys(kinds))})" if kinds else ""
+    position, count, labels, (name, _) = mark
+    kinds = [label.reason.value for label in labels if label is not None]
+    more = f" ({', '.join(f'{kinds.count(kind)} {kind}' for kind in dict.fromkeys(kinds))})" if kinds else ""
     return f"region {name!r} with {count} tensor{'' if count == 1 else 's'} from around it{more}, after {position} saved ones"
 
 

@@ -12,7 +12,7 @@ import torch
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.positions import where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
-from ckpt_hooks._core.frame import Frame, stack
+from ckpt_hooks._core.frame import Frame, Label, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close, close_frame
 from ckpt_hooks._core.misuse import Misuse, explain_refusal
@@ -187,12 +187,19 @@ class FunctionFrame(HandleFrame):
         if self.watch is not None:
             self.watch.exited(error)
 
-    def note_inside(self, count: int, kinds: Sequence[Reason], path: RegionPath) -> None:
+    def note_inside(self, labels: Sequence[Label | None], path: RegionPath) -> Sequence[int]:
         collector = self.collector
-        if collector is not None:
-            collector.marks.append((len(collector.values), count, kinds, path))
-        else:
-            self.marks.append((len(self.numbers), count, kinds, path))
+        places: Sequence[int] = range(len(labels))
+        if collector is None:
+            self.marks.append((len(self.numbers), len(labels), labels, path))
+            return places
+        number, position = len(collector.marks), len(collector.values)
+        expected = self.marks[number] if number < len(self.marks) else None
+        if expected is not None and expected[0] == position:
+            places = places_of(expected[2], labels) or places
+        labels = [labels[place] for place in places]
+        collector.marks.append((position, len(labels), labels, path))
+        return places
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         rerun = functools.partial(self._rerun, wanted)

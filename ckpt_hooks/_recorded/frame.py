@@ -391,7 +391,7 @@ class RecordedFrame(ReplayedFrame):
         if outer is None or tape is None:
             watch_fused_steps()
             users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
-            tape = self.tape = Tape(hooks, respect_hooks=respect_hooks, is_in_frame=self.parent is not None)
+            tape = self.tape = Tape(hooks, respect_hooks=respect_hooks, frame=self.parent)
             tape.users_modes = users
             self._recorder = Recorder(tape)
             self._recorder.__enter__()
@@ -413,7 +413,7 @@ class RecordedFrame(ReplayedFrame):
         else:
             push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
-        tape.start, tape.is_call = self.start, self._is_call
+        tape.start, tape.is_call, tape.held.handles = self.start, self._is_call, self.handles
         tape.has_calls = tape.has_calls or self._is_call
         self.release = release
         stack.innermost = self
@@ -425,7 +425,7 @@ class RecordedFrame(ReplayedFrame):
         """Does nothing with the result of a function of which the frame is the region."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        tape, outer, parent = self.tape, self.outer, self.parent
+        tape, outer = self.tape, self.outer
         assert tape is not None
         if error is not None:
             explain_refusal(error)
@@ -448,8 +448,6 @@ class RecordedFrame(ReplayedFrame):
             self._recorder = tape.decisions = None
             if self._at_end is not None and error is None:
                 self._at_end(tape)
-            if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
-                parent.note_inside(len(tape.held), tape.held.kinds(), self.path)
             if error is None and self.watch is None and self._decisions is None and not tape.watched:
                 tape.close()
             else:
@@ -457,7 +455,7 @@ class RecordedFrame(ReplayedFrame):
             return
         if outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
-            tape.start, tape.is_call = outer.start, outer._is_call
+            tape.start, tape.is_call, tape.held.handles = outer.start, outer._is_call, outer.handles
         if self.watch is not None or self._decisions is not None:
             close(error, partial(self._tell, tape, error))
 

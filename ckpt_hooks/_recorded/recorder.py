@@ -136,7 +136,7 @@ class Recorder(SelectiveCheckpointContext):
                 if not isinstance(tensor, _Tensor):
                     present = tuple(other for other in present if other != position)
                     continue
-                value = tape.value_of(tensor, facts)
+                value = tape.value_of(tensor, facts, position)
             recorded[position] = value
             values.append(value)
         op = Op()  # attributes one by one, here and below: half the cost of an ``__init__``

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
 import torch
 
 from ckpt_hooks._ambient.current import Current
-from ckpt_hooks._core.descriptions import RegionPath
+from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape
 from ckpt_hooks._core.events import Watch
+from ckpt_hooks._core.frame import Frame, Label
 from ckpt_hooks._core.holdings import Cause, Reason
+from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
@@ -53,31 +55,35 @@ _weakref = weakref.ref
 class TensorsHeld:
     """The values of one tape whose tensors are kept."""
 
-    __slots__ = ("_batch", "_for_frame", "_held", "is_in_frame")
+    __slots__ = ("_batch", "_for_frame", "_held", "_reads", "frame", "handles")
 
-    def __init__(self, *, is_in_frame: bool) -> None:
-        self.is_in_frame = is_in_frame  # whether a function frame is around
+    def __init__(self, frame: Frame | None) -> None:
+        self.frame = frame  # the function frame around
         self._held: list[weakref.ref[Value]] = []
         # Hooks have to get the same tensors in forward and in the rerun of a frame around. The set of live values depends on
         # the garbage collector, so all are held up to the end of the region.
         self._for_frame: list[Value] = []
+        # Of each, how many tensors the innermost region had saved by then, and the operator and place that read it.
+        self._reads: list[tuple[int, str, int]] = []
+        self.handles: Sized = ()  # of the innermost region
         self._batch: Batch | None = None
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def note(self, value: Value, reference: weakref.ref[Value]) -> None:
+    def note(self, value: Value, reference: weakref.ref[Value], facts: OpFacts | None = None, place: int = -1) -> None:
         """Notes a value, whose tensor is sealed at the end."""
         self._held.append(reference)
-        if self.is_in_frame:
+        if self.frame is not None:
             self._for_frame.append(value)
+            self._reads.append((len(self.handles), "" if facts is None else facts.full_name, place))
 
     def keep(
         self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause, *, with_history: bool = False
     ) -> None:
         """Keeps the tensor of a value, or sends it to the host; drops the value's history unless that may be needed later."""
         alias = counted_detach(tensor)
-        to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
+        to_host = decision == OFFLOAD and self.frame is None and not _is_cast_of_leaf(value)
         transfers = transfers_for(tensor) if to_host else None
         if transfers is not None:
             self._batch = self._batch or Batch()
@@ -101,27 +107,40 @@ class TensorsHeld:
         """Notes the version of a kept tensor only at the end of the region, since the version moves without a write."""
         assert value.saved is not None
         value.saved.version = None
-        self._held.append(_weakref(value))
+        self.note(value, _weakref(value))
 
-    def kinds(self) -> list[Reason]:
-        """Returns why each value is kept, in the order of keeping."""
-        values = [reference() for reference in self._held]
-        return [value.saved.cause.reason for value in values if value is not None and value.saved is not None]
+    def _labels(self) -> Iterator[Label | None]:
+        """Yields what each value is for a frame around, in the order of keeping."""
+        for value, read in zip(self._for_frame, self._reads, strict=True):
+            tensor = None if value.saved is None else value.saved.tensor
+            if value.saved is None or tensor is None:
+                yield None
+            else:
+                kind = *dtype_and_shape(tensor), tensor.device
+                yield Label(value.saved.cause.reason, read, tensor.requires_grad, kind)
 
     def with_histories(self) -> list[Value]:
         """Returns the values kept with the operators that made them."""
         values = [value for reference in self._held if (value := reference()) is not None]
         return [value for value in values if value.saved is not None and value.op is not None]
 
-    def close(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
+    def close(self, hooks: Hooks | None, path: RegionPath, *, respect_hooks: bool) -> None:
         """Ends the recording: seals the kept tensors, by the hooks around if any."""
         held, self._held = self._held, []
+        if self.frame is not None and hooks is not None and are_of_frame(hooks):
+            places = self.frame.note_inside(list(self._labels()), path)
+            self._seal([held[place] for place in places], hooks)
+            self._seal([held[place] for place in {*range(len(held))}.difference(places)], None)
+        else:
+            self._seal(held, hooks, respect_hooks=respect_hooks)
+        self._for_frame.clear()
+
+    def _seal(self, held: Iterable[weakref.ref[Value]], hooks: Hooks | None, *, respect_hooks: bool = True) -> None:
         for reference in held:
             value = reference()
             if value is not None and value.saved is not None:
                 saved = value.saved
                 value.saved = saved.sealed(hooks if respect_hooks or not saved.by_policy else None)
-        self._for_frame.clear()
 
 
 def _is_cast_of_leaf(value: Value) -> bool:
@@ -146,12 +165,12 @@ class Tape:
     surroundings: Surroundings  # the present surroundings of operators
     current: Current | None  # devices and streams as the outermost region began; None where no accelerator was in use
 
-    def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
+    def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, frame: Frame | None) -> None:
         self.tables = Tables()  # the tables of tensors and storages
-        self.held = TensorsHeld(is_in_frame=is_in_frame)  # the kept tensors
+        self.held = TensorsHeld(frame)  # the kept tensors
         self.hooks = hooks  # the saved-tensor hooks around the outermost region
         self.respect_hooks = respect_hooks  # whether outputs kept by a policy go through the hooks
-        self.is_in_frame = is_in_frame  # whether the outermost region is inside a function frame
+        self.is_in_frame = frame is not None  # whether the outermost region is inside a function frame
         self.task = graph_task_id()  # the backward in which the outermost region runs; -1 for none
         self.path: RegionPath = ("", None)  # the path of the innermost region
         self.lock = threading.RLock()  # held by a running replay of this tape
@@ -262,8 +281,8 @@ class Tape:
         self.tables.stores[address] = value.store
         self.tables.register(tensor, value)
 
-    def value_of(self, tensor: torch.Tensor, facts: OpFacts | None) -> Value:
-        """Returns the value of a tensor which is not in the table."""
+    def value_of(self, tensor: torch.Tensor, facts: OpFacts | None, place: int = -1) -> Value:
+        """Returns the value of a tensor which is not in the table, read by an operator at a place."""
         key = id(tensor)
         self.tables.known.pop(key, None)  # a tensor given another storage
         if self.tables.uninitialized and (uninitialized := self.tables.uninitialized.get(key)) is not None:
@@ -290,9 +309,9 @@ class Tape:
             if value is not None:
                 return value
             self.tables.make_external(store, "written or seen by other ways than operators")
-        return self.input_of(tensor, store)
+        return self.input_of(tensor, store, facts, place)
 
-    def input_of(self, tensor: torch.Tensor, store: Store) -> Value:
+    def input_of(self, tensor: torch.Tensor, store: Store, facts: OpFacts | None = None, place: int = -1) -> Value:
         """Returns a new value which keeps a tensor as it is."""
         self.tables.number = number = self.tables.number + 1
         value = Value()
@@ -326,7 +345,7 @@ class Tape:
             if origin is None:
                 saved.version = None
             saved.is_fickle = store.written and not tensor.requires_grad
-            self.held.note(value, holder)
+            self.held.note(value, holder, facts, place)
         return value
 
     def shape_of(self, tensor: torch.Tensor) -> Any:
@@ -375,7 +394,7 @@ class Tape:
             if isinstance(tensor, _Tensor):
                 if self.tables.store_of(tensor).written:
                     return False
-                op.args[position] = self.value_of(tensor, op.facts)
+                op.args[position] = self.value_of(tensor, op.facts, position)
         return True
 
     def close(self) -> None:
@@ -386,7 +405,7 @@ class Tape:
         if self.has_calls:
             self._settle_histories()
         self.tables.clear()
-        self.held.close(self.hooks, respect_hooks=self.respect_hooks)
+        self.held.close(self.hooks, self.path, respect_hooks=self.respect_hooks)
 
 
 def _of_class(tensor: torch.Tensor) -> str:
@@ -454,7 +473,7 @@ def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: l
         if value is None:
             value = tape.tables.known.get(key)
         if value is None or storage_of(argument) != value.store.address:
-            value = tape.value_of(argument, facts)
+            value = tape.value_of(argument, facts, len(values))
         values.append(value)
         return value
     if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):
