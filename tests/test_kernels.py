@@ -28,7 +28,7 @@ from tests import kernels as k
 from tests import test_functions as programs
 from tests.fake_device import note_comparisons
 from tests.measure import Log, allocated
-from tests.regions import assert_as_eager, plain
+from tests.regions import assert_as_eager, assert_same, plain
 
 aten = torch.ops.aten
 
@@ -454,15 +454,86 @@ def test_results_are_kept_with_a_reason(name):
     assert Counted.runs == (1 if reason else 2)
 
 
-@pytest.mark.parametrize("act", [lambda *args: k.Statistics.apply(*args)[0], lambda *args: k.UnmarkedStatistics.apply(*args)])
-def test_results_are_kept_where_an_argument_from_outside_is_written_to(act):
-    (x, w), buffer = tensors(3, 3), torch.zeros(3)
+class Recipe:
+    """Has what a function scales by, and writes to."""
+
+    def __init__(self):
+        self.history, self.scale, self.twice = torch.zeros(4, 3), torch.ones(3), torch.zeros(1)
+
+
+class Scaled(Function):
+    """Scales by what a recipe tells, and writes to the recipe."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, x, recipe, how):
+        Scaled.runs += 1
+        ctx.save_for_backward(x * recipe.scale)
+        write = k.write if how == "by pointer" else torch.Tensor.copy_
+        write(recipe.history, torch.cat([recipe.history[1:], x.abs().amax(0, keepdim=True)]))
+        write(recipe.scale, 1 / (1 + recipe.history.amax(0)))
+        if how == "both":
+            k.write(recipe.twice, recipe.twice + 1)
+            recipe.twice.mul_(2)
+        return (x * recipe.scale).sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos(), None, None
+
+
+@pytest.mark.parametrize("how", ["by operators", "by pointer", "both"])
+def test_an_object_that_the_function_writes_to_is_lent_as_it_was(how):
+    """Three layers share it: each rerun finds what its forward found, and leaves what forward left."""
+
+    def program(region):
+        recipe, h = Recipe(), x
+        for _ in range(3):
+            with region():
+                h = Scaled.apply(h @ w, recipe, how).tanh()
+        left = [recipe.history.clone(), recipe.scale.clone(), recipe.twice.clone()]
+        versions = [one._version for one in vars(recipe).values()]
+        found = grad(h.sum(), [x, w], retain_graph=True) + grad(h.sum(), [x, w])
+        assert versions == [one._version for one in vars(recipe).values()]
+        return [h.detach(), *found, *left, *vars(recipe).values()]
+
+    x, w = tensors(3, 3)
+    expected, Scaled.runs = program(plain), 0
+    assert_same(program(checkpoint_region), expected)
+    assert Scaled.runs == (3 if how == "both" else 9)
+
+
+def test_a_tensor_written_to_and_the_object_that_has_it_are_kept_from_a_rerun():
+    class Both(Function):
+        @staticmethod
+        def forward(ctx, x, recipe, scale):
+            return (x * recipe.scale.add_(1)).sin() + scale
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None, None
+
+    x, w = tensors(3, 3)
+    recipe = Recipe()
     with checkpoint_region() as region:
-        y = act(x @ w, buffer).sin()
-    reasons = [kept.why for kept in region.kept() if ".apply" in kept.why]
-    assert y.requires_grad
-    assert reasons
-    assert all("writes to memory from outside of the region" in reason for reason in reasons)
+        y = Both.apply(x @ w, recipe, recipe.scale[:]).sin()
+    assert any("writes to memory from outside of the region" in kept.why for kept in region.kept())
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("function", [k.Statistics, k.UnmarkedStatistics])
+def test_an_argument_from_outside_that_is_written_to_is_lent_as_it_was(function):
+    def program(region):
+        buffer = torch.full((3,), 0.5)
+        with region():
+            found = function.apply(x @ w, buffer)
+            y = found if function is k.UnmarkedStatistics else found[0]
+            y = y.sin() * 2
+        return [y.detach(), *grad(y.exp().sum(), [x, w]), buffer.detach()]
+
+    x, w = tensors(3, 3)
+    assert_same(program(checkpoint_region), program(plain))
 
 
 def test_plain_functions_and_classes_are_no_objects():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -29,7 +30,7 @@ from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
 from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_in
 from ckpt_hooks._tensors.copies import is_plain
 from ckpt_hooks._torch.functions import has_setup_context
-from ckpt_hooks._torch.tensors import storage_of, version_of
+from ckpt_hooks._torch.tensors import set_versions, storage_of, version_of
 from ckpt_hooks.errors import DeterminismError
 
 from .replay import ReplayContext
@@ -132,6 +133,28 @@ def memory_of(parts: Iterable[Any]) -> list[tuple[int | None, int]]:
     return [(storage_of(one), version_of(one)) for one in parts if isinstance(one, torch.Tensor)]
 
 
+_lending = threading.RLock()
+
+
+class _Lending:
+    """Puts contents in place of those of some tensors, for a while; no version tells."""
+
+    def __init__(self, lent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._lent = lent
+
+    def __enter__(self) -> None:
+        _lending.acquire()
+        self._present = [(tensor, tensor._version, tensor.clone()) for tensor, _ in self._lent]
+        for tensor, content in self._lent:
+            tensor.data.copy_(content)
+
+    def __exit__(self, *exception: object) -> None:
+        for tensor, version, content in self._present:
+            tensor.data.copy_(content)
+            set_versions((tensor,), (version,))
+        _lending.release()
+
+
 def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) in ATOMS and type(one) is type(other) and repr(one) == repr(other))
 
@@ -146,6 +169,7 @@ class FunctionFacts(OpFacts):
         "fake_mode",
         "grads",
         "kwargs",
+        "lent",
         "memory",
         "modes",
         "needs_input_grad",
@@ -178,6 +202,7 @@ class FunctionFacts(OpFacts):
         self.objects: list[Any] = []  # arguments which are neither tensors nor taken apart
         self.parts: list[Any] = []  # what these consisted of
         self.memory: list[tuple[int | None, int]] = []  # of the tensors among these
+        self.lent: list[int] = []  # places of tensors from outside to which forward wrote, and each rerun does
         self.results: list[Result] = []  # the results on the tape, in order of noting
         # Random streams before forward, other than the CPU's, which unseen draws moved; None where none did.
         self.streams: random_streams.Snapshot | None = None
@@ -200,6 +225,13 @@ class FunctionFacts(OpFacts):
             raise self.error(frame, "the objects of then among its arguments", "objects which have been changed since")
         # Behind the arguments come tensors in objects, which the objects have themselves.
         given = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
+        inside = [one for one in self.parts if isinstance(one, torch.Tensor)]
+        first, lent = len(given) - len(inside), []
+        for place in self.lent:
+            if place < first:
+                given[place] = given[place].clone()
+            else:
+                lent.append((inside[place - first], given[place]))
         built: dict[int, Any] = {}
         args = [build(one, given, built) for one in self.args]
         kwargs = {name: build(one, given, built) for name, one in self.kwargs.items()}
@@ -213,7 +245,7 @@ class FunctionFacts(OpFacts):
             modes = FUNCTION_MODES.enter(self.modes)
             drawn = None if self.streams is None else random_streams.enter(self.streams)
             try:
-                with self.fake_mode or nullcontext(), mode:
+                with self.fake_mode or nullcontext(), _Lending(lent) if lent else nullcontext(), mode:
                     results = self.context.copy().run(self._run, args, kwargs)
             finally:
                 if drawn is not None:
@@ -252,8 +284,13 @@ class FunctionFacts(OpFacts):
     def are_as_noted(self) -> bool:
         """Whether the objects consist of what they consisted of."""
         parts = parts_of(self.objects)
-        is_same = parts is not None and len(parts) == len(self.parts) and all(map(_same, parts, self.parts))
-        return is_same and memory_of(self.parts) == self.memory
+        if parts is None or len(parts) != len(self.parts) or not all(map(_same, parts, self.parts)):
+            return False
+        first = len(self.grads) - len(self.memory)
+        return all(
+            one[0] == other[0] and (one[1] == other[1] or place in self.lent)
+            for place, (one, other) in enumerate(zip(memory_of(self.parts), self.memory, strict=True), first)
+        )
 
     def error(self, frame: Frame, expected: str, found: str) -> DeterminismError:
         """Returns the error for a rerun with other results than forward."""

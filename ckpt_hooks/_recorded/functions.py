@@ -16,7 +16,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import copy_context
 from typing import Any
 
@@ -130,6 +130,9 @@ class RunningFunction:
         self._born: set[int] = set()  # addresses of storages made in the function
         self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
         self._written: dict[int, Store] = {}  # storages taken as written to, by identity
+        self._lent: dict[int, int] = {}  # places of arguments from outside to which a rerun writes, by identity of the storage
+        self._tensors: list[_Tensor] = []  # the arguments, and the tensors in objects among them
+        self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
         self._decisions: dict[int, int] = {}  # of the policy, on results of operators inside, by address
 
     def keep(self, reason: str) -> None:
@@ -221,15 +224,30 @@ class RunningFunction:
                 self.keep("writes to a tensor which is not among its arguments")
             elif facts.is_inplace_view or facts.replaces_storage:
                 self.keep("gives an argument another shape")
-            elif not self._is_inside(store):
-                self.keep("writes to memory from outside of the region")
-            else:
+            elif self._is_inside(store):
                 if id(store) not in self._written:
                     writes.copy_held(self._tape, [store])
                     self._written[id(store)] = store
                 continue
+            else:
+                self._lend(store, is_seen=True)
             return True
         return False
+
+    def _lend(self, store: Store, *, is_seen: bool) -> None:
+        """Lets a rerun write to memory from outside, which it finds with forward's contents; else has the results kept."""
+        if id(store) in self._lent:
+            return
+        looked = [(tensor, image) for tensor, other, image in self._looked if other is store]
+        places = [place for place, tensor in enumerate(self._tensors) if storage_of(tensor) == store.address]
+        if store.external and not store.birth and len(looked) == len(places) == 1 and not looked[0][0].requires_grad:
+            differing = is_seen and differs(*looked[0])  # by a kernel, before the write that is seen
+            if isinstance(differing, _Tensor):
+                self._tape.unseen.append((differing, self._facts.name))
+            if looked[0][0] is self._tensors[places[0]] and differing is not True:
+                self._lent[id(store)] = places[0]
+                return
+        self.keep("writes to memory from outside of the region")
 
     def _is_inside(self, store: Store) -> bool:
         """Whether the innermost region made a memory: a replay of the region alone may write there."""
@@ -277,7 +295,6 @@ class FunctionCall(RunningFunction):
         facts = FunctionFacts(function)
         RunningFunction.__init__(self, tape, facts)
         self._made: list[Value] = []
-        self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
         facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, facts.objects, reason = taken_apart(args, kwargs)
         if facts.objects:
             parts = parts_of(facts.objects)
@@ -426,8 +443,6 @@ class FunctionCall(RunningFunction):
     def _settle(self) -> None:
         """Finds what the function wrote to, once its forward has run."""
         self._is_settled = True
-        if self._facts.objects and self.reason is None and not self._facts.are_as_noted():
-            self.keep("changes an object among its arguments")
         tape, op, facts, written = self._tape, self._op, self._facts, self._written
         bumped = []
         for tensor, version, value in zip(self._tensors, self._versions, op.args, strict=True):
@@ -443,11 +458,18 @@ class FunctionCall(RunningFunction):
                     written[id(store)] = store
                     if not store.external:
                         self._look_at_held(store)
-        if not all(map(self._is_inside, written.values())):
-            self.keep("writes to memory from outside of the region")
+        foreign = {key: store for key, store in written.items() if not self._is_inside(store)}
+        for store in foreign.values():
+            self._lend(store, is_seen=False)
+        facts.lent = [*self._lent.values()]
+        if facts.objects and self.reason is None and not facts.are_as_noted():
+            self.keep("changes an object among its arguments")
         if self.reason is not None:
-            self._let_go(bumped)
+            self._let_go(written.values(), bumped)
             return
+        if foreign:
+            self._let_go(foreign.values(), bumped)
+            written = {key: store for key, store in written.items() if key not in foreign}
         op.surroundings = tape.surroundings
         tape.tables.number = op.number = tape.tables.number + 1
         if self._draws and any(state is not None for state in self._draws):
@@ -462,14 +484,14 @@ class FunctionCall(RunningFunction):
                 self._put_copies(store)
                 self._made += writes.after_inside(tape, op, store, bumped, RECOMPUTE)
 
-    def _let_go(self, bumped: list[object]) -> None:
+    def _let_go(self, stores: Collection[Store], bumped: list[object]) -> None:
         """Takes written memory off the tape, as after an operator with unknown effects."""
-        tape, stores, name = self._tape, self._written.values(), self._facts.name
-        assert self.reason is not None
+        tape, name = self._tape, self._facts.name
         quiet = writes.look_at_handles(tape, stores, bumped, name, self._tensors)
         for store in stores:
             self._put_copies(store)
-            tape.tables.make_external(store, self.reason)
+            if self.reason is not None:
+                tape.tables.make_external(store, self.reason)
         writes.after_external(tape, stores, quiet)
 
     def _note(self, tensor: _Tensor, is_saved: bool, place: int) -> None:
@@ -483,7 +505,8 @@ class FunctionCall(RunningFunction):
         if known is not None and known.store.address == (address or 0):
             return
         store = self._stores.get(address)
-        if not is_born and (self.reason is not None or store is None or type(tensor) not in PLAIN_OR_FAKE):
+        is_lent = store is not None and id(store) in self._lent
+        if not is_born and (self.reason is not None or store is None or is_lent or type(tensor) not in PLAIN_OR_FAKE):
             on_tape = tables.stores.get(address or 0)
             if on_tape is None or on_tape.external or not on_tape.is_alive():  # memory on the tape has other faces there
                 reason = self.reason or f"from {self._facts.name}, in memory which no operator of it made"
