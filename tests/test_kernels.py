@@ -336,6 +336,7 @@ class _Once:
 REASONS = {
     "an object": (functools.partial(torch.sin), "has an object among its arguments, which it may change"),
     "an iterator": (_Once(), "has an iterator among its arguments, which can be read once"),
+    "a default": (lambda x, by=[2.0]: x * by[0], "has an object among its arguments, which it may change"),
     "a closure": (_closure(1), "has an object among its arguments, which it may change"),
     "a tensor from elsewhere": (lambda x: x + _buffer, "reads a tensor which is not among its arguments"),
     "a buffer": (lambda x: _buffer.add_(1), "a tensor which is not among its arguments"),

@@ -533,3 +533,45 @@ def test_what_is_held_to_run_again_are_operators_alone():
     with torch.no_grad():
         y.zero_()
     assert torch.equal(grad(z.sum(), x)[0], grad(function(x)[1].sum(), x)[0])
+
+
+def test_kept_results_of_nested_calls_that_were_both_written_to():
+    """To bring back one of them a replay has begun that took the other one for kept."""
+    call = checkpoint(policy=policies.save_ops(aten.mul.Tensor))
+
+    def layer(x):
+        v = x * 2
+        return v, v.sin() * v.cos()
+
+    def program(region):
+        def model(x):
+            v, h = region(layer)(x)
+            w, y = region(layer)(h)
+            return v, w, (y * w).tanh() * v
+
+        torch.manual_seed(0)
+        x = leaf(3)
+        *kept, y = region(model)(x)
+        for one in kept:
+            one.detach().zero_()
+        return [y.detach(), *grad(y.sum(), x)]
+
+    found = program(call)
+    assert all(map(torch.equal, found, program(checkpoint())))
+
+
+def test_a_kept_dropout_that_draws_anew_cannot_be_brought_back():
+    x = leaf(8)
+
+    def function(x):
+        h = F.dropout(x.sin(), 0.5)
+        return h, h.sin()
+
+    def keeps(ctx, op, *args, **kwargs):
+        return SAVE if "sin" not in str(op) else RECOMPUTE
+
+    h, y = checkpoint(policy=keeps, preserve_rng_state=False)(function)(x)
+    with torch.no_grad():
+        h.zero_()
+    with pytest.raises(MutationError, match="modified"):
+        y.sum().backward()

@@ -110,15 +110,18 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
         elif kind is dict:
             found.append(len(value))
             todo += itertools.chain.from_iterable(value.items())
-        elif kind is types.FunctionType and not (
-            value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)
-        ):
+        elif kind is types.FunctionType and is_without_state(value):
             continue
         elif builtin_of(kind) is object and not issubclass(kind, (Module, Iterator)):
             todo += [*(_content_of(slot, value) for slot in slots_in(kind.__mro__)), getattr(value, "__dict__", None)]
         else:
             return None
     return found
+
+
+def is_without_state(function: types.FunctionType) -> bool:
+    """Whether nothing that a function has may change, its globals left aside."""
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
 
 
 def _content_of(slot: Any, value: Any) -> Any:

@@ -38,7 +38,7 @@ from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_address,
 from ckpt_hooks.policies.decisions import RECOMPUTE
 
 from . import writes
-from .function_rerun import FunctionFacts, memory_of, parts_of
+from .function_rerun import FunctionFacts, is_without_state, memory_of, parts_of
 from .tape import Tape, decide
 from .values import ANEW, FunctionHandle, Handle, Op, Store, Value, counter_in, counter_of, new_store, new_value
 
@@ -98,7 +98,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, torch.Generator):
         return False
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is None
+        return is_without_state(value)
     return isinstance(value, (type, types.BuiltinFunctionType)) or not gc.is_tracked(value)
 
 
