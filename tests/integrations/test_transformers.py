@@ -321,8 +321,8 @@ def live_bytes(model, batch, switched_on):
     return sum(nbytes for nbytes in sizes[: sizes.index(mark)] if abs(nbytes) != state)
 
 
-#: Bytes that recorded regions hold besides: memory which a layer fills in parts (the order of tokens by experts, the two
-#: halves of a key). A replay cannot make such memory anew.
+#: Bytes that recorded regions, and so calls with a policy, hold besides: memory which a layer fills in parts (the order of
+#: tokens by experts, the two halves of a key). A replay cannot make such memory anew.
 FILLED_IN_PARTS = {"mixtral": 768, "qwen2_moe": 768, "gpt_oss": 768, "qwen3_next": 768, "deepseek_v3": 3456}
 
 
@@ -335,7 +335,7 @@ def test_a_forward_leaves_no_more_than_with_torch(name, monkeypatch):
     more = FILLED_IN_PARTS.get(name, 0)
     assert measured(FORMS["plain"]) == plain
     assert measured(FORMS["recorded"]) <= plain + more
-    assert measured(FORMS["policy"]) <= selective
+    assert measured(FORMS["policy"]) <= selective + more
     assert measured(FORMS["recorded policy"]) <= selective + more
     assert plain + more < measured(contextlib.nullcontext)
 
