@@ -20,7 +20,7 @@ from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
 from ._checkpoint.sequential import checkpoint_sequential
 from ._core.frame import is_recomputing
 from ._core.scopes import GraphExecGroup
-from ._function.contexts import noop_context_fn
+from ._function.options import noop_context_fn
 from ._tensors.refilling import register_finder as _register_finder
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError

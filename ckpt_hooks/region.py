@@ -16,8 +16,7 @@ from ._core.frame import stack
 from ._core.holdings import Holding
 from ._core.hooks import ThreadMark, close, mark_thread, rewind
 from ._core.misuse import Misuse, check_curried, described_as, name_of_callable
-from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun, warn_of_transform
-from ._function.options import Form, defaults_of, values_of
+from ._function.options import UNRUN, Form, check_runs, defaults_of, is_policy, refuse_unrun, values_of, warn_of_transform
 from ._recorded.frame import Externals, RecordedFrame, held_in_graph
 from ._recorded.traced_regions import traced_name, traced_region, warn_of_instance
 from ._torch.compiling import skipped

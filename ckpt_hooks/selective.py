@@ -7,7 +7,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from ._function.contexts import PolicyContext
+from ._function.options import PolicyContext
 from ._torch.checkpoint import is_compiled
 from .policies.base import policy_from
 from .policies.decisions import asks_for_torch

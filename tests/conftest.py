@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 
 import ckpt_hooks
-from ckpt_hooks._function import callables, explain
+from ckpt_hooks._function import options, words
 from ckpt_hooks.policies import base
 from tests.fake_device import FakeTransfers, fake_device
 
@@ -51,7 +51,7 @@ def _seeded() -> Iterator[None]:
     """
     torch.manual_seed(0)
     base._lists.clear()
-    callables._warned_of_transform = explain._has_warned = False
+    options._warned_of_transform = words._has_warned = False
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._len_torch_function_stack() == 0

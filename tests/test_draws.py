@@ -15,7 +15,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing
 from ckpt_hooks._ambient.streams import default_generators_lock
-from ckpt_hooks._function import explain
+from ckpt_hooks._function import words
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log
 from tests.test_threads import in_threads
@@ -106,7 +106,7 @@ def drawing_thread():
 @pytest.fixture
 def not_warned(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(explain, "_has_warned", False)
+    monkeypatch.setattr(words, "_has_warned", False)
 
 
 NO_DRAW = {
@@ -174,7 +174,7 @@ def test_a_draw_of_another_thread_is_told_once():
 @pytest.mark.parametrize("after_a_warning", [False, True])
 def test_a_table_that_a_recompute_makes_anew_is_no_draw_of_another_thread(after_a_warning, monkeypatch):
     """One more rerun finds the table that the first one has drawn. Nothing tells of another thread that draws."""
-    monkeypatch.setattr(explain, "_has_warned", after_a_warning)
+    monkeypatch.setattr(words, "_has_warned", after_a_warning)
     table = functools.lru_cache(maxsize=1)(torch.rand)
     table(4)
     y = checkpoint(lambda x: (x * table(4)).sin(), leaf(3, 4))

@@ -61,7 +61,7 @@ from ckpt_hooks import (
 from ckpt_hooks._core.misuse import Misuse
 from ckpt_hooks._core.mutation import Why, _Change
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._function import explain
+from ckpt_hooks._function import words
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.offload import offload_saved_tensors
@@ -267,7 +267,7 @@ def another_thread_that_draws():
         drawing.join()
         return x.sin().exp()
 
-    explain._has_warned = False  # or an earlier test has had it
+    words._has_warned = False  # or an earlier test has had it
     waiting = threading.Event()
     idle = threading.Thread(target=waiting.wait)
     idle.start()

@@ -12,9 +12,16 @@ from typing_extensions import ParamSpec
 
 from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
 from ckpt_hooks._core.settings import override
-from ckpt_hooks._function.callables import check_swallowed
-from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, defaults_of, options_of, values_of
+from ckpt_hooks._function.options import (
+    DEFAULT_OPTIONS,
+    ContextPair,
+    Form,
+    check_swallowed,
+    defaults_of,
+    noop_context_fn,
+    options_of,
+    values_of,
+)
 from ckpt_hooks._torch.compiling import run_traced, skipped
 
 from .curried import curried

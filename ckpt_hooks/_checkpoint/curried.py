@@ -15,9 +15,20 @@ from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
 from ckpt_hooks._core.misuse import check_curried
-from ckpt_hooks._function.callables import check_runs
-from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, policy_of
-from ckpt_hooks._function.options import Form, RegionOptions, defaults_of, options_of, values_of
+from ckpt_hooks._function.options import (
+    ContextPair,
+    Form,
+    RegionOptions,
+    both,
+    call_context_fn,
+    check_context_fn,
+    check_runs,
+    defaults_of,
+    noop_context_fn,
+    options_of,
+    policy_of,
+    values_of,
+)
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.policies.base import Policy, key_for, policy_from
 from ckpt_hooks.selective import create_selective_checkpoint_contexts

@@ -14,19 +14,24 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.settings import Settings, current_settings
-from ckpt_hooks._function.callables import UNRUN, module_of, name_of_function, refuse_unrun, unwrapped, warn_of_transform
-from ckpt_hooks._function.contexts import (
+from ckpt_hooks._function.frame import FunctionFrame
+from ckpt_hooks._function.options import (
+    UNRUN,
     ContextPair,
     PolicyContext,
+    RegionOptions,
     Within,
     both,
     call_context_fn,
+    module_of,
+    name_of_function,
     noop_context_fn,
     policy_of,
+    refuse_unrun,
+    unwrapped,
+    warn_of_transform,
     without_policy,
 )
-from ckpt_hooks._function.frame import FunctionFrame
-from ckpt_hooks._function.options import RegionOptions
 from ckpt_hooks._recorded.frame import RecordedFrame
 from ckpt_hooks._recorded.tape import Tape
 from ckpt_hooks._tensors.copies import is_theirs, layout_of
@@ -108,7 +113,7 @@ def frame_of_call(
     logs = OperatorLogs(function)
     own = logs.forward, logs.recompute
     frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
-    frame.call.explain = logs.explain
+    frame.explain = logs.explain
     return frame
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from ckpt_hooks._torch.autograd import Hooks, pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks.errors import CheckpointError
 
 from .descriptions import RegionPath, format_path
-from .frame import Frame, stack
+from .frame import Frame, mutated_leaf, stack
+from .holdings import Kept
 from .modes import is_quiet, leave_modes
 
 
@@ -48,8 +50,17 @@ class HandBack:
         return self._values[packed - 1]
 
 
-#: The unpack hooks of all kinds of frames, each added by its own.
-UNPACKS: list[Callable[[Any], torch.Tensor]] = []
+@skipped
+def unpack_kept(kept: Kept) -> torch.Tensor:
+    """Returns a kept tensor."""
+    tensor: torch.Tensor = kept[0]
+    if tensor._version != kept[1]:
+        raise mutated_leaf(kept)
+    return tensor
+
+
+#: The unpack hooks of all kinds of frames, each added by its own; and whether a tensor is handed out once.
+UNPACKS: dict[Callable[[Any], torch.Tensor], bool] = {unpack_kept: True}
 
 
 def are_of_frame(hooks: Hooks) -> bool:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt_hooks._core.descriptions import RegionPath, describe_kind
+from ckpt_hooks._core.descriptions import RegionPath, describe_kind, format_path
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
 from ckpt_hooks._core.mutation import GONE, Why, mutated
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
 from ckpt_hooks._tensors.copies import (
@@ -43,7 +43,6 @@ from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versio
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
-from .packing import unpack, unpack_watched
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
@@ -375,7 +374,7 @@ class Arguments:
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
             self._strides = _strides_of(tensors)
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
-            self._foreign = hooks[1] not in (unpack, unpack_watched)
+            self._foreign = not UNPACKS.get(hooks[1], False)
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
@@ -450,16 +449,16 @@ class Arguments:
     def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
-    def restore(self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False) -> Restored:
+    def restore(self, frame: Frame, handed_out: list[HandedOut]) -> Restored:
         """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
         kept, now = self._tensors, _facts_of_all(self._tensors)
         if now != self._kept_facts:
-            if is_open:
+            if not frame.complete:
                 self._note_flags(now)
             if now != self._kept_facts:
-                self._raise_changed(region())
+                self._raise_changed(format_path(frame.path))
         if self._steps != num_fused_steps():
-            self._look_for_steps(region)
+            self._look_for_steps(format_path(frame.path))
         if self._flags:
             kept = _with_flags(kept, self._flags)
         found = self._with_origins(kept) if self._origins else Restored(kept, _NO_STAND_INS, _NO_STAND_INS, _NOTHING_LOST)
@@ -485,7 +484,7 @@ class Arguments:
                     unpacked = saved.unpack()
                     version = self._facts[position][0]
                     if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
-                        self._raise_modified(position, unpacked, region())
+                        self._raise_modified(position, unpacked, format_path(frame.path))
                     tensor = restore_layout(unpacked, self._strides.get(position), version)
                     is_theirs = tensor is unpacked and self._foreign
                     if is_theirs and type(tensor) is torch.Tensor and not tensor.requires_grad:
@@ -545,10 +544,10 @@ class Arguments:
         """Returns the place of a tensor that is kept; None if it is none of these."""
         return next((_path_at(self._captured, at) for at, one in enumerate(self._tensors) if one is tensor), None)
 
-    def _look_for_steps(self, region: Callable[[], tuple[str, ...]]) -> None:
+    def _look_for_steps(self, region: tuple[str, ...]) -> None:
         for position, tensor in enumerate(self._tensors):
             if tensor is not None and stepped_since(tensor, self._steps):
-                self._raise_modified(position, tensor, region())
+                self._raise_modified(position, tensor, region)
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]

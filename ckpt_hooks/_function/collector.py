@@ -35,6 +35,7 @@ from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.hooks import StopRecompute
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
+from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.draws import are_other_threads_alive, devices_between
 from ckpt_hooks._tensors.copies import stand_in_for
@@ -42,10 +43,9 @@ from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.modes import FAKE, num_function_modes
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of, version_of
-from ckpt_hooks.errors import CheckpointError
+from ckpt_hooks.errors import CheckpointError, MutationError
 
-from .explain import draws_error
-from .handles import HandleFrame
+from .words import draws_error, name_of_tensor
 
 _copy = unseen(stand_in_for)
 
@@ -83,7 +83,6 @@ class Collector:
         "doubt",
         "early_stop",
         "frame",
-        "function",
         "last",
         "lent",
         "marks",
@@ -95,24 +94,21 @@ class Collector:
         "without_grad",
     )
 
-    def __init__(
-        self, frame: HandleFrame, function: Any, *, early_stop: bool, may_return: bool, in_contexts: bool = False
-    ) -> None:
-        self._detach = detach_past_modes if in_contexts and only_quiet_modes() else torch.Tensor.detach
-        self.frame = frame
-        self.function = function
-        self.early_stop = early_stop
+    def __init__(self, frame: Any, wanted: Collection[int] | None, *, may_return: bool) -> None:
+        self._detach = detach_past_modes if frame.contexts is not None and only_quiet_modes() else torch.Tensor.detach
+        self.frame, self.wanted = frame, wanted  # None for all living handles
+        # A rerun in the middle of forward must not do what forward has not done yet.
+        self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
         self.lent = _NONE_LENT  # by the number of a tensor with other memory during the rerun: what to keep
-        self.wanted: Collection[int] | None = None  # None for all living handles
         self.watches_draws = False  # whether draws are compared with those of forward
         # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.
         self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
         self.last = -1  # the number of the last tensor wanted
         self.done = False  # whether the rerun was told to end, or may go on though nothing of it is wanted any more
-        self._may_return = may_return
+        self._may_return = may_return  # a watch of draws does not reach beyond the last value
         # The exceptions in whose handling the rerun began, and was told to end.
         self._around = sys.exc_info()[1]
         self._handled: BaseException | None = None
@@ -145,25 +141,21 @@ class Collector:
             if self.early_stop:
                 self._stop()
 
-    def hook(
-        self,
-        wanted: Collection[int] | None,
-        exchanged: frozenset[int | None] = frozenset(),
-    ) -> Callable[[torch.Tensor], int | torch.Tensor]:
+    def hook(self, exchanged: frozenset[int | None]) -> Callable[[torch.Tensor], int | torch.Tensor]:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
 
         Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied. In place of a
         tensor with other memory during the rerun the one in :attr:`lent` is kept: autograd would find it with the present one.
         """
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
-        values = self.values
+        values, wanted = self.values, self.wanted
         alive = self.frame.alive()
         final = len(alive) - 1 if wanted is None else -1
         if wanted is not None:
             alive = [lives and index in wanted for index, lives in enumerate(alive)]
         while alive and not alive[-1]:
             alive.pop()
-        self.last, self.wanted = len(alive) - 1, wanted
+        self.last = len(alive) - 1
         asked: list[int] = list(map(mul, alive, count(1)))  # the number of each value that is wanted, from 1 on
         stop = asked[-1] if asked and self.early_stop else -1
         next_asked = chain(asked, repeat(None)).__next__
@@ -230,6 +222,13 @@ class Collector:
         is_argument = self.marks and len(self.values) < sum(self.marks[-1][:2])
         return self._detach(tensor if is_argument else self.lent.get(id(tensor), tensor))
 
+    def mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
+        """Returns the error for a tensor that was written to since forward; later forwards copy it, where they can."""
+        frame = self.frame
+        why = Why.COPIED_NEXT if frame.state is not None and frame.state.note_written(tensor) else Why.REACHED
+        name = frame.arguments.path_of(tensor) or name_of_tensor(tensor, frame.function)
+        return mutated(why, format_path(frame.path), tensor, version, name=name)
+
     def noting_versions(self, hook: Callable[[torch.Tensor], R]) -> Callable[[torch.Tensor], R]:
         """Returns a pack hook which notes the version of each saved value, for comparison where forward's version is higher."""
         # Forward's is higher where a dispatch mode is around the rerun alone: under a mode ``torch.nn.functional.linear`` adds
@@ -243,13 +242,10 @@ class Collector:
         return note
 
     def doubting(
-        self,
-        hook: Callable[[torch.Tensor], R],
-        lost: Iterable[tuple[torch.Tensor, int]],
-        error: Callable[[torch.Tensor, int], CheckpointError],
+        self, hook: Callable[[torch.Tensor], R], lost: Iterable[tuple[torch.Tensor, int]]
     ) -> Callable[[torch.Tensor], R]:
         """Returns a pack hook which distrusts values in the memory of some tensors, of which no version tells."""
-        errors = {storage_of(tensor): functools.partial(error, tensor, version) for tensor, version in lost}
+        errors = {storage_of(tensor): functools.partial(self.mutated, tensor, version) for tensor, version in lost}
 
         def doubt(tensor: torch.Tensor) -> R:
             if (found := errors.get(storage_of(tensor))) is not None:
@@ -306,4 +302,4 @@ class Collector:
         self.values.clear()
         if self.lent:
             self.lent.clear()
-        del self.frame, self.function, self.doubt, self._around, self._handled
+        del self.frame, self.doubt, self._around, self._handled

@@ -20,7 +20,7 @@ from ckpt_hooks._tensors.determinism import first_difference as first_other_fing
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
-from .explain import CAUSES, name_of_tensor, node_of
+from .words import CAUSES, name_of_tensor, node_of
 
 _MOST = 5  # tensors listed in an error
 
@@ -100,7 +100,7 @@ def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]
     for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, found, strict=False)):
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
-                name = name_of_tensor(value, collector.function, f"tensor {index} of those that it saved")
+                name = name_of_tensor(value, collector.frame.function, f"tensor {index} of those that it saved")
                 region = format_path(collector.frame.path)
                 raise mutated(Why.SAVED_BY_RERUN, region, value, version_of(expected), name=name)
             collector.values[index] = MISSING

@@ -404,10 +404,10 @@ class WatchReads(QuietDispatchMode):
     # right. (To go on may also never end, if the function has a backward inside that comes to the node waiting for this
     # rerun.) A parameter filled before its first read is read as forward read it.
 
-    def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any, error: Complain) -> None:
+    def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:
         super().__init__()
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
-        self._collector, self._error = collector, error
+        self._collector = collector
         self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._has_read = False
 
@@ -432,7 +432,7 @@ class WatchReads(QuietDispatchMode):
                 for watched, parameter, version in self._watched:
                     if not self._has_read and _overlap(watched, place):
                         self._has_read = True
-                        self._collector.distrust(functools.partial(self._error, parameter, version))
+                        self._collector.distrust(functools.partial(self._collector.mutated, parameter, version))
         if written:
             self._about_to_write(written)
 

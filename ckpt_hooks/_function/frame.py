@@ -1,55 +1,211 @@
-"""Function frames: a region which is a call of a function, brought back by another call of the function (:mod:`.rerun`)."""
+"""Function frames: a region which is a call of a function, brought back by another call of the function (:mod:`.rerun`).
+
+Autograd keeps both hooks with each tensor passed through them. So the unpack hook is one function of this file, and the pack
+hook a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar, copy_context
+from itertools import count
+from sys import getrefcount
 from typing import Any
 
 import torch
 
+from ckpt_hooks import _ambient
+from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.positions import where_streams_are
+from ckpt_hooks._ambient.positions import Position, where_streams_are
+from ckpt_hooks._ambient.streams import seed_masks_anew
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
-from ckpt_hooks._core.frame import Frame, Label, places_of, stack
-from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
-from ckpt_hooks._core.hooks import close, close_frame
+from ckpt_hooks._core.events import Watch
+from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
+from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, holdings_in, nbytes_of, owners_in
+from ckpt_hooks._core.hooks import UNPACKS, close, close_frame
 from ckpt_hooks._core.misuse import Misuse, explain_refusal
-from ckpt_hooks._core.modes import only_quiet_modes, pause_modes, resume_modes
+from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._operators.draws import DrawWatch, devices_between, moves_by_itself
+from ckpt_hooks._tensors import determinism
+from ckpt_hooks._tensors.determinism import Fingerprints
 from ckpt_hooks._tensors.offloaded import hooks_for_inputs
 from ckpt_hooks._torch.autograd import (
+    graph_exec_group,
+    graph_task_id,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     sequence_number,
     top_saved_tensors_hooks,
 )
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import num_dispatch_modes
+from ckpt_hooks.errors import DeterminismError, InternalError
 
 from .arguments import Arguments
-from .callables import module_of, name_of_function
-from .captured_call import CapturedCall
 from .collector import ends_small
-from .contexts import ContextPair, suppressed_error, telling_operators, under_modes
-from .explain import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
-from .handles import HandleFrame
-from .options import DEFAULT_OPTIONS, RegionOptions
-from .packing import open_frame
-from .rerun import Rerun
+from .journal import Journal, journal_of
+from .options import (
+    DEFAULT_OPTIONS,
+    ContextPair,
+    RegionOptions,
+    module_of,
+    name_of_function,
+    suppressed_error,
+    telling_operators,
+    under_modes,
+)
+from .reach import variables_in
+from .rerun import rerun
 from .scripted import watch_scripted
 from .trees import Tree
+from .words import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
+
+#: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
+#: users, and the count of their holders would tell nothing.
+_FIRST = 1 << 20
+
+# Stands in autograd's graph for one saved tensor: the frame which can bring the tensor back, and the number of tensors saved
+# before by the frame, counted from _FIRST. The number is an object held only by the handle and the frame's list of numbers:
+# while it has a holder besides the list, its handle is alive. (A weak reference to each handle does the same, at the cost of a
+# class of handles and a third more time for each saved tensor.)
+Handle = tuple["FunctionFrame", int]
+
+# The result of ``getrefcount`` for a number held by a list of numbers alone.
+_UNHELD = next(map(getrefcount, [_FIRST + 1]))
 
 
-class FunctionFrame(HandleFrame):
+# ------------------------------------------------------------------------------------------------------------------- passes
+
+
+class Pass:
+    """The values which a recompute brought back for one frame in one scope."""
+
+    __slots__ = ("made", "taken", "values")
+
+    def __init__(self, values: list[torch.Tensor] | dict[int, torch.Tensor], made: Made | None = None) -> None:
+        # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
+        self.values: Any = values
+        self.made = made
+        self.taken: list[int] = []  # indices in the order of their taking
+
+
+class SplitPass(Pass):
+    """The values of one frame for the two parts of a backward, which lie apart from the values handed out."""
+
+    __slots__ = ("uses",)
+
+    def __init__(self, values: list[torch.Tensor], made: Made | None) -> None:
+        Pass.__init__(self, values, made)
+        self.uses = Uses()
+
+    def value_at(self, index: int, alive: Callable[[], list[bool]]) -> torch.Tensor:
+        """Returns a value; :data:`MISSING` if it is not there, or a backward has written to its memory."""
+        if self.uses.is_next_part():  # once in each backward
+            self.values = [value if lives else MISSING for value, lives in zip(self.values, alive(), strict=False)]
+        value: torch.Tensor = self.values[index] if index < len(self.values) else MISSING
+        return value if value is MISSING or self.uses.is_untouched(index, value) else MISSING
+
+
+@skipped
+def unpack(packed: Any) -> torch.Tensor:
+    """Returns the tensor of a handle, and lets go of the tensor (Rule 4); or a kept leaf."""
+    if type(packed) is list:
+        leaf: torch.Tensor = packed[0]
+        if leaf._version != packed[1]:
+            raise mutated_leaf(packed)
+        return leaf
+    frame: FunctionFrame
+    frame, index = packed
+    index -= _FIRST
+    opened = frame.passes.get(graph_task_id())
+    if opened is None:
+        opened = frame.open_pass(index)
+    values = opened.values
+    try:
+        value: torch.Tensor = values[index]
+    except IndexError:  # packed after the recompute
+        value = MISSING
+    if value is MISSING:
+        value = frame.reopen_pass(opened, index)
+    else:
+        values[index] = MISSING
+        opened.taken.append(index)
+    if opened.made is not None:
+        opened.made.hand_out(value)
+    return value
+
+
+@skipped
+def unpack_watched(packed: Any) -> torch.Tensor:
+    if not isinstance(packed, WatchedHandle):
+        return unpack([*packed])
+    tensor = unpack(packed)
+    packed.watch.restored(packed[1] - _FIRST, tensor)
+    return tensor
+
+
+UNPACKS.update({unpack: True, unpack_watched: True})
+
+
+class WatchedHandle(tuple["FunctionFrame", int]):
+    """A handle which reports its release by autograd."""
+
+    @property
+    def watch(self) -> Watch:
+        watch = self[0].watch
+        assert watch is not None
+        return watch
+
+    def __del__(self) -> None:
+        self.watch.let_go(self[1] - _FIRST)
+
+
+# -------------------------------------------------------------------------------------------------------------------- frame
+
+
+class FunctionFrame(Frame):
     """A region whose forward is one call of a function; a context manager around the call."""
 
     # The call itself is the caller's, with the function and arguments of the frame: hooks that run before and after a module's
     # forward can enter and leave the frame.
 
-    __slots__ = ("_finish", "_first_node", "_keeps_all", "call")
+    __slots__ = (
+        "_finish",
+        "_first_node",
+        "_keeps_all",
+        "ambient",
+        "arguments",
+        "collector",
+        "contexts",
+        "ends_small",
+        "explain",
+        "facts",
+        "fingerprints",
+        "function",
+        "is_split",
+        "marks",
+        "modes",
+        "num_nodes",
+        "numbers",
+        "options",
+        "positions",
+        "state",
+        "variables",
+        "without_grad",
+    )
+
+    kind = "function"
+    passes: dict[int, Pass]
+
+    # Set when forward begins: random streams, switches and the like, and context variables.
+    ambient: _ambient.Ambient
+    variables: Sequence[tuple[ContextVar[Any], Any, Any]]
 
     def __init__(
         self,
@@ -64,49 +220,65 @@ class FunctionFrame(HandleFrame):
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
-        name = options.name or name_of_function(function)
         if settings is None:
             settings = current_settings()
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
-        parent = stack.innermost
-        HandleFrame.__init__(self, name, parent, settings.observers, module_of(function) if settings.observers else None)
+        parent, observers = stack.innermost, settings.observers
+        name = options.name or name_of_function(function)
+        Frame.__init__(self, name, parent, observers, module_of(function) if observers else None)
+        self.function, self.options, self.contexts = function, options, contexts
+        self.explain: Callable[[DeterminismError], DeterminismError] | None = None  # an error of a rerun, with more words
+        self.modes: list[str] | None = None  # names of the user's dispatch modes around forward, where values are compared
+        self.state: Journal | None = None
+        self.collector: Any = None  # of the running rerun
+        self.is_split = options.split_backward  # whether values stay for a second backward
+        self.marks: list[Mark] = []  # of the regions inside, in forward
+        # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether it works
+        # on small tensors in the end.
+        self.num_nodes, self.ends_small = -1, False
+        # A number for each packed tensor, in order, held by this list and by a living handle only: a kept tensor has no handle.
+        self.numbers: list[int] = []
+        # Metadata of each packed tensor, compared on recompute; of kept tensors, the metadata of MISSING.
+        self.facts: list[Any] = []
+        # How far random streams had moved, by the indices of packed tensors before which they had; at index -1 where they
+        # began. None where a rerun draws anew.
+        self.positions: dict[int, Position] | None = None
+        self.fingerprints: Sequence[Any] = ()  # of values; empty if values are not compared
+        self.without_grad: list[int] = []  # the numbers of packed tensors that require no grad
+        self._keeps_all = False
+        self._finish: Callable[[], None] | None = None  # what is to be called when forward has ended
         if self.watch is not None:  # before any memory is taken
             self.watch.entered()
+        inside = None if parent is None else (parent, self.path)
         try:
             if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
                 push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch, options.offload_from))
                 try:
-                    arguments = Arguments(args, kwargs)
+                    self.arguments = Arguments(args, kwargs)
                 finally:
                     pop_saved_tensors_hooks()
             else:
-                arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
+                self.arguments = Arguments(args, kwargs, inside=inside)
         except BaseException as error:
             self._tell_exited(error)
             raise
-        self.call = CapturedCall(function, arguments, options, contexts)
-        self.is_split = options.split_backward
-        self._keeps_all = False
         watch_scripted()
 
     def __enter__(self) -> FunctionFrame:
-        call = self.call
         paused = pause_modes() if num_dispatch_modes() else None
         try:
-            if call.options.check.fingerprint is not None or (paused is not None and not only_quiet_modes()):
-                call.compare_values()
-            if not call.capture():
-                if call.contexts is not None:
+            if self.options.check.fingerprint is not None or (paused is not None and not only_quiet_modes()):
+                self._compare_values()
+            if not self._capture():
+                if self.contexts is not None:
                     raise uninitialized(format_path(self.path))
                 self._keeps_all = True  # this once
                 return self
             self.current = capture_current()
-            options = call.options
-            left_out = () if options.check.fingerprint is None or call.state is None else call.state.storages()
-            if options.preserve_rng_state:
+            if self.options.preserve_rng_state:
                 self.positions = {}
-            self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
+            self._open()
             self._first_node = sequence_number()
         except BaseException as error:
             close(error, functools.partial(self._tell_exited, error))
@@ -115,16 +287,119 @@ class FunctionFrame(HandleFrame):
             if paused:
                 resume_modes(paused)
         if paused is not None:
-            call.contexts = under_modes(call.contexts)
+            self.contexts = under_modes(self.contexts)
         if self.watch is not None and self.watch.wants_operators:
-            call.contexts = telling_operators(call.contexts, self.parent)
+            self.contexts = telling_operators(self.contexts, self.parent)
         try:
-            if call.contexts is not None:
-                call.contexts[0].__enter__()
+            if self.contexts is not None:
+                self.contexts[0].__enter__()
         except BaseException as error:
             self._close(error)
             raise
         return self
+
+    def _compare_values(self) -> None:
+        """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
+        # Such a mode is not entered again for a rerun, since a counting mode would count twice. A mode which only watches does
+        # no harm; a mode which changes results must be noticed.
+        check, modes = self.options.check, users_modes()
+        if is_without_values():  # while torch traces
+            check = dataclasses.replace(check, fingerprint=None)
+        elif modes and check.fingerprint is None and check is not determinism.NOTHING:
+            check = determinism.VALUES
+        if check is not self.options.check:
+            self.options = dataclasses.replace(self.options, check=check)
+        self.modes = None if check.fingerprint is None else modes
+
+    def _capture(self) -> bool:
+        """Notes what the function finds besides arguments; returns False if a lazy module has not made parameters yet."""
+        options, context = self.options, copy_context()
+        self.variables, others = variables_in(context) if context else ((), ())
+        objects = (*self.arguments.objects, *others)
+        state = journal_of(self.function, objects, preserve_buffers=options.preserve_buffers, is_needed=bool(self.variables))
+        if state is False:
+            return False
+        self.state = state
+        self.ambient = _ambient.capture(
+            preserve_rng_state=options.preserve_rng_state, generators=() if state is None else state.generators
+        )
+        recurrent = [] if state is None else [layer for tree in state.trees for layer in tree.recurrent]
+        if recurrent and options.preserve_rng_state:
+            seed_masks_anew(recurrent)
+        return True
+
+    def _open(self) -> None:
+        """Makes this the innermost frame of the thread, with its pack hook."""
+        frame, facts, note = self, self.options.check.facts, self.facts.append
+        next_number, append = count(_FIRST).__next__, self.numbers.append
+        path, without_grad, positions = self.path, self.without_grad, self.positions
+        latest = missing = facts(MISSING)
+        where = where_streams_are(watched=positions is not None)
+        position = where[0]
+        if positions is not None:
+            positions[-1] = position, where[1]
+
+        def pack(tensor: torch.Tensor) -> Handle | Kept:
+            nonlocal latest, position
+            number = next_number()
+            append(number)
+            if position != where[0] and positions is not None:
+                position = where[0]
+                positions[number - _FIRST] = position, where[1]
+            if tensor.is_leaf:  # or has no graph
+                if tensor.requires_grad:
+                    # Kept, which costs no memory, since the graph holds the leaf as well, and spares a handle, a comparison and
+                    # a place in the recompute. A *view* of a leaf is not: where a framework gives a parameter another storage
+                    # after forward (``param.data = ...``), the view would hold the storage to be freed.
+                    note(missing)
+                    return [tensor, tensor._version, path]
+                without_grad.append(number - _FIRST)
+            try:
+                found = facts(tensor)
+            except RuntimeError:  # a nested tensor has no shape
+                note(missing)
+                return [tensor.detach(), tensor._version, path]
+            if found != latest:  # neighbours are often alike, and share one tuple
+                latest = found
+            note(latest)
+            return frame, number
+
+        def release() -> None:
+            nonlocal frame
+            del frame
+
+        fingerprint = self.options.check.fingerprint
+        if fingerprint is None and self.watch is None:
+            push_saved_tensors_hooks(pack, unpack)
+        else:
+            push_saved_tensors_hooks(*self._watched(pack, fingerprint))
+        stack.innermost = self
+        self.release = release
+
+    @skipped
+    def _watched(
+        self, pack: Callable[[torch.Tensor], Handle | Kept], fingerprint: Callable[[torch.Tensor], Any] | None
+    ) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
+        """Returns hooks which note values, and tell observers."""
+        note, watch, numbers = None, self.watch, self.numbers
+        if fingerprint is not None:
+            # Tensors to which an operator writes after it has saved them are not compared.
+            fingerprints = Fingerprints(fingerprint, () if self.state is None else self.state.storages())
+            self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
+
+        def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
+            packed = pack(tensor)
+            if note is not None:
+                note(tensor, kept=type(packed) is list)
+            if watch is None:
+                return packed
+            position = len(numbers) - 1
+            if isinstance(packed, tuple):
+                watch.saved(position, Reason.DROPPED, tensor)
+                return WatchedHandle(packed)
+            return watch.kept(position, packed, tensor)
+
+        return pack_watched, unpack if watch is None else unpack_watched
 
     def returns(self, result: Any) -> None:
         """Notes how much the function has done, by which a rerun knows whether it is as good as through."""
@@ -136,11 +411,10 @@ class FunctionFrame(HandleFrame):
         if self._keeps_all:
             self._tell_exited(error)
             return
-        call, suppressed = self.call, False
-        parent = self.parent  # gone when the frame is closed
-        if call.contexts is not None:
+        suppressed, parent = False, self.parent  # gone when the frame is closed
+        if self.contexts is not None:
             try:
-                suppressed = bool(call.contexts[0].__exit__(kind, error, traceback))
+                suppressed = bool(self.contexts[0].__exit__(kind, error, traceback))
             except BaseException as another:
                 self._close(another)
                 raise
@@ -176,11 +450,12 @@ class FunctionFrame(HandleFrame):
             close(error, functools.partial(self._tell_exited, error))
 
     def _settle(self, *, failed: bool) -> None:
-        written = self.call.settle(failed=failed)
+        self.arguments.close()
+        written = None if self.state is None else self.state.close(failed=failed)
         if self._finish is not None:
             self._finish()
         if written is not None and not failed and any(self.alive()):
-            name = name_of_tensor(written[0], self.call.function)
+            name = name_of_tensor(written[0], self.function)
             raise mutated(Why.WRITTEN_LATE, format_path(self.path), *written, name=name)
 
     def _tell_exited(self, error: BaseException | None) -> None:
@@ -201,18 +476,83 @@ class FunctionFrame(HandleFrame):
         collector.marks.append((position, len(labels), labels, path))
         return places
 
+    # ------------------------------------------------------------------------------------------------------------- backward
+
+    def open_pass(self, index: int) -> Pass:
+        """Returns this frame's pass in the scope of this thread; recomputes if there is none yet (Rule 3)."""
+        group = graph_exec_group()
+        key = graph_task_id() if group is None else group_scope(group).key
+        with self._lock:
+            if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
+                return Pass(self.recompute((index,)), self._made())
+            if self.is_split and graph_task_id() != -1:
+                return self._open_split_pass(index)
+            opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
+            if opened is None:
+                opened = Pass(self.recompute(None), self._made())
+                self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
+            return opened
+
+    def _open_split_pass(self, index: int) -> Pass:
+        """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
+        kept = self.passes.get(SPLIT)
+        value = kept.value_at(index, self.alive) if isinstance(kept, SplitPass) else MISSING
+        if not isinstance(kept, SplitPass) or value is MISSING:
+            kept = SplitPass(self.recompute(None), self._made())
+            self.passes = {SPLIT: kept}
+            value = kept.values[index]
+            if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
+                return Pass(self.recompute((index,)), self._made())
+        if not kept.uses.hand_out(index, value):
+            kept.values[index] = MISSING
+        return Pass({index: value}, kept.made)
+
+    def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
+        """Brings back a value missing in a pass: taken before, or packed after the recompute."""
+        with self._lock:
+            taken = opened.taken
+            wanted = [index]
+            if index in taken:
+                if graph_exec_group() is not None:
+                    raise overlap_error(self.path, index)
+                # A node asked twice for its tensors asks for all, in order. The values taken after this one come back too: one
+                # recompute serves the node, and each value is asked for soon.
+                since = taken.index(index)
+                wanted += taken[since + 1 :]
+                del taken[since:]
+            values = self.recompute(frozenset(wanted))
+            if opened.made is not None:
+                opened.made.renew()
+            opened.values.extend([MISSING] * (len(values) - len(opened.values)))
+            for position in wanted:
+                if position < len(values):  # values of dead handles are not brought back
+                    opened.values[position] = values[position]
+            value: torch.Tensor = opened.values[index]
+            if value is MISSING and len(wanted) > 1:
+                value = self.recompute((index,))[index]
+            opened.values[index] = MISSING
+            taken.append(index)
+            if value is MISSING:
+                raise InternalError(
+                    f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
+                    "bug in ckpt_hooks. Please report it with the program.",
+                    region=format_path(self.path),
+                )
+            return value
+
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        rerun = functools.partial(self._rerun, wanted)
-        if self.watch is not None:
-            rerun = functools.partial(self.observed, rerun)
-        return rerun()
+        """Brings back tensors, of all living handles if None: an entry for each handle, up to the last one wanted.
+
+        Under the frame's lock; leaves the frame as it was, whether it returns or raises. MISSING stands for a tensor not
+        wanted, or modified in the course of the recompute, which has to be asked for alone.
+        """
+        return self._rerun(wanted) if self.watch is None else self.observed(self._rerun, wanted)
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         watch = DrawWatch() if is_beside_drawing_thread() else None
-        rerun = Rerun(self, self.call, wanted, watch=watch)
-        values = rerun.run()
-        if rerun.collector.moved_otherwise:
-            self._check_draws(rerun.collector.moved_otherwise, watch, wanted)
+        values, moved_otherwise = rerun(self, wanted, watch)
+        if moved_otherwise:
+            self._check_draws(moved_otherwise, watch, wanted)
         return values
 
     def _check_draws(self, moved: set[torch.device], watch: DrawWatch | None, wanted: Collection[int] | None) -> None:
@@ -223,29 +563,51 @@ class FunctionFrame(HandleFrame):
             if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
                 raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
             watch = DrawWatch()
-            Rerun(self, self.call, wanted, watch=watch).run(compares=False)
+            rerun(self, wanted, watch, compares=False)
         if watch.unknown is not None or moved & watch.devices:
             raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
         # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
-        if not (is_proven or moved <= self._moved_in_forward() or moves_by_itself(moved)):
+        positions = self.positions or {}
+        begin, where = positions.get(-1), where_streams_are()
+        in_forward: set[torch.device] = set().union(
+            *(devices_between(begin, position, where) for position in positions.values())
+        )
+        if not (is_proven or moved <= in_forward or moves_by_itself(moved)):
             raise draws_error(region)
         warn_of_drawing_thread()
 
-    def _moved_in_forward(self) -> set[torch.device]:
-        positions = self.positions or {}
-        begin, where = positions.get(-1), where_streams_are()
-        return set().union(*(devices_between(begin, position, where) for position in positions.values()))
+    def _made(self) -> Made | None:
+        """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
+        return None if self.current is None else Made(self.current)
+
+    def alive(self) -> list[bool]:
+        """Returns for each packed tensor whether its handle is alive."""
+        return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))
+
+    # -------------------------------------------------------------------------------------------------------------- reports
+
+    def saved(self) -> list[Saved]:
+        return [self._describe(index) for index, alive in enumerate(self.alive()) if alive]
+
+    def describe(self, packed: Any) -> Saved:
+        return self._describe(packed[1] - _FIRST)
+
+    def _describe(self, index: int) -> Saved:
+        noted = self.facts[index]
+        if not isinstance(noted, tuple):  # metadata is not compared
+            return Saved(format_path(self.path), index, Reason.DROPPED, None, None, None)
+        shape, dtype = noted[:2]
+        return Saved(format_path(self.path), index, Reason.DROPPED, shape, dtype, nbytes_of(shape, dtype))
 
     def held(self) -> list[Holding]:
-        call = self.call
         seen: set[int] = set()
         parts = (
-            (Reason.INPUT, call.arguments),
-            (Reason.STATE, call.state),
-            (Reason.RANDOM_STATE, call.ambient),
+            (Reason.INPUT, self.arguments),
+            (Reason.STATE, self.state),
+            (Reason.RANDOM_STATE, self.ambient),
             (Reason.RECOMPUTED, [opened.values for opened in self.passes.values()]),
         )
         return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, Tree))]
 
     def owners(self) -> list[Frame]:
-        return owners_in(self.call.arguments, Frame, (Tree,))
+        return owners_in(self.arguments, Frame, (Tree,))

@@ -25,11 +25,10 @@ from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
 from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
 from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of, version_of
 
-from .callables import facts_of_code
 from .contents import WRITES, Complain, Contents, Undo
 from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
-from .reach import Walk, walk_from
+from .reach import Walk, facts_of_code, walk_from
 from .trees import Tree, dicts_of, is_of_framework, tree_of
 
 _version: Callable[[Any], int] = attrgetter("_version")

@@ -1,18 +1,37 @@
-"""The options of regions: one row of a table for each, read by every form of a region.
+"""What a region takes: its function, its options, and its contexts.
 
-An option for one more form has the form in its row, and stands in the signature of the form, which users read.
+Options are rows of one table, read by every form of a region. An option for one more form has the form in its row, and stands
+in the signature of the form, which users read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, NamedTuple, NoReturn
 
+import torch.utils.checkpoint
+from torch.nn import Module
+
+from ckpt_hooks._core.descriptions import format_path
+from ckpt_hooks._core.frame import Frame, stack
+from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.misuse import checked_flag, flag_or_none
+from ckpt_hooks._core.modes import QuietDispatchMode, reusable
+from ckpt_hooks._operators.operator_events import OperatorWatch, wants_operators
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.determinism import Check, check_of
+from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
+from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
+from ckpt_hooks._torch.modes import active_fake_mode
+from ckpt_hooks.policies.base import Policy
+from ckpt_hooks.policies.decisions import asks_for_torch
 
 
 class Form(enum.Flag):
@@ -92,3 +111,268 @@ class RegionOptions:
 
 
 DEFAULT_OPTIONS = RegionOptions()
+
+# ----------------------------------------------------------------------------------------------------------------- contexts
+
+# Each recompute enters the second of two contexts, from any thread, perhaps inside another recompute: each entry has a state
+# of its own.
+
+#: The context of a forward, and the context of each of its recomputes.
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def noop_context_fn() -> ContextPair:
+    """Returns two context managers without effect: the default ``context_fn`` of :func:`ckpt_hooks.checkpoint`."""
+    return nullcontext(), nullcontext()
+
+
+def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
+    try:
+        contexts = context_fn()
+    except TypeError:
+        check_context_fn(context_fn)
+        raise
+    if not (isinstance(contexts, (tuple, list)) and len(contexts) == 2):
+        raise TypeError(
+            "context_fn should return two context managers, one for forward and one for recomputes, but returned "
+            f"{contexts!r}. Return contextlib.nullcontext() where there is nothing to enter."
+        )
+    return contexts[0], contexts[1]
+
+
+def check_context_fn(context_fn: Any) -> None:
+    """Checks a ``context_fn`` without calling it."""
+    if not callable(context_fn):
+        raise TypeError(
+            "context_fn should be a function that returns two context managers, but got "
+            f"{context_fn!r} of type {type(context_fn).__name__}. Leave it out, or pass noop_context_fn, where there is "
+            "nothing to enter."
+        )
+
+
+def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
+    return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
+
+
+def under_modes(contexts: ContextPair | None) -> ContextPair:
+    """Returns the contexts of a region inside dispatch modes, with the region's own contexts in them."""
+    # Operators take other paths under a mode, so a rerun needs one.
+    under_mode = nullcontext(), QuietDispatchMode()
+    contexts = under_mode if contexts is None else both(under_mode, contexts)
+    # The user's modes are not entered again, for they may count. A fake mode is: it counts nothing, and without it a tensor
+    # made from nothing would be a real one.
+    fake = active_fake_mode()
+    return contexts if fake is None else both((nullcontext(), fake), contexts)
+
+
+def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
+    """Returns the contexts of a region with observers of operators, which the mode of an outer frame may serve."""
+    in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
+    if contexts is None:
+        return in_forward, OperatorWatch()
+    return both((in_forward, OperatorWatch()), contexts)
+
+
+class _Both(AbstractContextManager[None]):
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered: list[AbstractContextManager[None]] = []
+        self.policy = policy_of(outer) or policy_of(inner)
+
+    def without_policy(self) -> AbstractContextManager[Any] | None:
+        outer, inner = without_policy(self._outer), without_policy(self._inner)
+        return inner if outer is None else outer if inner is None else _Both(outer, inner)
+
+    def __enter__(self) -> None:
+        entered = _one_in_the_other(reusable(self._outer), reusable(self._inner))
+        entered.__enter__()
+        self._entered.append(entered)
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exc_info)
+
+
+@contextmanager
+def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    # An ``ExitStack`` keeps an exception raised on exit in a cycle, and with the exception a region's inputs.
+    with outer, inner:
+        yield
+
+
+def suppressed_error(error: BaseException) -> RuntimeError:
+    return RuntimeError(
+        "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward "
+        f"({error!r}). There is no value to return for a forward that failed: let the exception pass, and handle it "
+        "around the call of checkpoint."
+    )
+
+
+class Within(AbstractContextManager[None]):
+    """A frame, and the user's context of forward inside of it."""
+
+    def __init__(self, frame: Any, context: AbstractContextManager[Any]) -> None:
+        self._frame, self._context = frame, context
+
+    def __enter__(self) -> None:
+        self._frame.__enter__()
+        try:
+            self._context.__enter__()
+        except BaseException as error:
+            self._frame.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def returns(self, result: Any) -> None:
+        """See :meth:`FunctionFrame.returns`."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        try:
+            suppressed = self._context.__exit__(kind, error, traceback)
+        except BaseException as another:
+            self._frame.__exit__(type(another), another, another.__traceback__)
+            raise
+        self._frame.__exit__(kind, error, traceback)
+        if error is not None and suppressed:
+            raise suppressed_error(error) from error
+
+
+class PolicyContext(AbstractContextManager[None]):
+    """One of the two contexts of a policy: a region takes the policy, and enters nothing; for anyone else it is torch's."""
+
+    def __init__(self, policy: Policy, of_torch: list[AbstractContextManager[Any]], *, is_forward: bool) -> None:
+        self.policy, self.is_forward = policy, is_forward
+        self._of_torch = of_torch  # of both, empty until one is entered
+
+    def is_before(self, other: object) -> bool:
+        """Whether this is the forward context of a pair, and another one its context of recomputes."""
+        return isinstance(other, PolicyContext) and self.is_forward > other.is_forward and self._of_torch is other._of_torch
+
+    def __enter__(self) -> None:
+        _refuse_hidden()
+        if not self._of_torch:
+            create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
+            self._of_torch += create(asks_for_torch(self.policy))
+        self._of_torch[not self.is_forward].__enter__()
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self._of_torch[not self.is_forward].__exit__(*exc_info)
+
+
+def _refuse_hidden() -> None:
+    """Raises if a region runs under the context of a policy hidden inside another context."""
+    frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
+    if frame is not None and hooks is not None and are_of_frame(hooks):
+        raise TypeError(
+            f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
+            "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
+            "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+        )
+
+
+def policy_of(context: AbstractContextManager[Any]) -> Policy | None:
+    return context.policy if isinstance(context, (PolicyContext, _Both)) else None
+
+
+def without_policy(context: AbstractContextManager[Any]) -> AbstractContextManager[Any] | None:
+    """Returns a context without that of a policy, which a region carries out by itself; None if nothing is left."""
+    if isinstance(context, _Both):
+        return context.without_policy()
+    return None if isinstance(context, (PolicyContext, nullcontext)) else context
+
+
+# ---------------------------------------------------------------------------------------------------------------- functions
+
+#: Types of the results of calls which have not run the function.
+UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
+
+_warned_of_transform = False
+_KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def check_runs(function: Any) -> None:
+    """Refuses generator functions and coroutine functions, and callables that call one, as far as seen without a call."""
+    inner = unwrapped(function)
+    if isinstance(inner, Module):
+        inner = inner.forward
+    elif not inspect.isroutine(inner) and not isinstance(inner, type):
+        inner = getattr(type(inner), "__call__", inner)  # noqa: B004 -- what kind of function is it?
+    if any(is_kind(inner) for is_kind in _KINDS):
+        raise _unrun_error(function)
+
+
+def refuse_unrun(function: Any, result: Any) -> NoReturn:
+    """Raises the error for a callable whose call returned a generator or a coroutine."""
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    raise _unrun_error(function)
+
+
+def _unrun_error(function: Any) -> TypeError:
+    return TypeError(
+        f"{function!r} does not run when it is called, so its calls cannot be regions. Write `with checkpoint_region():` "
+        "around lines of it."
+    )
+
+
+def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs: dict[str, Any]) -> None:
+    """Refuses a keyword argument of a direct call that is meant as an option of the curried form."""
+    for name in names & kwargs.keys():
+        if is_policy(kwargs[name]):
+            found = "which is a policy"
+        elif not _takes(function, name):
+            found = "which the function does not take"
+        else:
+            continue
+        raise TypeError(
+            f"checkpoint got {name}={kwargs[name]!r}, {found}. {name} is an option of checkpoint in the curried form only: "
+            f"in a direct call keyword arguments go to the function: write checkpoint({name}=...)(function)(*args). To hand it "
+            f"to the function all the same, bind it before: checkpoint(functools.partial(function, {name}=...), *args)."
+        )
+
+
+def is_policy(value: Any) -> bool:
+    """Whether a value is one of the package's policies, or a list of operators. A function may be anything else as well."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
+    return isinstance(value, Policy)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function.forward if isinstance(function, Module) else function).parameters
+    except (TypeError, ValueError):  # Python's own functions and operators have no signature
+        return True
+    kinds = {parameter.kind for parameter in parameters.values()}
+    own = parameters.get(name)
+    return inspect.Parameter.VAR_KEYWORD in kinds or (own is not None and own.kind is not inspect.Parameter.POSITIONAL_ONLY)
+
+
+def warn_of_transform(*, stacklevel: int) -> None:
+    """Warns, once, of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
+    global _warned_of_transform
+    if not _warned_of_transform:
+        _warned_of_transform = True
+        warnings.warn(
+            "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+            "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+            stacklevel=stacklevel,
+        )
+
+
+def unwrapped(function: Any) -> Any:
+    """Returns the function in a ``functools.partial``, also in one of another."""
+    while type(function) is functools.partial:
+        function = function.func
+    return function
+
+
+def name_of_function(function: Any) -> str:
+    """Returns the name of a region which was given none."""
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    name: str | None = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
+    return name or type(function).__qualname__
+
+
+def module_of(function: Callable[..., Any]) -> Module | None:
+    """Returns the module that a function runs: itself, or that of a bound method."""
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, Module) else None

@@ -7,10 +7,13 @@ of containers, and attributes and slots of objects. It looks at no value twice, 
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 import types
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import Context, ContextVar
 from typing import Any
 
@@ -18,7 +21,6 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from .callables import facts_of_code, named_functions
 from .notes import Again, Note, Passing, TensorNote, Use, Weak, notes_in
 from .places import (
     ABSENT,
@@ -298,3 +300,68 @@ def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any
         else:
             found.append((variable, noted, [one() for one in inside if type(one) is Weak]))  # these cannot be made again
     return found, others
+
+
+# ------------------------------------------------------------------------------------------------------------- facts of code
+
+_BUILTINS = frozenset(vars(builtins))
+#: Types of most values of global names.
+_CODE = frozenset({types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type})
+_NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_facts: dict[int, tuple[weakref.ref[types.CodeType], tuple[tuple[str, ...], bool]]] = {}
+
+
+def facts_of_code(function: types.FunctionType) -> tuple[tuple[str, ...], bool]:
+    """Returns the names of global variables, and whether a function is torch's or this package's own."""
+    code = function.__code__
+    key = id(code)
+    known = _facts.get(key)
+    if known is None:
+        variables = function.__globals__
+        # By its instructions: ``co_names`` lists the names of attributes too. A built-in's name counts where the file binds it.
+        found = dict.fromkeys(str(step.argval) for step in _steps_in(code) if step.opname in _NAMING)
+        names = tuple(name for name in found if name in variables or name not in _BUILTINS)
+        facts = names, is_own(function)
+        known = _facts[key] = weakref.ref(code, lambda _: _facts.pop(key, None)), facts
+    return known[1]
+
+
+def is_own(function: types.FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).partition(".")[0] in ("torch", "ckpt_hooks")
+
+
+def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            yield from _steps_in(constant)
+
+
+def named_functions(function: types.FunctionType) -> list[types.FunctionType]:
+    """Returns the functions of users that a function's code names."""
+    variables = function.__globals__
+    found = [variables.get(name) for name in facts_of_code(function)[0]]
+    return [one for one in found if type(one) is types.FunctionType and not is_own(one)]
+
+
+def has_state(function: Any) -> bool:
+    """Whether a user's function, or another callable, closes over something, or names a global variable that is not code."""
+    if type(function) is not types.FunctionType:
+        return True
+    names, is_library = facts_of_code(function)
+    if is_library:
+        return False
+    variables = function.__globals__
+    if function.__closure__ and not all(map(_is_class, function.__closure__)):
+        return True
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    is_plain = not function.__dict__ and all(map(is_atom, defaults))
+    return not is_plain or any(type(variables.get(name)) not in _CODE for name in names)
+
+
+def _is_class(cell: types.CellType) -> bool:
+    """Whether a cell is that of ``super()``."""
+    try:
+        return isinstance(cell.cell_contents, type)
+    except ValueError:
+        return False

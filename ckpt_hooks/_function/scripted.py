@@ -16,13 +16,11 @@ import torch
 
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.holdings import Cause, Kept, Reason, TrackedKept
-from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.hooks import are_of_frame, unpack_kept
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import divert_scripted
 from ckpt_hooks._torch.tensors import detach_past_modes
-
-from .packing import unpack_watched
 
 _CAUSE = Cause(Reason.NOT_REPLAYED, "saved by TorchScript")
 
@@ -56,7 +54,7 @@ def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any
         if frame.recomputing:
             push_saved_tensors_hooks(_without_history, hooks[1])
         else:
-            push_saved_tensors_hooks(_keeping(frame), unpack_watched)
+            push_saved_tensors_hooks(_keeping(frame), unpack_kept)
     try:
         return call(function, *args, **kwargs)
     finally:

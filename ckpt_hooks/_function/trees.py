@@ -24,11 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks._ambient.streams import recurrent_layers
 from ckpt_hooks._torch.tensors import storage_address
 
-from .callables import has_state, is_own, named_functions
 from .contents import WRITES, Group, is_small_on_host
 from .notes import Held, Note, TensorNote, Use, filled, notes_in
 from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, Content, Part, pointers, put_nothing
-from .reach import LEVELS, Walk, modules_of
+from .reach import LEVELS, Walk, has_state, is_own, modules_of, named_functions
 
 #: Without those in which a hook of another one is listed again.
 _LOOKED_AT = [name for name in DICTS if not name.endswith(("_with_kwargs", "_always_called"))]

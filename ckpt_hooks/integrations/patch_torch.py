@@ -18,8 +18,18 @@ from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import Settings, current_settings
-from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, policy_of
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, values_of
+from ckpt_hooks._function.options import (
+    DEFAULT_OPTIONS,
+    ContextPair,
+    Form,
+    RegionOptions,
+    both,
+    call_context_fn,
+    defaults_of,
+    noop_context_fn,
+    policy_of,
+    values_of,
+)
 from ckpt_hooks._tensors.held_tensors import watch_fused_steps
 from ckpt_hooks._torch.checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes

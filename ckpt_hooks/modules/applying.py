@@ -11,8 +11,7 @@ from torch.nn import Module
 from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import checked_flag, described_as
-from ckpt_hooks._function.callables import check_runs
-from ckpt_hooks._function.options import Form, options_of
+from ckpt_hooks._function.options import Form, check_runs, options_of
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 

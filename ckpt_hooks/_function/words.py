@@ -13,7 +13,6 @@ from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-from .handles import FIRST, HandleFrame
 from .reach import walk_from
 
 #: The causes of reruns which differ from forward.
@@ -108,8 +107,11 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"the attribute {name!r} of {kind}", value
 
 
-def node_of(frame: HandleFrame, index: int) -> Any:
+def node_of(frame: Any, index: int) -> Any:
     """Returns the autograd node which saved a tensor of a region; None if the node is not below this thread's running node."""
+    if not 0 <= index < len(frame.numbers):
+        return None
+    number: int = frame.numbers[index]
     todo, seen = [current_node()], set()
     while todo:
         node = todo.pop()
@@ -117,13 +119,13 @@ def node_of(frame: HandleFrame, index: int) -> Any:
             continue
         seen.add(node)
         for packed in map(packed_of, saved_in(node)):
-            if isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
+            if isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame and packed[1] == number:
                 return node
         todo += [below for below, _ in node.next_functions]
     return None
 
 
-def blame(error: DeterminismError, frame: HandleFrame, *, is_debugged: bool) -> None:
+def blame(error: DeterminismError, frame: Any, *, is_debugged: bool) -> None:
     """Lets an error say which operator saved the tensor, and how to see more."""
     node = node_of(frame, error.index)
     words = str(error)
