@@ -24,8 +24,8 @@ from ckpt_hooks._ambient.streams import seed_masks_anew
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
-from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, holdings_in, nbytes_of, owners_in
-from ckpt_hooks._core.hooks import UNPACKS, close, close_frame
+from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
+from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame, unpack_kept
 from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
@@ -44,7 +44,9 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.functions import divert_scripted
 from ckpt_hooks._torch.modes import num_dispatch_modes
+from ckpt_hooks._torch.tensors import detach_past_modes
 from ckpt_hooks.errors import DeterminismError, InternalError
 
 from .arguments import Arguments
@@ -62,7 +64,6 @@ from .options import (
 )
 from .reach import variables_in
 from .rerun import rerun
-from .scripted import watch_scripted
 from .trees import Tree
 from .words import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
 
@@ -263,7 +264,7 @@ class FunctionFrame(Frame):
         except BaseException as error:
             self._tell_exited(error)
             raise
-        watch_scripted()
+        _watch_scripted()
 
     def __enter__(self) -> FunctionFrame:
         paused = pause_modes() if num_dispatch_modes() else None
@@ -546,11 +547,10 @@ class FunctionFrame(Frame):
         Under the frame's lock; leaves the frame as it was, whether it returns or raises. MISSING stands for a tensor not
         wanted, or modified in the course of the recompute, which has to be asked for alone.
         """
-        return self._rerun(wanted) if self.watch is None else self.observed(self._rerun, wanted)
-
-    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         watch = DrawWatch() if is_beside_drawing_thread() else None
-        values, moved_otherwise = rerun(self, wanted, watch)
+        values, moved_otherwise = (
+            rerun(self, wanted, watch) if self.watch is None else self.observed(rerun, self, wanted, watch)
+        )
         if moved_otherwise:
             self._check_draws(moved_otherwise, watch, wanted)
         return values
@@ -611,3 +611,56 @@ class FunctionFrame(Frame):
 
     def owners(self) -> list[Frame]:
         return owners_in(self.arguments, Frame, (Tree,))
+
+
+# --------------------------------------------------------------------------------------------------------------- TorchScript
+
+# TorchScript saves other tensors in the first calls of a function than in later ones: the first call takes notes, and later
+# ones have derivatives of their own, by plans whose guards only TorchScript knows
+# (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs). A rerun is a later call, so its
+# saved tensors cannot stand for those of forward: what a call saves is kept, as without a region.
+
+_CAUSE = Cause(Reason.NOT_REPLAYED, "saved by TorchScript")
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    # An output held by its own node would never go. Autograd gives the history back as it unpacks.
+    return tensor if tensor.is_leaf and tensor.requires_grad else detach_past_modes(tensor)
+
+
+@skipped
+def _keeping(frame: Frame) -> Callable[[torch.Tensor], Kept]:
+    path, watch = frame.path, frame.watch  # not the frame, which would live as long as the graph
+
+    def keep(tensor: torch.Tensor) -> Kept:
+        kept = TrackedKept([_without_graph(tensor), tensor._version, path])
+        kept.cause = _CAUSE
+        return kept if watch is None else watch.kept(None, kept, tensor)
+
+    return keep
+
+
+@skipped
+def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    frame: Any = stack.innermost
+    if frame is None or frame.kind != "function":
+        return call(function, *args, **kwargs)
+    hooks = top_saved_tensors_hooks(False) if torch.is_grad_enabled() else None
+    if hooks is not None and not are_of_frame(hooks):
+        hooks = None
+    if hooks is not None:
+        if frame.recomputing:
+            push_saved_tensors_hooks(_without_graph, hooks[1])
+        else:
+            push_saved_tensors_hooks(_keeping(frame), unpack_kept)
+    try:
+        return call(function, *args, **kwargs)
+    finally:
+        if hooks is not None:
+            pop_saved_tensors_hooks()
+
+
+@functools.cache
+def _watch_scripted() -> None:
+    """Has calls of TorchScript in regions run as above, from the first region of the process on."""
+    divert_scripted(_run_scripted)
