@@ -511,10 +511,13 @@ class Arguments:
 
     def hooks(self, handed_out: list[HandedOut]) -> Hooks:
         """Returns the hooks registered on the tensors of a rerun, which may be gone while the graph holds their hooks."""
-        tensors = [reference() for reference, *_ in self._origins.values()]
-        tensors += [*self._tensors, *(tensor for _, tensor, _ in handed_out)]
-        dicts = [tensor._backward_hooks for tensor in tensors if tensor is not None]
-        return [(hooks, hooks.copy()) for hooks in (*dicts, *(reference() for reference in self._hooked)) if hooks]
+        dicts = [tensor._backward_hooks for tensor in self._tensors if tensor is not None]
+        if self._origins or handed_out:
+            tensors = [*(reference() for reference, *_ in self._origins.values()), *(tensor for _, tensor, _ in handed_out)]
+            dicts += [tensor._backward_hooks for tensor in tensors if tensor is not None]
+        if self._hooked:
+            dicts += [reference() for reference in self._hooked]
+        return [(hooks, hooks.copy()) for hooks in dicts if hooks] if any(dicts) else ()
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""
