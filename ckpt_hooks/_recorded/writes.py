@@ -169,6 +169,8 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
     for store in stores:
         if store.uninitialized:  # there is nothing to copy yet
             continue
+        if store.external and len(store.members) > 1:
+            _forget_views(tape, store)
         held, store.held = store.held, None
         clones: Clones = {}
         for reference in held or ():
@@ -184,6 +186,16 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
                     tape.held.keep(result, found, SAVE, tape.path, _READ_BEFORE)
             if is_held_twice(reference, others):
                 saved.copy(clones)
+
+
+def _forget_views(tape: Tape, store: Store) -> None:
+    """Forgets views of memory from outside which nothing needs: the target of a write, say, that reads all of a bank."""
+    known = tape.tables.known
+    for member in reversed(store.members):  # a view of a view first
+        if (tensor := member()) is None or (value := known.get(id(tensor))) is None:
+            continue
+        if value.op is not None and value.store is store and sys.getrefcount(value) <= _IN_TABLE:
+            del known[id(tensor)]
 
 
 #: Bytes from which it is asked whether the results of a tensor's readers are smaller than its copy.
