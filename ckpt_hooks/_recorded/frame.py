@@ -321,6 +321,7 @@ class RecordedFrame(ReplayedFrame):
         "_debug",
         "_decisions",
         "_draws_anew",
+        "_has_lines",
         "_is_call",
         "_offload_from",
         "_operator_watch",
@@ -357,6 +358,7 @@ class RecordedFrame(ReplayedFrame):
         settings = current_settings()
         ReplayedFrame.__init__(self, name, parent, settings.observers, outer, module)
         self._debug = debug if settings.debug is None else settings.debug
+        self._has_lines = False  # whether the lines of operators are this frame's own, and not the outer one's
         self._compares_values, self.around_replays, self._is_call = compares_values, around_replays, is_call
         self._at_end = at_end  # is called with the tape of an outermost frame before the tape is closed
         # Compares the frame's values, on request, or if a dispatch mode of the user's is around the outermost region.
@@ -396,11 +398,12 @@ class RecordedFrame(ReplayedFrame):
             self._recorder = Recorder(tape)
             self._recorder.__enter__()
             tape.recorder = self._recorder
-            if self._debug:
-                self.lines = Lines(tape.tables)
-                self.lines.enter()
         else:
             outer._children.append(weakref.ref(self))
+        self._has_lines = self._debug and self.lines is None
+        if self._has_lines:
+            self.lines = Lines(tape.tables)
+            self.lines.enter()
         # Devices and streams as the outermost region began; None where no accelerator was in use.
         self.start, self.current = tape.tables.number, tape.current
         self._lock, self.unseen = tape.lock, tape.unseen
@@ -437,9 +440,9 @@ class RecordedFrame(ReplayedFrame):
         if tape.has_refilled and self.whole is None:
             # Processes which gather parameters together have to agree, whatever the sizes of their batches.
             self.whole = False
+        if self._has_lines and self.lines is not None:
+            self.lines.exit()
         if self._recorder is not None:
-            if self.lines is not None:
-                self.lines.exit()
             self._recorder.__exit__()
         if self._operator_watch is not None:
             self._operator_watch.__exit__()

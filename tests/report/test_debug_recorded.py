@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import DeterminismError, MutationError, checkpoint_region, set_checkpoint_debug_enabled
+from ckpt_hooks import DeterminismError, MutationError, checkpoint, checkpoint_region, set_checkpoint_debug_enabled
 from ckpt_hooks.policies import save_ops
 from ckpt_hooks.report import trace
 from tests.measure import leaf
@@ -45,6 +45,23 @@ def test_a_tensor_that_a_replay_reads(whole):
     assert "needs (from outside of the region) has been modified by an inplace operation" in message.split("\n")[0]
     assert "It is read by aten.add.Tensor(float64[3] on cpu, float64[3] on cpu) -> float64[3] on cpu" in message.split("\n")[1]
     assert message.split("\n")[2].startswith(f"  at {place(block, '# reads it')} in block()")
+
+
+def test_a_call_in_debug_mode_inside_of_one_that_is_not():
+    mask = torch.ones(3, dtype=torch.float64)
+
+    def inner(x):
+        h = x.sin() + mask  # reads it
+        return h.cos().exp()
+
+    def outer(x):
+        return checkpoint(policy=save_ops(aten.exp.default), debug=True)(inner)(x * 2).sin()
+
+    y = checkpoint(policy=save_ops(aten.exp.default))(outer)(leaf(3))
+    mask.zero_()
+    message = message_of(y)
+    assert "It is read by aten.add.Tensor(float64[3] on cpu, float64[3] on cpu) -> float64[3] on cpu" in message
+    assert place(inner, "# reads it") in message
 
 
 def test_a_tensor_in_a_list_that_a_replay_reads():
