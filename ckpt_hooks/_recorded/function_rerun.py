@@ -28,9 +28,9 @@ from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
 from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_in
-from ckpt_hooks._tensors.copies import is_plain
+from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
 from ckpt_hooks._torch.functions import has_setup_context
-from ckpt_hooks._torch.tensors import set_versions, storage_of, version_of
+from ckpt_hooks._torch.tensors import storage_of, version_of
 from ckpt_hooks.errors import DeterminismError
 
 from .replay import ReplayContext
@@ -144,18 +144,22 @@ class _Lending:
 
     def __init__(self, lent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._lent = lent
+        self._present: list[tuple[torch.Tensor, int, torch.Tensor, None]] = []
 
     def __enter__(self) -> None:
         _lending.acquire()
-        self._present = [(tensor, tensor._version, tensor.clone()) for tensor, _ in self._lent]
-        for tensor, content in self._lent:
-            tensor.data.copy_(content)
+        try:
+            self._present = [(tensor, tensor._version, copy_of(tensor), None) for tensor, _ in self._lent]
+            fill_all((tensor, tensor._version, content, None) for tensor, content in self._lent)
+        except BaseException:
+            self.__exit__()
+            raise
 
-    def __exit__(self, *exception: object) -> None:
-        for tensor, version, content in self._present:
-            tensor.data.copy_(content)
-            set_versions((tensor,), (version,))
-        _lending.release()
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            fill_all(self._present)
+        finally:
+            _lending.release()
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -232,7 +236,7 @@ class FunctionFacts(OpFacts):
         first, lent = len(given) - len(inside), []
         for place in self.lent:
             if place < first:
-                given[place] = given[place].clone()
+                given[place] = copy_of(given[place])
             else:
                 lent.append((inside[place - first], given[place]))
         built: dict[int, Any] = {}
