@@ -17,6 +17,7 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
 
 from ._ambient.named_random_sources import track_rng
 from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
+from ._checkpoint.chunks import checkpoint_chunks
 from ._checkpoint.sequential import checkpoint_sequential
 from ._core.frame import is_recomputing
 from ._core.scopes import GraphExecGroup
@@ -64,6 +65,7 @@ __all__ = [
     "SelectiveCheckpointContext",
     "apply_checkpointing",
     "checkpoint",
+    "checkpoint_chunks",
     "checkpoint_module",
     "checkpoint_name",
     "checkpoint_region",

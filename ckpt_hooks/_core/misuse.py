@@ -43,16 +43,45 @@ class Misuse(enum.Enum):
         "in the function: run a generator with a region in it to its end, or close it."
     )
     SEQUENTIAL_ORDER = "checkpoint_sequential got {given} for segments. Write `checkpoint_sequential(functions, {input}, x)`."
+    CHUNKS = "chunks should be a positive integer, but got {given}. Pass the number of slices, 8 say."
+    NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks={given}, or leave {name} out."
+    NO_DIM = "dim should be a dimension of the tensor to cut ({tensor}), but got {given}. Pass that of the rows, 1 or -2 say."
+    REDUCE = "reduce should be None, 'sum' or 'mean', but got {given}. Leave it out where each row has a result of its own."
+    CHUNKED = "chunked should be names of arguments, but got {given}. Write chunked='labels', or chunked=['labels', 'mask']."
+    NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
+    NO_TENSOR = "The argument to cut should be a tensor, but got {given}. Pass it first, and others to cut by chunked."
+    OTHER_ROWS = (
+        "{name} should be a tensor with {rows} rows in dimension {dim}, as the first argument, but got {given}. Leave it out "
+        "of chunked if all slices need the whole."
+    )
+    RESULT = (
+        "For each slice the function should return a tensor, or a tuple of as many tensors as for others, but returned "
+        "{given}. Return tensors alone."
+    )
+    RESULT_ROWS = (
+        "For a slice of {rows} rows in dimension {dim} the function should return as many, but returned {given}. Pass the "
+        "dimension whose rows have results of their own as dim, or for a loss reduce='sum' or 'mean'."
+    )
+    RESULT_SHAPES = "Results to add up should have one shape, {shape}, but got {given}. Add up over the rows in the function."
+    NO_COUNT = "With reduce='mean' the function should return (sum, count) of its slice, but returned {given}. Add a count."
+    DEPENDENT_ROWS = (
+        "{name!r} returns something else for {rows} rows of dimension {dim} than for the same in a slice of twice as many: "
+        "they depend on each other, or on their place. Call it as a whole, or pass another dim, whose rows are independent."
+    )
 
     def error(self, given: Any = None, **words: Any) -> Exception:
         """Returns the error for a wrong argument."""
-        kind = ValueError if self in (Misuse.REENTRANT, Misuse.SEGMENTS) else TypeError
+        kind = ValueError if self.name in _WRONG_VALUES else TypeError
         return kind(self.value.format(given=described_as(given), **words))
 
     def error_of(self, path: RegionPath, **words: Any) -> CheckpointError:
         """Returns the error for a region that is left wrongly."""
         region = format_path(path)
         return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
+
+
+_WRONG_VALUES = {"REENTRANT", "SEGMENTS", "CHUNKS", "NO_CHUNKS", "NO_DIM", "REDUCE", "NO_NAME"}
+_WRONG_VALUES |= {"OTHER_ROWS", "RESULT_ROWS", "RESULT_SHAPES", "DEPENDENT_ROWS"}
 
 
 def name_of_callable(value: Any) -> str:

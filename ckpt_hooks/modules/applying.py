@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import Self
 
+from ckpt_hooks._checkpoint.chunks import chunks_among
 from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks._function.options import Form, check_runs, options_of
 from ckpt_hooks.policies.base import Policy
@@ -38,6 +39,8 @@ def checkpoint_module(
             ``forward`` again, as :func:`ckpt_hooks.checkpoint` does.
         name: The region's name in errors; the class's name if None.
         **options: Other options of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region` if ``recorded``.
+            With ``chunks``, and ``dim`` and others of :func:`ckpt_hooks.checkpoint_chunks`, a call is a region for each slice
+            of the first argument.
 
     Returns:
         The module itself.
@@ -93,7 +96,7 @@ class AppliedRegion(NamedTuple):
     Attributes:
         name: The module's name in the model.
         kind: The module's class.
-        form: ``"checkpoint"`` or ``"checkpoint_region"``.
+        form: ``"checkpoint"`` or ``"checkpoint_region"``; with ``" x8"`` for eight slices.
         policy: The policy; None keeps nothing.
     """
 
@@ -159,7 +162,8 @@ def apply_checkpointing(
             - name patterns, one or several, in which ``*`` stands for a part of a name between dots and ``**`` for any number
               of parts: all modules found, also inside each other;
             - a mapping of name patterns to policies, or to mappings of options, as in ``{"policy": ..., "recorded": True}``:
-              likewise, with the policy or the options of the first matching pattern.
+              likewise, with the policy or the options of the first matching pattern. ``{"chunks": 8, "dim": 1}`` cuts the
+              first argument of a call into slices, as :func:`ckpt_hooks.checkpoint_chunks` does.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
         **options: Other options, as for :func:`checkpoint_module`.
@@ -209,13 +213,15 @@ def apply_checkpointing(
         forward.put(module)
         forward.own_switch = switches.get(name)
     regions = [
-        AppliedRegion(name, type(module).__name__, _FORMS[runners[name].recorded], runners[name].policy)
+        AppliedRegion(name, type(module).__name__, _form_of(runners[name]), runners[name].policy)
         for name, (module, _) in selected.items()
     ]
     return AppliedCheckpointing(regions, forwards)
 
 
-_FORMS = ("checkpoint", "checkpoint_region")
+def _form_of(runner: RegionRunner) -> str:
+    form = "checkpoint_region" if runner.recorded else "checkpoint"
+    return form if runner.chunks is None else f"{form} x{runner.chunks.chunks}"
 
 
 def _runner_for(name: str, common: dict[str, Any], value: Any) -> RegionRunner:
@@ -235,12 +241,13 @@ _REGION_OPTIONS = frozenset(options_of(Form.RECORDED))
 
 def _checked_runner(name: str, *, policy: Any, recorded: bool, **options: Any) -> RegionRunner:
     recorded = checked_flag(recorded, "recorded")
+    chunks = chunks_among(options)
     if recorded and not _REGION_OPTIONS.issuperset(options):
         raise ValueError(
             f"Unexpected keyword arguments: {', '.join(sorted(set(options) - _REGION_OPTIONS))}. With recorded=True there are: "
             f"{', '.join(sorted(_REGION_OPTIONS))}."
         )
-    return RegionRunner(recorded, {"policy": policy, "name": name, **options})
+    return RegionRunner(recorded, {"policy": policy, "name": name, **options}, chunks)
 
 
 def _forward_for(module: Module, name: str, runner: RegionRunner) -> RegionForward:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._checkpoint.checkpoint import checkpoint
+from ckpt_hooks._checkpoint.chunks import Chunks, run_in_chunks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.region import checkpoint_region
 
@@ -25,14 +26,16 @@ _REPLICATE = "_replicate_for_data_parallel"
 class RegionRunner:
     """Calls functions as regions of the same options, of either kind; copied and pickled by its options."""
 
-    def __init__(self, recorded: bool, options: dict[str, Any]) -> None:
-        self._made_of = recorded, options
-        self.recorded, self.policy = recorded, options.get("policy")
+    def __init__(self, recorded: bool, options: dict[str, Any], chunks: Chunks | None = None) -> None:
+        self._made_of = recorded, options, chunks
+        self.recorded, self.policy, self.chunks = recorded, options.get("policy"), chunks
         region: Any = checkpoint_region(**options) if recorded else checkpoint(**options)
         self._run = region._run if recorded else region.run
 
     @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.chunks is not None:
+            return run_in_chunks(self._run, function, args, kwargs, self.chunks)
         return self._run(function, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

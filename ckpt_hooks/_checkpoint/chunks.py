@@ -1,0 +1,212 @@
+"""``checkpoint_chunks``: a function on slices of its input, one after the other, each of them a region."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ckpt_hooks._core.misuse import Misuse, checked_flag, described_as, name_of_callable
+from ckpt_hooks._function.callables import check_runs
+from ckpt_hooks._function.contexts import noop_context_fn
+from ckpt_hooks._function.options import DEFAULT_OPTIONS
+from ckpt_hooks._torch.compiling import skipped
+
+from .curried import CheckpointedFunction, CheckpointedModule, Curried
+from .rows import compare_rows
+
+#: Calls a function as a region, given its arguments and keyword arguments.
+RunRegion = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_REGION = Curried(DEFAULT_OPTIONS, noop_context_fn)
+_MADE: Any = CheckpointedFunction, CheckpointedModule
+
+
+class Chunks(NamedTuple):
+    chunks: int
+    dim: int = 0
+    reduce: str | None = None
+    chunked: str | Sequence[str] = ()
+    check_rows: bool = False
+
+    def checked(self) -> Chunks:
+        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
+            raise Misuse.CHUNKS.error(self.chunks)
+        if self.reduce not in (None, "sum", "mean"):
+            raise Misuse.REDUCE.error(self.reduce)
+        names = (self.chunked,) if isinstance(self.chunked, str) else self.chunked
+        if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)):
+            raise Misuse.CHUNKED.error(self.chunked)
+        return self._replace(chunked=tuple(names), check_rows=checked_flag(self.check_rows, "check_rows"))
+
+
+def chunks_among(options: dict[str, Any]) -> Chunks | None:
+    """Takes the options of chunks from those of a module; None if there are none."""
+    found = {name: options.pop(name) for name in Chunks._fields if name in options}
+    if found and "chunks" not in found:
+        raise Misuse.NO_CHUNKS.error(8, name=next(iter(found)))
+    return Chunks(**found).checked() if found else None
+
+
+@skipped
+def checkpoint_chunks(
+    function: Callable[..., Any],
+    x: torch.Tensor,
+    *args: Any,
+    chunks: int = 8,
+    dim: int = 0,
+    reduce: str | None = None,
+    chunked: str | Sequence[str] = (),
+    check_rows: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Calls a function on slices of ``x``, each call a region, and puts the results together.
+
+    For functions of which every row of ``x`` has a result of its own: an MLP on tokens, a head with its loss::
+
+        y = checkpoint_chunks(mlp, x, chunks=8, dim=1)
+
+        def loss_of(x, labels):
+            return F.cross_entropy(head(x), labels, reduction="sum"), (labels != -100).sum()
+        loss = checkpoint_chunks(loss_of, x, labels, chunked="labels", chunks=16, reduce="mean")
+
+    It is the loop ``torch.cat([checkpoint(function, part) for part in x.chunk(chunks, dim)], dim)``. Results and gradients are
+    bitwise those of this loop without regions, random numbers and autocast included. Of one call on all of ``x`` they differ
+    by rounding, since a product of fewer rows is added up in another order, and by the random numbers of each row.
+
+    Kept until backward: ``x``, of which the slices are views, other arguments, and the results. What a slice makes on the way
+    is there during its call alone. A backward takes the slices from the last to the first, and computes one again, uses it and
+    drops it, before the next. It holds the gradients of ``x`` twice at its end, in slices and as a whole, and that of each
+    parameter once, besides one of a slice. Without gradients the loop runs likewise, and keeps nothing.
+
+    Hooks on a parameter fire once for all slices, hooks of a module once for each. The module should be inside a unit of FSDP
+    and not be one, or its parameters are gathered for each slice.
+
+    Args:
+        function: The function to call, once a slice. ``checkpoint(...)(function)`` gives the regions options, a policy say.
+        x: The tensor to cut: the first argument of ``function``. Labels, masks and more may be cut with it (``chunked``).
+        *args: Further arguments of ``function``, each the same for all slices.
+        chunks: The number of slices, as ``torch.chunk`` has it: all have the same number of rows, rounded up, but for the last,
+            so there may be fewer. Without rows there is one.
+        dim: The dimension to cut, of ``x`` and of what is cut with it, and to put results together along. Counted from the end
+            of ``x`` if negative.
+        reduce: None puts results together: tensors, or tuples of tensors, with a row for each row of the slice. ``"sum"`` adds
+            them up, from the first slice to the last. ``"mean"`` adds up sums and counts, and divides: the function returns
+            ``(sum, count)`` of its slice, since slices need not weigh alike (``ignore_index``).
+        chunked: The names of other arguments to cut, one or several. They have as many rows as ``x``, or are None.
+        check_rows: Whether the first call with this function compares some rows in one slice with the same rows in two, up to
+            the square root of the precision: rows that depend on each other, or on their place, differ. Afterwards random
+            states, buffers and containers are as before. Warns where the function draws random numbers, as dropout does.
+        **kwargs: Keyword arguments of ``function``, each the same for all slices.
+
+    Returns:
+        What ``function`` returns for all rows: a tensor or a tuple of tensors of shape ``(..., rows, ...)``; with ``"sum"`` the
+        shape of one result; with ``"mean"`` that of the sum.
+
+    Raises:
+        TypeError: If ``x`` is no tensor, an option has a value of another kind, or the function returns something else.
+        ValueError: If ``chunks`` is no positive number, ``x`` has no such dimension, a name is none of the function's, a result
+            has another number of rows than its slice, or results to add up have different shapes; with ``check_rows`` if rows
+            depend on each other.
+
+    Note:
+        Tiled MLPs are those of Bekman et al., "Arctic Long Sequence Training" (2025, arXiv:2506.13996), losses by slices those
+        of Hsu et al., "Liger Kernel" (2024, arXiv:2410.10989). The latter take gradients in forward, which is three products
+        for four. That is not done here: they would be exact for incoming gradients that are powers of two alone.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint_chunks
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+        >>> x = torch.ones(2, 6, 4, requires_grad=True)
+        >>> y = checkpoint_chunks(mlp, x, chunks=3, dim=1)
+        >>> y.sum().backward()
+        >>> y.shape, x.grad.shape
+        (torch.Size([2, 6, 4]), torch.Size([2, 6, 4]))
+    """
+    how = Chunks(chunks, dim, reduce, chunked, check_rows).checked()
+    region, made = _REGION, cast(Any, function)
+    if isinstance(made, _MADE):
+        function, region = made.__wrapped__, made._region
+    if not callable(function):
+        raise Misuse.NO_FUNCTION.error(function, form="checkpoint_chunks", right="checkpoint_chunks(block, x)")
+    check_runs(function)
+    return run_in_chunks(region.run, function, (x, *args), kwargs, how)
+
+
+@skipped
+def run_in_chunks(
+    run: RunRegion, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Chunks
+) -> Any:
+    """Calls a function on slices of its first argument."""
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    first = next(iter(given), None)
+    x = given.get(first)
+    if not isinstance(x, torch.Tensor):
+        raise Misuse.NO_TENSOR.error(x)
+    dim = how.dim
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise Misuse.NO_DIM.error(dim, tensor=described_as(x))
+    dim %= x.dim()
+    keys = {name: name if name in kwargs else _position_of(name, function, len(args)) for name in how.chunked}
+    cut: dict[Any, Any] = {first: x, **{key: given[key] for key in keys.values() if given[key] is not None}}
+    for name, key in keys.items():
+        value = cut.get(key, x)
+        if not isinstance(value, torch.Tensor) or value.shape[dim : dim + 1] != x.shape[dim : dim + 1]:
+            raise Misuse.OTHER_ROWS.error(value, name=name, dim=dim, rows=x.shape[dim])
+
+    def call(part: tuple[torch.Tensor, ...]) -> Any:
+        now = {**given, **dict(zip(cut, part, strict=True))}
+        return run(function, tuple([now[position] for position in range(len(args))]), {name: now[name] for name in kwargs})
+
+    def results(tensors: Iterable[torch.Tensor], size: int) -> Any:
+        # One node takes the gradients of all slices. Of ``narrow`` there is one a slice, with a gradient as large as x.
+        parts = zip(*(torch.split(tensor, size, dim) for tensor in tensors), strict=True)
+        return _joined(((part[0].shape[dim], call(part)) for part in parts), how.reduce, dim)
+
+    if how.check_rows and not torch.compiler.is_dynamo_compiling():
+        compare_rows(function, tuple(given.values()), list(cut.values()), dim, results)
+    return results(cut.values(), max(-(-x.shape[dim] // how.chunks), 1))
+
+
+def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        names = list(inspect.signature(called).parameters)[:count]
+    except (TypeError, ValueError):  # Python's own functions and operators have no signature
+        names = []
+    if name not in names:
+        raise Misuse.NO_NAME.error(name, name=name_of_callable(function))
+    return names.index(name)
+
+
+def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) -> Any:
+    """Puts results of slices together, each given with the number of rows."""
+    found: list[Sequence[Any]] = []
+    is_tuple = False
+    for rows, result in results:
+        is_tuple = type(result) is tuple
+        entries: tuple[Any, ...] = result if is_tuple else (result,)
+        are_tensors = [isinstance(entry, torch.Tensor) for entry in entries]
+        if reduce == "mean":
+            if not (len(entries) == 2 and are_tensors[0] and (are_tensors[1] or isinstance(entries[1], (int, float)))):
+                raise Misuse.NO_COUNT.error(result)
+        elif not (entries and all(are_tensors)) or (found and len(entries) != len(found[0])):
+            raise Misuse.RESULT.error(result)
+        for entry, total in zip(entries, found[0] if found else entries, strict=True):
+            shape = tuple(getattr(total, "shape", ()))  # of a number
+            if reduce is None and entry.shape[dim : dim + 1] != (rows,):
+                raise Misuse.RESULT_ROWS.error(entry, dim=dim, rows=rows)
+            if reduce and getattr(entry, "shape", ()) != shape:
+                raise Misuse.RESULT_SHAPES.error(entry, shape=shape)
+        if reduce and found:
+            found = [[total + entry for total, entry in zip(found[0], entries, strict=True)]]
+        else:
+            found.append(entries)
+    if reduce == "mean":
+        total, count = found[0]
+        return total / count
+    joined: Sequence[Any] = found[0] if reduce else [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
+    return tuple(joined) if is_tuple else joined[0]

@@ -1,0 +1,551 @@
+"""``checkpoint_chunks``: a function on slices, bit for bit the loop without regions, in the memory of one slice."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ckpt_hooks import (
+    MutationError,
+    apply_checkpointing,
+    checkpoint,
+    checkpoint_chunks,
+    checkpoint_module,
+    checkpoint_region,
+    is_recomputing,
+    memory_ledger,
+    policies,
+    trace,
+)
+from tests.chunked import PROGRAMS, WIDTH, Gated, counted, loop, mlp
+from tests.measure import Calls, CountOps, Log, allocated, leaf, same_bits
+
+
+def entries(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def gradients(y, wanted):
+    y.backward()
+    return [one.grad for one in wanted]
+
+
+def twice(y, wanted):
+    y.backward(retain_graph=True)
+    y.backward()
+    return [one.grad for one in wanted]
+
+
+def by_grad(y, wanted):
+    return torch.autograd.grad(y, wanted, allow_unused=True)
+
+
+def of_gradients(y, wanted):
+    first = torch.autograd.grad(y, wanted, create_graph=True, allow_unused=True)
+    sum(one.square().sum() for one in first if one is not None).backward()
+    return [*first, *(one.grad for one in wanted)]
+
+
+ENDINGS = {"backward": gradients, "twice": twice, "autograd.grad": by_grad, "double backward": of_gradients}
+
+
+def called(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def in_a_block(function, *args, **kwargs):
+    with checkpoint_region():
+        return function(*args, **kwargs)
+
+
+def under_autocast(function, *args, **kwargs):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return function(*args, **kwargs)
+
+
+def under_hooks(function, *args, **kwargs):
+    with torch.autograd.graph.save_on_cpu():
+        return function(*args, **kwargs)
+
+
+#: What is around, with regions, and without.
+AROUND = {
+    "alone": (called, called),
+    "in checkpoint": (checkpoint, called),
+    "in a region": (in_a_block, called),
+    "in a policy": (checkpoint(policy=policies.dots_saveable)(called), called),
+    "autocast": (under_autocast, under_autocast),
+    "hooks": (under_hooks, under_hooks),
+}
+
+
+def results(name, run, around, ending, needs_grad=True):
+    """Returns all that a program comes to, and how often the hooks of its parameters were called."""
+    program = PROGRAMS[name]
+    torch.manual_seed(1)
+    model = program.make()
+    x = torch.randn(3, 10, WIDTH, requires_grad=needs_grad)
+    hooks = Counter()
+    for number, one in enumerate(model.parameters()):
+        one.register_hook(lambda grad, number=number: hooks.update([number]))
+        one.register_post_accumulate_grad_hook(lambda one, number=number: hooks.update([f"accumulated {number}"]))
+    found = entries(around(program.call, run, model, x))
+    y = sum(one.float().square().sum() for one in found if one.requires_grad)
+    wanted = [*model.parameters(), *([x] if needs_grad else [])]
+    got = ENDINGS[ending](y, wanted)
+    tensors = [*found, *got, *model.buffers(), torch.rand(1)]
+    return [None if one is None else one.detach() for one in tensors], hooks
+
+
+def assert_alike(one, other):
+    assert [a is None for a in one[0]] == [a is None for a in other[0]]
+    assert all(same_bits(a, b) for a, b in zip(one[0], other[0], strict=True) if a is not None)
+    assert one[1] == other[1]
+
+
+@pytest.mark.parametrize("ending", list(ENDINGS))
+@pytest.mark.parametrize("around", list(AROUND))
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_as_the_loop_without_regions(name, around, ending):
+    """Outputs, gradients, buffers, the random stream, and how often hooks of parameters are called."""
+    ours, theirs = AROUND[around]
+    expected = results(name, loop, theirs, ending)
+    assert_alike(results(name, checkpoint_chunks, ours, ending), expected)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.parametrize("around", list(AROUND))
+def test_with_an_input_that_needs_no_gradient(name, around):
+    ours, theirs = AROUND[around]
+    expected = results(name, loop, theirs, "backward", needs_grad=False)
+    assert_alike(results(name, checkpoint_chunks, ours, "backward", needs_grad=False), expected)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_without_gradients(name):
+    """In slices too: no slice needs the memory of all."""
+    found = []
+    for run in (checkpoint_chunks, loop):
+        torch.manual_seed(1)
+        model = PROGRAMS[name].make()
+        with torch.no_grad():
+            found.append(
+                [*entries(PROGRAMS[name].call(run, model, torch.randn(3, 10, WIDTH))), *model.buffers(), torch.rand(1)]
+            )
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -3])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7, 9, 100])
+def test_sizes(chunks, dim):
+    """Rows that cannot be divided, and fewer rows than slices: as many calls as ``torch.chunk`` has slices."""
+    x, weight = leaf(7, 5, 3), leaf(3)
+    function = Calls(lambda x: (x * 2).sin() * (x.cos() if dim == -1 else weight))
+    y = checkpoint_chunks(function, x, chunks=chunks, dim=dim)
+    assert function.count == len(x.chunk(chunks, dim))
+    expected = loop(function, x, chunks=chunks, dim=dim)
+    wanted = [x] if dim == -1 else [x, weight]
+    found = [torch.autograd.grad(one.square().sum(), wanted) for one in (y, expected)]
+    assert same_bits(y, expected)
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_no_rows(reduce):
+    """Are one slice without any."""
+    x, model = torch.randn(2, 0, WIDTH, requires_grad=True), mlp()
+    y = checkpoint_chunks(model if reduce is None else lambda x: model(x).sum(), x, dim=1, reduce=reduce)
+    assert y.shape == ((2, 0, WIDTH) if reduce is None else ())
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(not one.grad.any() for one in model.parameters())
+
+
+def loss_of(head, x, labels, factor=1.0, mask=None):
+    loss = F.cross_entropy(head(x) * factor, labels, reduction="none")
+    return (loss if mask is None else loss * mask).sum(), len(loss) if mask is None else mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "chunked"),
+    [
+        ((), {"labels": 1}, "labels"),
+        ((1,), {}, "labels"),
+        ((1, 2.0), {"mask": 2}, ["mask", "labels"]),
+        ((1, 2.0, 2), {}, ("labels", "mask")),
+        ((1,), {"mask": None}, ("labels", "mask")),
+    ],
+)
+@pytest.mark.parametrize("as_method", [False, True])
+def test_other_arguments_to_cut(args, kwargs, chunked, as_method):
+    """By the names that the function has for them, whether given by name or not; None stays None."""
+    x, head = leaf(10, 4), nn.Linear(4, 5, dtype=torch.float64)
+    values = {1: torch.arange(10) % 5, 2: (torch.arange(10) % 3 > 0).double()}
+    args = [values.get(one, one) if isinstance(one, int) else one for one in args]
+    kwargs = {name: values.get(one, one) for name, one in kwargs.items()}
+    function = functools.partial(loss_of, head)
+    if as_method:
+
+        class Loss(nn.Module):
+            def forward(self, x, labels, factor=1.0, mask=None):
+                return loss_of(head, x, labels, factor, mask)
+
+        function = Loss()
+    y = checkpoint_chunks(function, x, *args, chunks=4, reduce="mean", chunked=chunked, **kwargs)
+    total, count = function(x, *args, **kwargs)
+    torch.testing.assert_close(y, total / count)
+    found = torch.autograd.grad(y, [x, *head.parameters()])
+    torch.testing.assert_close(found, torch.autograd.grad(total / count, [x, *head.parameters()]))
+
+
+def test_a_mean_weighs_rows_alike():
+    """Not slices: labels that are ignored count nothing."""
+    x, head = leaf(8, WIDTH), nn.Linear(WIDTH, 5, dtype=torch.float64)
+    labels = torch.tensor([1, -1, -1, -1, 2, 3, 4, 0])
+    y = checkpoint_chunks(functools.partial(counted, head), x, labels=labels, chunked="labels", chunks=4, reduce="mean")
+    torch.testing.assert_close(y, F.cross_entropy(head(x), labels, ignore_index=-1))
+
+
+def test_an_argument_cut_gets_a_gradient():
+    x, other = leaf(6, 4), leaf(6, 4)
+    checkpoint_chunks(lambda x, y: x.sin() * y, x, y=other, chunked="y", chunks=4).sum().backward()
+    assert same_bits(other.grad, x.detach().sin())
+
+
+def test_options_of_regions():
+    """Given first: these regions are the ones, and no others within."""
+    x, calls = leaf(6, 4), Calls(torch.sin)
+    run = checkpoint(policy=policies.save_every(torch.ops.aten.sin.default, 1), name="sine")(calls)
+    with trace() as found:
+        checkpoint_chunks(run, x, chunks=3).cos().sum().backward()
+    assert [region.path for region in found.steps[-1].regions] == [("sine",)] * 3
+    assert calls.count == 3  # a policy's region replays operators
+    order = Log()
+
+    class Last(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            order.append(is_recomputing())
+            return y
+
+    checkpoint_chunks(checkpoint(early_stop=False)(Last(4, 4)), x.float(), chunks=2).sum().backward()
+    assert list(order) == [False, False, True, True]
+
+
+def test_a_slice_is_called_again_once():
+    """In one backward, from the last to the first."""
+    order = Log()
+
+    def function(x):
+        order.append((is_recomputing(), float(x.detach()[0, 0])))
+        return x.sin().cos()
+
+    x = torch.arange(8.0).view(4, 2).requires_grad_()
+    checkpoint_chunks(function, x, chunks=4).sum().backward()
+    assert list(order) == [*((False, float(i)) for i in (0, 2, 4, 6)), *((True, float(i)) for i in (6, 4, 2, 0))]
+
+
+def test_an_input_modified_before_backward():
+    x = leaf(6, 4)
+    h = x * 1
+    y = checkpoint_chunks(lambda x: x.sin().exp(), h, chunks=3)
+    h.detach().mul_(2)
+    with pytest.raises(MutationError):
+        y.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------------------- memory
+
+
+def peak(step):
+    return memory_ledger(step).peak.nbytes / 2**20
+
+
+@pytest.mark.parametrize(("chunks", "most"), [(1, 104.3), (8, 24.3), (64, 14.3)])
+def test_peak_of_an_mlp(chunks, most):
+    """In MiB; 25.25 and 14.38 by DeepSpeed's TiledMLP in 8 and 64 slices. The input and the result are 4 each."""
+    model, x = Gated(128, 512), torch.randn(1, 8192, 128, requires_grad=True)
+
+    def step():
+        h = x * 1
+        y = checkpoint_chunks(model, h, chunks=chunks, dim=1)
+        del h
+        y.sum().backward()
+
+    assert peak(step) <= most
+
+
+@pytest.mark.slow
+def test_peak_of_a_loss():
+    """Of 16,384 words, each one of 2,000, in 16 slices: logits, their softmax and its gradient are those of one slice."""
+    h, head, labels = torch.randn(16384, 32, requires_grad=True), nn.Linear(32, 2000), torch.arange(16384) % 2000
+    plain = peak(lambda: F.cross_entropy(head(h), labels).backward())
+    function = functools.partial(loss_of, head)
+    ours = peak(lambda: checkpoint_chunks(function, h, labels=labels, chunked="labels", chunks=16, reduce="mean").backward())
+    assert ours <= 0.15 * plain
+
+
+def test_slices_hold_the_input_alone():
+    """Between forward and backward: the graph holds one copy of it, and the result."""
+    x, model = torch.randn(64, 32), nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    y, nbytes = allocated(lambda: checkpoint_chunks(model, x * 1, chunks=4))
+    assert y.requires_grad
+    assert nbytes - 2 * x.nbytes < 4096  # the state of the random generator, for all
+
+
+# ------------------------------------------------------------------------------------------------------------------ modules
+
+
+class Layer(nn.Module):
+    """A module with an MLP, which it calls by name if told."""
+
+    def __init__(self, by_name=False):
+        super().__init__()
+        self.norm, self.mlp, self.by_name = nn.LayerNorm(WIDTH), Gated(), by_name
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + (self.mlp(x=h) if self.by_name else self.mlp(h))
+
+
+def sums(model, x):
+    """Returns the result of a model, and all gradients."""
+    model.zero_grad()
+    y = model(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("options", [{}, {"recorded": True}, {"policy": policies.dots_saveable}, {"early_stop": False}])
+def test_as_options_of_modules(options, by_name):
+    """Of single ones and of all that match; copies and pickles too."""
+    model = nn.Sequential(Layer(by_name), Layer(by_name))
+    x = torch.randn(2, 10, WIDTH, requires_grad=True)
+    forwards = [layer.mlp.forward for layer in model]
+    for layer, forward in zip(model, forwards, strict=True):
+        layer.mlp.forward = functools.partial(loop, forward, chunks=3, dim=1)
+        if by_name:
+            layer.mlp.forward = lambda x, forward=forward: loop(forward, x, chunks=3, dim=1)
+    expected = sums(model, x)
+    for layer in model:
+        del layer.mlp.forward
+    applied = apply_checkpointing(model, {"*.mlp": {"chunks": 3, "dim": 1, **options}})
+    form = "checkpoint_region x3" if "recorded" in options else "checkpoint x3"
+    assert [one.form for one in applied] == [form] * 2
+    assert form in str(applied)
+    for one in (model, pickle.loads(pickle.dumps(model))):
+        assert all(map(same_bits, sums(one, x), expected))
+    applied.undo()
+    assert not all(map(same_bits, sums(model, x), expected)) or torch.equal(model(x), expected[0])
+
+
+def test_hooks_of_a_module_are_called_once():
+    """They are outside of the slices."""
+    module, calls = checkpoint_module(mlp(), chunks=5), Log()
+    module.register_forward_hook(lambda module, args, result: calls.append(result.shape))
+    x = torch.randn(10, WIDTH, requires_grad=True)
+    module(x).sum().backward()
+    assert list(calls) == [(10, WIDTH)]
+
+
+def test_a_module_of_a_loss():
+    class Head(nn.Linear):
+        def forward(self, x, labels):
+            return F.cross_entropy(super().forward(x), labels, reduction="sum"), len(labels)
+
+    x, labels, head = torch.randn(10, 4, requires_grad=True), torch.arange(10) % 5, Head(4, 5)
+    total, count = head(x, labels)
+    checkpoint_module(head, chunks=4, reduce="mean", chunked="labels")
+    torch.testing.assert_close(head(x, labels), total / count)
+    torch.testing.assert_close(head(x, labels=labels), total / count)
+
+
+# ------------------------------------------------------------------------------------------------------------------- errors
+
+WRONG = {
+    "chunks": ({"chunks": 0}, ValueError, "chunks should be a positive integer, but got 0 of type int."),
+    "chunks by words": ({"chunks": "8"}, ValueError, "chunks should be a positive integer, but got '8' of type str."),
+    "dim": (
+        {"dim": 3},
+        ValueError,
+        "dim should be a dimension of the tensor to cut (a tensor, float32[2, 6, 4] on cpu)",
+    ),
+    "negative dim": ({"dim": -4}, ValueError, "but got -4 of type int. Pass that of the rows"),
+    "dim by words": ({"dim": "rows"}, ValueError, "but got 'rows' of type str"),
+    "reduce": ({"reduce": "max"}, ValueError, "reduce should be None, 'sum' or 'mean', but got 'max' of type str."),
+    "chunked": ({"chunked": 1}, TypeError, "chunked should be names of arguments, but got 1 of type int."),
+    "no such name": ({"chunked": "mask"}, ValueError, "chunked has 'mask' of type str, but 'function' gets no argument"),
+    "check_rows": ({"check_rows": "yes"}, TypeError, "check_rows should be True or False, but got 'yes'"),
+    "rows of another": (
+        {"labels": torch.ones(3), "chunked": "labels"},
+        ValueError,
+        "labels should be a tensor with 2 rows in dimension 0, as the first argument, but got a tensor, float32[3]",
+    ),
+    "another that is none": ({"labels": [1, 2], "chunked": "labels"}, ValueError, "labels should be a tensor with 2 rows"),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_options(name):
+    options, kind, message = WRONG[name]
+
+    def function(x, **kwargs):
+        return x.sin()
+
+    with pytest.raises(kind, match=re.escape(message)):
+        checkpoint_chunks(function, torch.ones(2, 6, 4), **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "reduce", "kind", "message"),
+    [
+        (lambda x: {"y": x}, None, TypeError, "should return a tensor, or a tuple of as many tensors as for others"),
+        (lambda x: (), None, TypeError, "but returned () of type tuple"),
+        (lambda x: (x, None), None, TypeError, "but returned a tuple of 2. Return tensors alone"),
+        (lambda x: (x,) * (1 + int(x[0, 0])), None, TypeError, "a tuple of as many tensors as for others"),
+        (lambda x: x.sum(), None, ValueError, "For a slice of 3 rows in dimension 0 the function should return as many"),
+        (lambda x: x[1:], None, ValueError, "returned a tensor, float32[2, 2]"),
+        (lambda x: x.sum(1), "sum", ValueError, "Results to add up should have one shape, (3,), but got a tensor, float32[2]"),
+        (lambda x: x.sum(), "mean", TypeError, "the function should return (sum, count) of its slice, but returned a tensor"),
+        (lambda x: (x.sum(), None), "mean", TypeError, "(sum, count) of its slice, but returned a tuple of 2"),
+    ],
+)
+def test_wrong_results(function, reduce, kind, message):
+    x = torch.tensor([[0.0], [0.0], [0.0], [1.0], [1.0]]).expand(5, 2)
+    with pytest.raises(kind, match=re.escape(message)):
+        checkpoint_chunks(function, x, chunks=2, reduce=reduce)
+
+
+def test_wrong_calls():
+    with pytest.raises(TypeError, match=re.escape("The argument to cut should be a tensor, but got [1] of type list.")):
+        checkpoint_chunks(torch.sin, [1])
+    with pytest.raises(TypeError, match="checkpoint_chunks takes a function first, but got a tensor"):
+        checkpoint_chunks(torch.ones(3), torch.sin)
+    with pytest.raises(TypeError, match="does not run when it is called"):
+        checkpoint_chunks(lambda x: (yield x), torch.ones(3))
+    with pytest.raises(ValueError, match=r"dim is an option of chunks, whose number is missing. Write chunks=8"):
+        checkpoint_module(mlp(), dim=1)
+    with pytest.raises(ValueError, match="chunks should be a positive integer"):
+        apply_checkpointing(nn.Sequential(mlp()), {"0": {"chunks": 0}})
+    with pytest.raises(TypeError, match="The argument to cut should be a tensor, but got None"):
+        checkpoint_module(mlp(), chunks=2)()
+
+
+# --------------------------------------------------------------------------------------------------------- rows looked at
+
+
+class Rows(nn.Module):
+    """Has buffers, small and large, a list and a number that its forward changes."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.log, self.count = function, [], 0
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("large", torch.zeros(100, 100))
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.calls = Log()
+
+    def forward(self, x):
+        self.count += 1
+        self.log.append(len(x))
+        self.calls.append(len(x))
+        self.mean.mul_(0.5).add_(x.mean(0))
+        self.large += 1
+        self.norm(x.reshape(-1, WIDTH))
+        return self.function(x)
+
+
+def shifted(x):
+    return torch.cat([x[:1], x[:-1]])
+
+
+DEPENDENT = {
+    "earlier rows": lambda x: x.cumsum(0),
+    "later rows": lambda x: x.flip(0).cumsum(0).flip(0),
+    "all rows": lambda x: x / x.norm(dim=0),
+    "one next to it": shifted,
+    "place": lambda x: x + torch.arange(len(x), dtype=x.dtype)[:, None],
+    "the second of a tuple": lambda x: (x.sin(), x - x.mean(0)),
+}
+
+
+@pytest.mark.parametrize("around", [called, in_a_block, checkpoint, under_autocast])
+@pytest.mark.parametrize("name", [*DEPENDENT, "none"])
+def test_rows_that_depend_on_each_other(name, around):
+    """Are found, with nothing changed; where there are none, nothing is noticed."""
+    x = torch.randn(40, WIDTH, requires_grad=True)
+    module = Rows(DEPENDENT.get(name, F.silu))
+    before, state = [one.clone() for one in module.buffers()], torch.get_rng_state()
+    if name != "none":
+        with pytest.raises(ValueError, match="'Rows' returns something else for 8 rows of dimension 0 than for the same in a"):
+            around(checkpoint_chunks, module, x, check_rows=True)
+        assert all(map(same_bits, module.buffers(), before))
+        assert (module.count, module.log, list(module.calls)) == (0, [], [16, 8, 8])
+        assert torch.equal(torch.get_rng_state(), state)
+        return
+    y = around(checkpoint_chunks, module, x, chunks=4, check_rows=True)
+    assert (module.count, module.log) == (4, [10] * 4)
+    other = Rows(F.silu)
+    assert same_bits(y, around(checkpoint_chunks, other, x, chunks=4))
+    assert all(map(same_bits, module.buffers(), other.buffers()))
+    y.float().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rounding_is_not_taken_for_dependence(dtype):
+    """Products of other sizes round otherwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (2, 3, 16, 50):
+            x = torch.randn(rows, 256, dtype=dtype)
+            checkpoint_chunks(Gated(256, 512).to(dtype), x, check_rows=True)
+            labels, head = torch.full((rows,), -100), nn.Linear(256, 500).to(dtype)
+
+            def loss_of(x, labels, head=head):
+                return F.cross_entropy(head(x).float(), labels, reduction="sum"), (labels != -100).sum()
+
+            checkpoint_chunks(loss_of, x, labels, chunked="labels", reduce="mean", check_rows=True)
+
+
+def test_rows_are_looked_at_once_for_a_function():
+    """Of a method for each module, and where there is something to compare."""
+    calls = Calls(torch.sin)
+    checkpoint_chunks(calls, torch.ones(1, 4), check_rows=True)
+    assert calls.count == 1
+    for _ in range(2):
+        calls.count = 0
+        checkpoint_chunks(calls, torch.ones(10, 4), chunks=2, check_rows=True)
+    assert calls.count == 2
+    for module in (Rows(torch.sin), Rows(torch.cos)):
+        for shape in [[10, 5, 5, 5, 5], [5, 5]]:
+            module.calls.clear()
+            checkpoint_chunks(module.forward, torch.randn(10, WIDTH), chunks=2, check_rows=True)
+            assert list(module.calls) == shape
+
+
+def test_rows_of_a_function_that_draws():
+    """Cannot be compared, which a warning says; numbers drawn are those of a program without."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5)), torch.randn(20, WIDTH)
+    state = torch.get_rng_state()
+    with pytest.warns(UserWarning, match=r"check_rows compares nothing: Sequential draws random numbers \(aten.bernoulli_"):
+        y = checkpoint_chunks(model, x, check_rows=True)
+    torch.set_rng_state(state)
+    assert same_bits(y, loop(model, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint_chunks(nn.Sequential(nn.Dropout(0.5), nn.Tanh()).eval(), x, check_rows=True)
+
+
+def test_modes_do_not_see_the_comparison():
+    x = torch.randn(20, WIDTH)
+    with CountOps() as ops:
+        checkpoint_chunks(torch.sin, x, chunks=2, check_rows=True)
+    assert ops.counts["sin"] == 2
