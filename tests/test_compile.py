@@ -17,6 +17,7 @@ from ckpt_hooks import (
     DeterminismError,
     apply_checkpointing,
     checkpoint,
+    checkpoint_chunks,
     checkpoint_module,
     checkpoint_name,
     checkpoint_region,
@@ -86,12 +87,15 @@ block, wrapped = Block(), checkpoint(policy=policies.dots_saveable)(Block())
 of_module = checkpoint_module(Block())
 of_module_with_a_policy = checkpoint_module(Block(), policy=policies.dots_saveable)
 of_module_recorded = checkpoint_module(Block(), recorded=True)
+in_chunks = checkpoint_module(Block(), chunks=3, dim=-2)
+in_chunks_recorded = checkpoint_module(Block(), chunks=2, recorded=True, policy=policies.dots_saveable)
 layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
 w = torch.randn(8, 8, requires_grad=True)
 curried, curried_with_a_policy = checkpoint(name="curried"), checkpoint(policy=policies.dots_saveable)
 to_sum = [
     w,
     *(p for m in (block, wrapped, of_module, of_module_with_a_policy, of_module_recorded, layers) for p in m.parameters()),
+    *(p for m in (in_chunks, in_chunks_recorded) for p in m.parameters()),
 ]
 
 
@@ -130,6 +134,10 @@ def loop(x):
     for layer in layers:
         x = checkpoint(layer, x)
     return x
+
+
+def counted(x, labels, factor=1.0):
+    return torch.nn.functional.cross_entropy(block(x) * factor, labels, reduction="sum"), len(labels)
 
 
 def loop_of_lambdas(x):
@@ -175,6 +183,16 @@ FORMS = {
     "checkpoint_module": lambda x: of_module(x),
     "checkpoint_module with a policy": lambda x: of_module_with_a_policy(x),
     "checkpoint_module, recorded": lambda x: of_module_recorded(x),
+    "chunks": lambda x: checkpoint_chunks(block, x, chunks=3),
+    "chunks with options": lambda x: checkpoint_chunks(wrapped, x, dim=0, scale=2.0),
+    "chunks with options made inside": lambda x: checkpoint_chunks(checkpoint(policy=MM)(function), x, w, chunks=2),
+    "chunks of a loss": lambda x: checkpoint_chunks(
+        counted, x, torch.arange(4), 2.0, chunked="labels", chunks=2, reduce="mean", check_rows=True
+    ),
+    "chunks in a frame": lambda x: checkpoint(lambda u: checkpoint_chunks(block, u.sin(), chunks=2, dim=-2), x),
+    "chunks in a region": lambda x: checkpoint_region()(lambda u: checkpoint_chunks(block, u.sin(), chunks=2))(x),
+    "module in chunks": lambda x: in_chunks(x),
+    "module in chunks, recorded": lambda x: in_chunks_recorded(x),
     "region": in_region,
     "region as a decorator": lambda x: block.recorded(x),
     "region with names": named,
@@ -217,7 +235,7 @@ def _reset():
 def test_in_one_graph_as_eager(form, fullgraph, backend):
     if BEFORE_2_13 and "inside" in form:
         pytest.skip("before 2.13 Dynamo does not trace how options and policies are made")
-    if BEFORE_2_13 and form.startswith("checkpoint_module"):
+    if BEFORE_2_13 and (form.startswith("checkpoint_module") or "chunks" in form):
         pytest.skip("before 2.13 Dynamo does not trace how the forward is bound")
     if backend == "inductor" and not fullgraph:
         pytest.skip("takes minutes, and there are no graph breaks")

@@ -1,0 +1,94 @@
+"""Functions on slices in models that DDP replicates and FSDP2 shards: as the loop without regions, with as many gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torch.distributed.fsdp")
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_chunks, checkpoint_region, policies
+from tests.chunked import loop
+from tests.distributed.sharding import SHARDINGS, counted
+from tests.distributed.test_ddp import OPTIONS
+from tests.distributed.training import WIDTH, Model, assert_equal, trained
+
+
+def in_a_region(function: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    with checkpoint_region():
+        return checkpoint_chunks(function, x, **options)
+
+
+def of_a_policy(function: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return checkpoint_chunks(checkpoint(policy=policies.dots_saveable)(function), x, **options)
+
+
+def in_a_call(function: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return checkpoint(checkpoint_chunks, function, x, **options)
+
+
+RUNS = {"loop": loop, "chunks": checkpoint_chunks, "policy": of_a_policy, "region": in_a_region, "call": in_a_call}
+
+
+def model_of(form: str) -> Model:
+    """Returns a model whose blocks, and whose last layer with the loss, work on slices."""
+    torch.manual_seed(0)
+    model = Model()
+    if form == "option":
+        apply_checkpointing(model, {"blocks.*": {"chunks": 3}, "last": {"chunks": 2}})
+        return model
+    run = RUNS[form]
+    for block in model.blocks:
+        block.forward = lambda x, forward=block.forward: run(forward, x, chunks=3)
+    model.last.forward = lambda x, forward=model.last.forward: run(forward, x, chunks=2)
+    return model
+
+
+FORMS = [*RUNS, "option"]
+
+
+def replicated(options: dict[str, Any]) -> None:
+    expected = None
+    for form in FORMS:
+        model = model_of(form)
+        if options.get("find_unused_parameters"):
+            model.unused = torch.nn.Linear(WIDTH, WIDTH)
+        found = trained(DistributedDataParallel(model, **options), 3)
+        expected = expected or found
+        assert_equal(found, expected, form)
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_in_a_replica(ranks, options):
+    ranks.run(replicated, OPTIONS[options])
+
+
+def sharded(sharding: str) -> list[str]:
+    """Returns how often each unit is gathered."""
+    expected, gathered = None, []
+    for form in FORMS:
+        model = model_of(form)
+        SHARDINGS[sharding](model)
+        with counted() as gathers:
+            found = trained(model)
+        expected = expected or found
+        assert_equal(found, expected, form)
+        gathered.append(" ".join(sorted(one for one in gathers.events if one[0] == "+")))
+    return gathered
+
+
+@pytest.mark.parametrize("sharding", [name for name in SHARDINGS if name != "nested"])
+def test_in_a_sharded_model(ranks, sharding):
+    """The loop stands inside of the units' forward: they are gathered as without it, not for each slice."""
+    for found in ranks.run(sharded, sharding):
+        assert found == [found[0]] * len(FORMS)
+
+
+def test_around_units(ranks):
+    """Each slice gathers what is in it; a recompute finds it, or gathers it as well."""
+    for found in ranks.run(sharded, "nested"):
+        assert len(found) == len(FORMS)
