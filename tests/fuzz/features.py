@@ -31,6 +31,7 @@ CORE = frozenset(
         "loop_closures",  # functions of regions that close over variables, and globals, which are others later on
         "places",  # containers and objects of several kinds that functions reach, and what they do there
         "sequential",  # functions in segments
+        "chunks",  # functions on slices of a tensor
         "nesting",  # regions in regions, to depth 4; without it all regions are siblings
         "inner_backward",  # autograd.grad and backward inside forward
         "hooks",  # the user's own saved-tensor hooks

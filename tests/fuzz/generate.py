@@ -142,7 +142,7 @@ class _Generator(Stateful):
             self.loop: 2.5 if any(map(self.has, ("loop_closures", "places", "function_attributes", *HOLDERS))) else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
-            self.call: 0.5 + self.has("generators") if self.has("sequential") or self.has("generators") else 0,
+            self.call: 0.5 + self.has("generators") + self.has("chunks") if any(map(self.has, statements.CALLS)) else 0,
             self.hook_for_all: 0.7 if self.has("module_hooks") else 0,
         }
         while len(body) < number:
@@ -280,7 +280,8 @@ class _Generator(Stateful):
 
     def call(self) -> list[Node] | None:
         """A region that is a function of the prelude or several functions."""
-        feature, x = self.feature(statements.CALLS), self.pick()
+        feature = self.feature(statements.CALLS)
+        x = self.of_rank(1) if feature == "chunks" else self.pick()
         if x is None or feature is None or not self.may_nest():
             return None
         for region in self.functions:

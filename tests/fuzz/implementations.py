@@ -58,6 +58,9 @@ def under_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+under_mode.__module__ = plain.__module__  # beside which nothing stands that makes regions
+
+
 def curried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a function through the curried form of ``checkpoint``."""
     return ckpt_hooks.checkpoint(name="region")(function)(*args, **kwargs)
@@ -179,8 +182,8 @@ def mixed() -> Run:
     return run
 
 
-#: What programs find beside ``curried`` and ``varied``.
-checkpoint_sequential = ckpt_hooks.checkpoint_sequential
+#: What programs find beside the functions of this module.
+checkpoint_sequential, checkpoint_chunks = ckpt_hooks.checkpoint_sequential, ckpt_hooks.checkpoint_chunks
 
 _OURS = "from ckpt_hooks import checkpoint"
 _TORCH = "from torch.utils.checkpoint import checkpoint"

@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+import ckpt_hooks
+
 FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
 
 
@@ -457,12 +459,34 @@ class Noisy(torch.nn.Module):
 
 def in_segments(run, functions, segments, x):
     """Calls functions one after the other, in segments by the checkpoint_sequential that stands beside ``run``, if any."""
-    beside = sys.modules[getattr(run, "func", run).__module__]
+    beside = sys.modules[getattr(run, "func", run).__module__.partition("._")[0]]
     if hasattr(beside, "checkpoint_sequential"):
         return beside.checkpoint_sequential(functions, segments, x, use_reentrant=False)
     for function in functions:
         x = function(x)
     return x
+
+
+def in_chunks(run, function, x, chunks, dim, reduce=None):
+    """Calls a function on slices, by the checkpoint_chunks that stands beside ``run``, if any, or each slice by ``run``."""
+    beside = sys.modules[getattr(run, "func", run).__module__.partition("._")[0]]
+    if hasattr(beside, "checkpoint_chunks") and (beside is ckpt_hooks or x.shape[dim] % 2 == 0):
+        return beside.checkpoint_chunks(function, x, chunks=chunks, dim=dim, reduce=reduce)
+    found = [(one.shape[dim], run(function, one)) for one in x.split(max(-(-x.shape[dim] // chunks), 1), dim)]
+    found = [(rows, one if isinstance(one, tuple) else (one,)) for rows, one in found]
+    if reduce is None:
+        if any(entry.shape[dim] != rows for rows, one in found for entry in one):
+            raise ValueError("rows get lost")
+        joined = [torch.cat(parts, dim) for parts in zip(*(one for _, one in found), strict=True)]
+    else:
+        joined = found[0][1]
+        for _, one in found[1:]:
+            if any(entry.shape != total.shape for total, entry in zip(joined, one, strict=True) if torch.is_tensor(entry)):
+                raise ValueError("shapes differ")
+            joined = [total + entry for total, entry in zip(joined, one, strict=True)]
+    if reduce == "mean":
+        return joined[0] / joined[1]
+    return tuple(joined) if len(joined) > 1 else joined[0]
 
 
 def step_in_backward(leaves):

@@ -62,6 +62,10 @@ class Slots(dict):
             steps = [self._step() for _ in range(choose.randint(2, 5))]
             self["segments"] = str(choose.randint(1, len(steps)))
             return ", ".join(steps)
+        if key == "step":
+            return self._step()
+        if key == "chunks":
+            return choose.randint(1, 5)
         if key == "own":
             return draw.own() or "no_such_tensor"
         if key == "z":

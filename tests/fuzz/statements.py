@@ -213,6 +213,14 @@ CALLS = {
     ],
     "tracked_sources": ["run(Noisy({source}), {x})", "run(lambda v, source={source}: v * number(source), {x})"],
     "sequential": ["in_segments(run, [{steps}], {segments}, {x})"],
+    "chunks": [
+        "in_chunks(run, {step}, {x}, {chunks}, {d})",
+        "in_chunks(run, lambda v: ({step})(v) * {k}, {x}, {chunks}, {d} - {rank})",
+        "in_chunks(run, lambda v: (({step})(v), v.cos()), {x}, {chunks}, {d})",
+        "in_chunks(run, lambda v: ({step})(v).sum({d}), {x}, {chunks}, {d}, 'sum')",
+        "in_chunks(run, lambda v: (({step})(v).sum(), v.numel()), {x}, {chunks}, {d}, 'mean')",
+        "in_chunks(run, lambda v: run({step}, v).sin(), {x}, {chunks}, {d})",
+    ],
 }
 
 #: Headers of blocks with what follows the body, by feature.
