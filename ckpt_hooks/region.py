@@ -22,7 +22,7 @@ from ._recorded.traced_regions import traced_name, traced_region, warn_of_instan
 from ._torch.compiling import skipped
 from ._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from .policies.base import Policy, policy_from
-from .report.saved_entries import PrintedHoldings
+from .report.entries import PrintedHoldings
 
 __all__ = ["checkpoint_name", "checkpoint_region"]
 

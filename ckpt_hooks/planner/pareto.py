@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
-from ckpt_hooks.report.ledger.panels import Picture, figure_of, scale_of
+from ckpt_hooks.report.ledger.pictures import Picture, figure_of, scale_of
 
 from .choosing import Problem, choose
 from .profiling import BlockCall, OpRun, Profile

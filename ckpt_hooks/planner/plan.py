@@ -11,10 +11,10 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
-from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, name_pattern, times
+from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 
 from .pareto import ParetoFront, ParetoPoint
-from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of, shapes_in_words
+from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
 from .searching import Budget, searched
 
 
@@ -152,9 +152,7 @@ class Plan(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as values for ``json.dumps``, for :meth:`from_json`."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name[0] != "_"}
-        blocks = [{**dataclasses.asdict(block), "shapes": [_to_json(one) for one in block.shapes]} for block in self.blocks]
-        return {**values, "blocks": blocks, "others": [plan.to_json() for plan in self.others]}
+        return json_of(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
@@ -173,10 +171,6 @@ class Plan(Printed):
             blocks.append(PlannedBlock(**{**block, "kept": kept, "shapes": shapes}))
         others = [cls.from_json(one) for one in values["others"]]
         return cls(**{**values, "blocks": tuple(blocks), "others": others})
-
-
-def _to_json(shapes: Shapes) -> list[Any]:
-    return [[str(dtype).removeprefix("torch."), None if shape is None else list(shape)] for dtype, shape in shapes]
 
 
 def _in_words(run: KeptRun) -> str:

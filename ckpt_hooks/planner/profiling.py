@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import enum
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -14,23 +13,11 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from ckpt_hooks._core.call_sites import called_modules
-from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
-from ckpt_hooks._core.holdings import Reason, Saved
+from ckpt_hooks._core.events import Operator, Region, TensorInfo
+from ckpt_hooks._core.holdings import Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.profiling import profile_memory
-from ckpt_hooks.report.ledger.rows import Marks, Moment, rows_of
-from ckpt_hooks.report.ledger.watching import OlderMemory
-
-
-class _Moment(enum.Enum):
-    ENTERED = enum.auto()
-    EXITED = enum.auto()
-    RAN = enum.auto()
-    SAVED = enum.auto()
-    LET_GO = enum.auto()
-    RECOMPUTING = enum.auto()
-    RECOMPUTED = enum.auto()
-    RESTORED = enum.auto()
+from ckpt_hooks.report.ledger.rows import Marks, OlderMemory, RegionMarks, Row, rows_of
 
 
 class Run(NamedTuple):
@@ -41,26 +28,20 @@ class Run(NamedTuple):
     number: int
 
 
-class _Watch(Observer):
-    """Marks what regions of blocks do."""
+class _Watch(RegionMarks):
+    """Marks what regions of blocks do, with their operators."""
 
     wants_operators = wants_durations = True
 
     def __init__(self, marks: Marks, blocks: dict[str, Module]) -> None:
-        self._mark: Callable[[Any, Any], None] = marks.add
+        super().__init__(marks)
         self._blocks = blocks
         self._names: dict[str, dict[int, str]] = {}
         self._counts: dict[int, collections.Counter[tuple[str, str]]] = {}
 
-    def entered(self, region: Region) -> None:
-        self._mark(_Moment.ENTERED, region)
-
-    def exited(self, region: Region, error: BaseException | None) -> None:
-        self._mark(_Moment.EXITED, region.id)
-
     def ran(self, region: Region, operator: Operator) -> None:
         run = self._run_of(region, operator) if operator.is_asked_about else None
-        self._mark(_Moment.RAN, (region.id, operator, run))
+        self._mark("ran", region.id, operator, run)
 
     def _run_of(self, region: Region, operator: Operator) -> Run | None:
         """Returns how a policy of runs tells this run."""
@@ -78,19 +59,10 @@ class _Watch(Observer):
         return Run(module, operator.name, number)
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
-        self._mark(_Moment.SAVED, (region.id, saved.position, saved.fate, tensor.address))
-
-    def let_go(self, region: Region, position: int) -> None:
-        self._mark(_Moment.LET_GO, (region.id, position))
-
-    def recomputing(self, region: Region, *, in_order: bool) -> None:
-        self._mark(_Moment.RECOMPUTING, (region.id, in_order))
-
-    def recomputed(self, region: Region, error: BaseException | None) -> None:
-        self._mark(_Moment.RECOMPUTED, region.id)
+        self._mark("saved", region.id, saved.position, tensor.address)
 
     def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
-        self._mark(_Moment.RESTORED, (region.id, position))
+        self._mark("restored", region.id, position)
 
 
 @dataclasses.dataclass(slots=True)
@@ -227,7 +199,7 @@ def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
 
 
 class _Reader:
-    """Reads the rows of a step."""
+    """Reads the rows of a step. Marks among them call its methods, those from ``entered`` on."""
 
     def __init__(self, blocks: set[str], older: dict[int, int]) -> None:
         self._blocks, self._older = blocks, older
@@ -242,19 +214,20 @@ class _Reader:
         self._live = self._most = 0
         self._first, self._has_begun = 0, False  # the allocations before, and whether there is one since
         self._seen = 0  # allocations up to the latest operator of forward
+        self._at = 0  # the row
 
-    def read(self, rows: Sequence[Any]) -> Profile:
-        for at, row in enumerate(rows):
+    def read(self, rows: Sequence[Row]) -> Profile:
+        for self._at, row in enumerate(rows):
             if row.mark is not None:
-                self._pass(at, row.mark.moment, row.mark.data)
+                getattr(self, row.mark.event)(*row.mark.args)
             elif row.nbytes > 0:
                 self._alive[row.address] = len(self._allocations)
                 # Recomputes of regions inside of blocks, or beside these, are the same under each plan.
                 is_again = any(region in self._entries for region in self._recomputes)
-                self._allocations.append(ProfiledAllocation(row.nbytes, at, len(rows), is_again))
+                self._allocations.append(ProfiledAllocation(row.nbytes, self._at, len(rows), is_again))
                 self._change(row.nbytes)
             elif (number := self._alive.pop(row.address, None)) is not None:
-                self._allocations[number].freed = at
+                self._allocations[number].freed = self._at
                 self._change(row.nbytes)
         for entry in self._entries.values():
             for op in entry.ops:
@@ -271,43 +244,55 @@ class _Reader:
         self._live += nbytes
         self._most = max(self._most, self._live)
 
-    def _pass(self, at: int, moment: Any, data: Any) -> None:
-        if moment is _Moment.ENTERED and not data.in_recompute and data.path[-1] in self._blocks:
-            self._entries[data.id] = BlockCall(data.path[-1], at, at)
+    def entered(self, region: Region) -> None:
+        if not region.in_recompute and region.path[-1] in self._blocks:
+            self._entries[region.id] = BlockCall(region.path[-1], self._at, self._at)
             self._seen = len(self._allocations)
             self._restart()
-        elif moment is _Moment.EXITED and data in self._entries:
-            self._entries[data].end = at
-        elif moment is _Moment.RAN:
-            self._ran(at, *data)
-        elif moment is _Moment.SAVED:
-            self._saved(*data)
-        elif moment is _Moment.LET_GO and data in self._handles:
-            self._handles[data].let_go = at
-        elif moment is _Moment.RESTORED and data in self._handles:
-            handle = self._handles[data]
-            handle.restored = at if handle.restored is None else handle.restored
-        elif moment is _Moment.RECOMPUTING:
-            region, in_order = data
-            self._recomputes.append(region)
-            if region in self._entries:
-                self._entries[region].in_order |= in_order
-        elif moment is _Moment.RECOMPUTED and self._recomputes:
+
+    def exited(self, region: int) -> None:
+        if region in self._entries:
+            self._entries[region].end = self._at
+
+    def saved(self, region: int, position: int, address: int) -> None:
+        entry = self._entries.get(region)
+        if entry is not None:  # numbers below 0 are those of tensors kept as they are
+            handle = self._handles[region, position] = Request(self._value_at(region, address), None, sys.maxsize)
+            entry.handles.append(handle)
+
+    def let_go(self, region: int, position: int) -> None:
+        if (region, position) in self._handles:
+            self._handles[region, position].let_go = self._at
+
+    def restored(self, region: int, position: int) -> None:
+        handle = self._handles.get((region, position))
+        if handle is not None and handle.restored is None:
+            handle.restored = self._at
+
+    def recomputing(self, region: Region, in_order: bool) -> None:
+        self._recomputes.append(region.id)
+        if region.id in self._entries:
+            self._entries[region.id].in_order |= in_order
+
+    def recomputed(self, region: int) -> None:
+        if self._recomputes:
             self._recomputes.pop()
-        elif moment is Moment.OLDER_FREED and data in self._older:
-            self._freed.append((at, -self._older[data]))
+
+    def older_freed(self, address: int) -> None:
+        if address in self._older:
+            self._freed.append((self._at, -self._older[address]))
 
     def _value_at(self, region: int, address: int) -> Value | None:
         number = self._alive.get(address)
         return None if number is None else (number, self._versions.get((region, number), 0))
 
-    def _ran(self, row: int, region: int, operator: Operator, run: Run | None) -> None:
+    def ran(self, region: int, operator: Operator, run: Run | None) -> None:
         entry = None if operator.in_recompute else self._entries.get(region)
         if entry is not None:
-            self._ran_in(entry, row, region, operator, run)
+            self._ran_in(entry, region, operator, run)
         self._restart()
 
-    def _ran_in(self, entry: BlockCall, row: int, region: int, operator: Operator, run: Run | None) -> None:
+    def _ran_in(self, entry: BlockCall, region: int, operator: Operator, run: Run | None) -> None:
         reads = [value for tensor in operator.inputs if (value := self._value_at(region, tensor.address)) is not None]
         written = {
             value[0]
@@ -341,16 +326,10 @@ class _Reader:
         new = range(self._seen, len(self._allocations))
         self._seen = len(self._allocations)
         op.extras = [number for number in new if number not in fresh]
-        stays = sum(one.nbytes for one in self._allocations[self._first :] if one.freed > row)
+        stays = sum(one.nbytes for one in self._allocations[self._first :] if one.freed > self._at)
         op.temporary = max(0, self._most - self._begun - stays)
         entry.ops.append(op)
 
     def _restart(self) -> None:
         self._begun = self._most = self._live
         self._first, self._has_begun = len(self._allocations), False
-
-    def _saved(self, region: int, position: int, fate: Reason, address: int) -> None:
-        entry = self._entries.get(region)
-        if entry is not None:  # numbers below 0 are those of tensors kept as they are
-            handle = self._handles[region, position] = Request(self._value_at(region, address), None, sys.maxsize)
-            entry.handles.append(handle)

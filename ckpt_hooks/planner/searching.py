@@ -18,7 +18,7 @@ from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules import apply_checkpointing
 from ckpt_hooks.modules.selecting import select_modules
-from ckpt_hooks.report.ledger.ledger import MemoryLedger, memory_ledger
+from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
 
 from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in

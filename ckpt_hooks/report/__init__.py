@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_hooks._core.holdings import Reason
 
-    from .advice import Advice, Waste
-    from .ledger.allocations import Allocation, Change, Hold, Maker, Need, Origin, RegionEntry
-    from .ledger.data import Holder, LedgerPeak, Phase
-    from .ledger.ledger import MemoryLedger, memory_ledger
-    from .ledger.panels import Picture, compare
-    from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
-    from .saved_entries import Residual, SavedResiduals
+    from .entries import Advice, Maker, Origin, Residual, Waste
+    from .ledger import MemoryLedger, memory_ledger
+    from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Need, Phase, RegionEntry
+    from .ledger.pictures import Picture, compare
+    from .residuals import (
+        SavedResiduals,
+        format_saved_residuals,
+        print_saved_residuals,
+        saved_residuals,
+        saved_tensors_report,
+    )
     from .steps import Drift, RegionTrace, StepTrace
     from .tracing import Trace, format_trace, print_trace, trace
 
@@ -52,13 +56,11 @@ __all__ = [
 
 # Modules and the names in them, imported when asked for: a first checkpoint needs none.
 _MODULES = {
-    "advice": "Advice Waste",
-    "saved_entries": "Reason Residual SavedResiduals",
-    "ledger.allocations": "Allocation Change Hold Maker Need Origin RegionEntry",
-    "ledger.data": "Holder LedgerPeak Phase",
-    "ledger.ledger": "MemoryLedger memory_ledger",
-    "ledger.panels": "Picture compare",
-    "residuals": "format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
+    "entries": "Advice Maker Origin Reason Residual Waste",
+    "ledger": "MemoryLedger memory_ledger",
+    "ledger.data": "Allocation Change Hold Holder LedgerPeak Need Phase RegionEntry",
+    "ledger.pictures": "Picture compare",
+    "residuals": "SavedResiduals format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
     "steps": "Drift RegionTrace StepTrace",
     "tracing": "Trace format_trace print_trace trace",
 }

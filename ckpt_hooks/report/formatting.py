@@ -1,8 +1,10 @@
-"""Reports as text and as HTML, and in errors: bytes in words, tables, and names that differ by numbers alone."""
+"""Reports as text, as HTML, as JSON, and in errors: bytes in words, tables, and names that differ by numbers alone."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import math
 import re
 import shutil
@@ -58,6 +60,29 @@ class Printed:
         for table in self._tables():
             lines += _in_html(table, html.escape)
         return "\n".join(lines)
+
+
+def json_of(entry: Any) -> dict[str, Any]:
+    """Returns the entry as values for ``json.dumps``."""
+    # Fields, without private ones; or else what the class names.
+    kind = type(entry)
+    names = getattr(kind, "_json", None) or getattr(kind, "_fields", None) or [one.name for one in dataclasses.fields(entry)]
+    return {name: as_json(getattr(entry, name)) for name in names if not name.startswith("_")}
+
+
+def as_json(value: Any) -> Any:
+    """Returns a value of a report as ``json.dumps`` takes it."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        return json_of(value)
+    if isinstance(value, dict):
+        return {key: as_json(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(one) for one in value]
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value).removeprefix("torch.")
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None) -> str:

@@ -17,8 +17,8 @@ from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import LEAF_NODE, attributes_of, is_packed, node_number, packed_of, saved_in
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway, storage_of
 
-from .notes import NOWHERE, Known, Notes, Origin
-from .saved_entries import Residual, SavedResiduals
+from .entries import NOWHERE, Origin, Residual
+from .notes import Known, Notes
 
 _NO_STORAGE: tuple[int | None, int] = (None, 0)
 _NO_VIEWS: tuple[Residual, ...] = ()
@@ -45,6 +45,8 @@ class GraphReader:
         self._frames: dict[int, Frame] = {}
         self._names: dict[type, tuple[str, ...]] = {}  # of nodes, by their class
         self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
+        self._node: Any = None  # which is read
+        self._views: list[torch.Size] | None = None  # the shapes of its views of parameters, once asked for
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
         for node in _nodes_of(tensors):
@@ -68,14 +70,13 @@ class GraphReader:
         found = self._regions.get(id(frame))
         if found is None:
             watch = frame.watch
-            origin = NOWHERE if watch is None else Origin(None, watch.region.site, watch.region.module)
+            origin = NOWHERE if watch is None else Origin(module=watch.region.module, line=watch.region.site)
             found = self._regions[id(frame)] = format_path(frame.path), origin
         return found
 
     def _read_node(self, node: Any) -> None:
-        found = saved_in(node)
-        self._views = _ParameterViews(node)
-        attributes = attributes_of(node)
+        found, attributes = saved_in(node), attributes_of(node)
+        self._node, self._views = node, None
         if not (found or attributes):
             return
         origin = NOWHERE if self._notes is None else self._notes.nodes.get(node_number(node), NOWHERE)
@@ -99,7 +100,7 @@ class GraphReader:
         if frame is not None:
             self._frames[id(frame)] = frame
             handle = frame.describe(packed)
-            if frame.watch is None and frame.kind == "function" and self._views.take(handle.shape):
+            if frame.watch is None and frame.kind == "function" and self._is_parameter_view(handle.shape):
                 self._is_exact = False  # shapes alone tell
             else:
                 self._read_dropped(frame, handle, origin, name)
@@ -109,18 +110,27 @@ class GraphReader:
         else:
             self._read_hooks(packed, origin, name)
 
+    def _is_parameter_view(self, shape: torch.Size | None) -> bool:
+        """Whether a tensor of a shape that the node has saved is a view of a leaf that requires grad; each view counts once."""
+        if self._views is None:
+            self._views = _parameter_views_of(self._node)
+        if shape not in self._views:
+            return False
+        self._views.remove(shape)
+        return True
+
     def _read_dropped(self, frame: Frame, saved: Saved, origin: Origin, name: tuple[str, ...]) -> None:
         if (id(frame), saved.position) in self._read or saved.fate not in _NOT_HELD:
             return  # the frame has the tensor among its holdings
         self._read.add((id(frame), saved.position))
-        storage, operator, site, module = None, saved.made_by, origin.site, origin.module
+        storage, operator, site, module = None, saved.made_by, origin.line, origin.module
         size, shape, dtype = saved.nbytes or 0, saved.shape, saved.dtype
         tensor = None if frame.watch is None else frame.watch.tensors.get(saved.position)
         if tensor is not None and tensor.storage is not None:
             storage, size = tensor.storage, tensor.storage_nbytes
             if self._notes is not None:
                 made = self._notes.origin_of_storage(storage)
-                operator, site, module = made.operator or operator, made.site or site, made.module or module
+                operator, site, module = made.operator or operator, made.line or site, made.module or module
         region = self._region_of(frame)[0]
         entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
         self._dropped.append((storage, entry))
@@ -129,7 +139,7 @@ class GraphReader:
         """Reads the object of hooks which are not a region's: its tensors, where these show."""
         if type(packed).__module__ == "torch.utils.checkpoint":
             why = "by torch.utils.checkpoint, of unknown size"
-            entry = Residual(Reason.DROPPED, 0, None, None, None, why, None, None, origin.site, origin.module, (), name)
+            entry = Residual(Reason.DROPPED, 0, None, None, None, why, None, None, origin.line, origin.module, (), name)
             self._dropped.append((None, entry))
             return
         found = list(holdings_in(packed, Cause(Reason.HOOKS, "packed by saved-tensor hooks"), set(), (Frame,)))
@@ -137,7 +147,7 @@ class GraphReader:
             self._claim_holding(holding, (), origin, name)
         if not found:
             why = f"packed by saved-tensor hooks as {type(packed).__name__}, of unknown size"
-            entry = Residual(Reason.HOOKS, 0, None, None, None, why, None, origin.operator, origin.site, origin.module)
+            entry = Residual(Reason.HOOKS, 0, None, None, None, why, None, origin.operator, origin.line, origin.module)
             self._add(None, 0, entry._replace(saved_by=name))
 
     def _claim(
@@ -209,7 +219,7 @@ class GraphReader:
             reason=reason,
             name=name,
             operator=made.operator,
-            site=origin.site,
+            site=origin.line,
             module=origin.module,
         )
 
@@ -234,7 +244,8 @@ class GraphReader:
                 entry = Residual(Reason.UNSEEN, self._sizes[storage], None, None, None, "in no node that torch shows")
                 self._add(storage, self._sizes[storage], entry)
 
-    def report(self) -> SavedResiduals:
+    def found(self) -> tuple[tuple[Residual, ...], tuple[Residual, ...], bool]:
+        """Returns an entry for each storage held and for each dropped, and whether all of what is dropped is known."""
         tensors = []
         for storage, claims in self._claims.items():
             counts, size = claims[0], self._sizes[storage]
@@ -246,7 +257,7 @@ class GraphReader:
             tensors.append(counts)
         # A tensor of unknown size has no dtype either.
         known = (storage is not None or (one.dtype is not None and not one.nbytes) for storage, one in self._dropped)
-        return SavedResiduals(tuple(tensors), tuple(self._distinct()), self._is_exact and all(known))
+        return tuple(tensors), tuple(self._distinct()), self._is_exact and all(known)
 
     def _distinct(self) -> Iterator[Residual]:
         """Yields dropped tensors, each storage once and without those that are held after all."""
@@ -272,24 +283,7 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return sorted(seen, key=node_number)
 
 
-class _ParameterViews:
-    """The views of leaves that require grad which a node reads, by their shapes."""
-
-    def __init__(self, node: Any) -> None:
-        self._node = node
-        self._left: list[torch.Size] | None = None
-
-    def take(self, shape: torch.Size | None) -> bool:
-        """Whether a tensor of a shape that the node has saved is such a view; each view counts once."""
-        if self._left is None:
-            self._left = _views_read_by(self._node)
-        if shape not in self._left:
-            return False
-        self._left.remove(shape)
-        return True
-
-
-def _views_read_by(node: Any) -> list[torch.Size]:
+def _parameter_views_of(node: Any) -> list[torch.Size]:
     shapes: list[torch.Size] = []
     # The node may have saved an argument of the shape that requires no grad: then no edge leads to it.
     if any(edge is None for edge, _ in node.next_functions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
@@ -20,21 +20,11 @@ from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.tensors import dense_parts
 
+from .entries import NOWHERE, Origin
+
 _aten = torch.ops.aten
 # These make a tensor, and get it as their argument.
 _BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default})
-
-
-class Origin(NamedTuple):
-    """The run of an operator in forward."""
-
-    operator: str | None
-    site: str | None
-    module: str | None  # the innermost called module, by its name in the outermost one
-
-
-#: Where nothing was noted.
-NOWHERE = Origin(None, None, None)
 
 
 class Known:
@@ -72,7 +62,7 @@ class Notes(Observer):
     """The notes of one forward; the observer and :class:`OperatorNotes` have to be active meanwhile."""
 
     def __init__(self) -> None:
-        # By storage; of uninitialised memory, the first operator which wrote to it.
+        # By storage; of uninitialised memory, the first operator which wrote to it. Modules are named without their class.
         self.made: dict[int, Origin] = {}
         self.found: set[int] = set()  # storages read by an operator, and not made before: these were there before
         self.storages: dict[int, weakref.ref[Any]] = {}
@@ -116,7 +106,8 @@ class Notes(Observer):
     def _origin(self, operator: Any) -> Origin:
         frame = sys._getframe(3)
         module, outermost = called_modules(frame)
-        return Origin(str(operator), site_of(frame), None if module is None else self._name_of(module, outermost))
+        name = None if module is None else self._name_of(module, outermost)
+        return Origin(operator=str(operator), module=name, line=site_of(frame))
 
     def _name_of(self, module: Any, outermost: Any) -> str | None:
         self.outermost[id(outermost)] = outermost  # held, so that its identity stays its own

@@ -2,21 +2,141 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ckpt_hooks._core.descriptions import kind_in_words
+from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.settings import observe
 
-from .formatting import as_text
+from .entries import Residual
+from .formatting import Printed, Table, alike, as_text, count_of, fold_names, format_bytes, json_of, name_pattern, times
 from .graph import GraphReader
 from .notes import Known, Notes, OperatorNotes
-from .saved_entries import SavedResiduals, tables_of
+
+#: Reasons of memory that is there without backward, too.
+_THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SavedResiduals(Printed):
+    """The memory which backward holds. Prints as :func:`ckpt_hooks.format_saved_residuals` writes it.
+
+    Attributes:
+        tensors: An entry for each storage, in the order of forward.
+        dropped: An entry for each storage that a region has dropped, which takes no memory until backward.
+        is_dropped_exact: Whether the storages of all dropped tensors are known. If not, an entry is a tensor as one node saved
+            it, and ``dropped_bytes`` is an upper bound.
+    """
+
+    tensors: tuple[Residual, ...]
+    dropped: tuple[Residual, ...]
+    is_dropped_exact: bool = True
+
+    _json = "total_bytes", "added_bytes", "by_reason", "dropped_bytes", "is_dropped_exact", "tensors", "dropped"
+    to_json = json_of
+
+    @functools.cached_property
+    def by_reason(self) -> dict[str, int]:
+        """The bytes for each reason, in the order of :class:`Reason`."""
+        found: collections.Counter[Reason] = collections.Counter()
+        for entry in self.tensors:
+            found[entry.reason] += entry.nbytes
+        return {reason.value: found[reason] for reason in Reason if reason in found}
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """The bytes of all storages."""
+        return sum(self.by_reason.values())
+
+    @functools.cached_property
+    def added_bytes(self) -> int:
+        """The bytes without arguments, parameters and memory from before: memory that backward alone keeps from being freed."""
+        return sum(entry.nbytes for entry in self.tensors if entry.reason not in _THERE_ANYWAY)
+
+    @functools.cached_property
+    def dropped_bytes(self) -> int:
+        """The bytes of dropped tensors."""
+        return sum(entry.nbytes for entry in self.dropped)
+
+    def _headline(self) -> str:
+        most = "" if self.is_dropped_exact else "at most "
+        dropped = f"; regions dropped {most}{format_bytes(self.dropped_bytes)}" if self.dropped else ""
+        return (
+            f"backward holds {format_bytes(self.total_bytes)} in {count_of(len(self.tensors), 'storage')}, "
+            f"{format_bytes(self.added_bytes)} of this for backward alone{dropped}"
+        )
+
+    def _tables(self, max_rows: int = 60) -> Iterator[Table]:
+        counts = collections.Counter(entry.reason.value for entry in self.tensors)
+        rows = [[format_bytes(nbytes), str(counts[reason]), reason] for reason, nbytes in self.by_reason.items()]
+        if rows:
+            yield Table(["bytes", "storages", "reason"], rows, (0, 1))
+            yield _table(self.tensors, max_rows)
+        if self.dropped:
+            yield _table(self.dropped, max_rows, "dropped, and brought back in backward:")
+
+
+_COLUMNS = ("bytes", "", "tensor", "reason", "module or name", "line", "operator", "region", "saved by", "why")
+
+
+def _table(entries: Sequence[Residual], max_rows: int, title: str = "") -> Table:
+    pattern = functools.cache(name_pattern)
+
+    def key(entry: Residual) -> object:
+        return (
+            *(*entry[:4], entry.why, entry.operator, entry.site, entry.saved_by),
+            entry.module and pattern(entry.module),
+            entry.name and pattern(entry.name),
+            tuple(map(pattern, entry.region)),
+            tuple((view.shape, view.reason, view.saved_by) for view in entry.views),
+        )
+
+    ordered = sorted(alike(entries, key), key=lambda group: -group[0].nbytes * len(group))
+    rows: list[list[str]] = []
+    for group in ordered[:max_rows]:
+        rows += _rows_of(group)
+    rest = [entry for group in ordered[max_rows:] for entry in group]
+    more = f"and {len(rest)} more, {format_bytes(sum(entry.nbytes for entry in rest))}" if rest else ""
+    return Table(_COLUMNS, rows, (0, 1), range(4, len(_COLUMNS)), title, more)
+
+
+def _rows_of(group: Sequence[Residual]) -> list[list[str]]:
+    """Returns a row for entries alike, and one for each other shape or reason of tensors in their storages."""
+    first = group[0]
+    size = format_bytes(first.nbytes * len(group)) if first.nbytes or first.dtype is not None else "?"
+    (members, *views) = alike(
+        [*group, *(view for entry in group for view in entry.views)], lambda one: (_kind_of(one), one.reason)
+    )
+    operator = (first.operator or "").removeprefix("aten.").removesuffix(".default")
+    # The name of a parameter has its module in it.
+    place = fold_names(entry.name for entry in group if entry.name is not None)
+    place = place or fold_names(entry.module for entry in group if entry.module is not None)
+    rows = [[size, times(group), _kind_of(first), first.reason.value, place, first.site or "", operator, *_cells_of(members)]]
+    rows += [["", "", f"  as {_kind_of(view[0])}", view[0].reason.value, "", "", "", *_cells_of(view)] for view in views]
+    return rows
+
+
+def _cells_of(entries: Sequence[Residual]) -> list[str]:
+    region = fold_names("/".join(entry.region) for entry in entries)
+    saved_by = dict.fromkeys(name for entry in entries for name in entry.saved_by)
+    return [region, ", ".join(saved_by), entries[0].why if entries[0].reason in _IN_WORDS else ""]
+
+
+#: Reasons which need more words.
+_IN_WORDS = frozenset({Reason.HOOKS, Reason.CTX, Reason.NAME, Reason.NOT_REPLAYED, Reason.UNSEEN})
+
+
+def _kind_of(entry: Residual) -> str:
+    return "?" if entry.dtype is None else kind_in_words((entry.dtype, entry.shape))
 
 
 def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedResiduals:
@@ -70,7 +190,7 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         unclaimed = reader.unclaimed(tensors)
         del result, tensors
         reader.add_unseen(unclaimed)
-        return reader.report()
+        return SavedResiduals(*reader.found())
 
 
 def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
@@ -112,7 +232,7 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
     reader = GraphReader(there)
     with _collector_off():
         reader.read(tensors)
-        return reader.report()
+        return SavedResiduals(*reader.found())
 
 
 @contextlib.contextmanager
@@ -184,4 +304,4 @@ def format_saved_residuals(report: SavedResiduals, max_rows: int = 60) -> str:
            bytes  tensor        reason  saved by
          1.0 KiB  float32[256]  saved   ExpBackward0
     """
-    return as_text(report._headline(), tables_of(report, max_rows))
+    return as_text(report._headline(), report._tables(max_rows))

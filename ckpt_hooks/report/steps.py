@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .advice import Advice, table_of_advice, unmatched_policies
-from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
+from ckpt_hooks._core.holdings import Reason
+
+from .entries import Advice, Waste, table_of_advice
+from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(repr=False)
 class RegionTrace(Printed):
     """One entry of a region, in forward.
 
@@ -42,16 +45,18 @@ class RegionTrace(Printed):
     path: tuple[str, ...]
     site: str | None
     module: str | None
-    operators: int | None
-    dropped_bytes: int
-    held_bytes: dict[str, int]
-    offloaded_bytes: int
-    recomputes: int
-    recomputed_operators: int | None
-    recompute_seconds: float
-    regions: tuple[RegionTrace, ...]
+    operators: int | None = None
+    dropped_bytes: int = 0
+    held_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    offloaded_bytes: int = 0
+    recomputes: int = 0
+    recomputed_operators: int | None = None
+    recompute_seconds: float = 0.0
+    regions: tuple[RegionTrace, ...] = ()
     policy: str | None = None
     dropped_by: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    to_json = json_of
 
     def _headline(self) -> str:
         held = format_bytes(sum(self.held_bytes.values()))
@@ -61,31 +66,60 @@ class RegionTrace(Printed):
     def _tables(self) -> Iterator[Table]:
         return _tables_of_step([self], self.held_bytes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the entry as values for ``json.dumps``."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**values, "path": list(self.path), "regions": [region.to_json() for region in self.regions]}
-
     def walk(self) -> Iterator[RegionTrace]:
         """Yields the region and all regions inside, each before those inside."""
         yield self
         for region in self.regions:
             yield from region.walk()
 
+    def copy(self) -> RegionTrace:
+        """Returns the region as it is now, regions inside included."""
+        by_operator = {name: nbytes for name, nbytes in self.dropped_by.items() if nbytes}
+        inside = tuple(region.copy() for region in self.regions)
+        return dataclasses.replace(self, held_bytes={**self.held_bytes}, dropped_by=by_operator, regions=inside)
 
-@dataclasses.dataclass(frozen=True, repr=False)
+
+@dataclasses.dataclass(repr=False)
 class StepTrace(Printed):
-    """One step: its outermost regions, and totals.
+    """One step: its outermost regions, and totals over these and the regions inside.
 
     Attributes:
         regions: The outermost regions, in order.
         late_recomputes: Recomputes, in this step, of regions of earlier steps.
         recompute_seconds: The seconds of all recomputes of the step; one inside another counts once.
+        dropped_bytes: The bytes dropped by all regions.
+        held_bytes: The bytes held by all regions, by reason; the largest first.
+        offloaded_bytes: The bytes moved to the host by all regions.
+        recomputes: The number of recomputes, of regions of earlier steps too.
+        operators: The number of operators in forward, in regions; None unless asked for.
+        recomputed_operators: The number of operators in recomputes of this step's regions; None unless asked for.
+        advice: Policies by which no region has kept anything, each an :class:`Advice`; with operators counted, the one to name.
     """
 
     regions: tuple[RegionTrace, ...]
     late_recomputes: int
     recompute_seconds: float
+    dropped_bytes: int = dataclasses.field(init=False, default=0)
+    held_bytes: dict[str, int] = dataclasses.field(init=False)
+    offloaded_bytes: int = dataclasses.field(init=False, default=0)
+    recomputes: int = dataclasses.field(init=False)
+    operators: int | None = dataclasses.field(init=False, default=None)
+    recomputed_operators: int | None = dataclasses.field(init=False, default=None)
+    advice: tuple[Advice, ...] = dataclasses.field(init=False)
+
+    to_json = json_of
+
+    def __post_init__(self) -> None:
+        self.recomputes, held = self.late_recomputes, collections.Counter[str]()
+        for region in self.walk():
+            held.update(region.held_bytes)
+            self.dropped_bytes += region.dropped_bytes
+            self.offloaded_bytes += region.offloaded_bytes
+            self.recomputes += region.recomputes
+            if region.operators is not None and region.recomputed_operators is not None:
+                self.operators = (self.operators or 0) + region.operators
+                self.recomputed_operators = (self.recomputed_operators or 0) + region.recomputed_operators
+        self.held_bytes, self.advice = dict(held.most_common()), _unmatched_policies(self.walk())
 
     def _headline(self) -> str:
         parts = [
@@ -105,63 +139,10 @@ class StepTrace(Printed):
         yield from _tables_of_step(self.regions, self.held_bytes)
         yield from table_of_advice(self.advice)
 
-    @property
-    def advice(self) -> tuple[Advice, ...]:
-        """Policies by which no region has kept anything, each an :class:`Advice`; with operators counted, the one to name."""
-        return unmatched_policies(self.walk())
-
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""
         for region in self.regions:
             yield from region.walk()
-
-    @property
-    def dropped_bytes(self) -> int:
-        """The bytes dropped by all regions."""
-        return sum(region.dropped_bytes for region in self.walk())
-
-    @property
-    def held_bytes(self) -> dict[str, int]:
-        """The bytes held by all regions, by reason; the largest first."""
-        found: collections.Counter[str] = collections.Counter()
-        for region in self.walk():
-            found.update(region.held_bytes)
-        return dict(found.most_common())
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """The bytes moved to the host by all regions."""
-        return sum(region.offloaded_bytes for region in self.walk())
-
-    @property
-    def recomputes(self) -> int:
-        """The number of recomputes, of regions of earlier steps too."""
-        return self.late_recomputes + sum(region.recomputes for region in self.walk())
-
-    @property
-    def operators(self) -> int | None:
-        """The number of operators in forward, in regions; None unless asked for."""
-        return _sum([region.operators for region in self.walk()])
-
-    @property
-    def recomputed_operators(self) -> int | None:
-        """The number of operators in recomputes of this step's regions; None unless asked for."""
-        return _sum([region.recomputed_operators for region in self.walk()])
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the step as values for ``json.dumps``."""
-        return {
-            "dropped_bytes": self.dropped_bytes,
-            "held_bytes": self.held_bytes,
-            "offloaded_bytes": self.offloaded_bytes,
-            "recomputes": self.recomputes,
-            "late_recomputes": self.late_recomputes,
-            "recompute_seconds": self.recompute_seconds,
-            "operators": self.operators,
-            "recomputed_operators": self.recomputed_operators,
-            "advice": [one.to_json() for one in self.advice],
-            "regions": [region.to_json() for region in self.regions],
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +161,7 @@ class Drift:
     figure: str
     values: tuple[int, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the drift as values for ``json.dumps``."""
-        return {**dataclasses.asdict(self), "values": list(self.values)}
-
-
-def _sum(numbers: Sequence[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known else None
+    to_json = json_of
 
 
 _FIGURES = ("dropped_bytes", "held_bytes", "offloaded_bytes", "recomputes", "operators", "recomputed_operators")
@@ -210,6 +184,34 @@ def drift_of(steps: Sequence[StepTrace]) -> tuple[Drift, ...]:
         for figure in ("entries", *_FIGURES)
         if len(set(values := tuple(count[figure] for count in counts))) > 1
     )
+
+
+def _unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
+    """Returns the policies by which no region of a step has kept anything."""
+    found = []
+    for group in alike((region for region in regions if region.policy), lambda region: region.policy):
+        kept = sum(region.held_bytes.get(reason.value, 0) for region in group for reason in (Reason.POLICY, Reason.NAME))
+        dropped = sum(region.dropped_bytes for region in group)
+        words = group[0].policy or ""
+        if kept or not dropped or any(region.offloaded_bytes for region in group) or words.startswith("<nothing_saveable"):
+            continue
+        operator, nbytes = _nearest(words, [region.dropped_by for region in group])
+        code = f"policy=[torch.ops.{operator}]" if operator else "name operators that run: trace(operators=True) lists them"
+        where = fold_names(dict.fromkeys(region.module or region.name for region in group))
+        found.append(Advice(Waste.UNMATCHED_POLICY, f"{where}, {words}", len(group), group[0].site, 0, nbytes, code))
+    return tuple(found)
+
+
+def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | None, int]:
+    """Returns the operator that a policy may mean, by name or else by bytes, and the bytes which regions drop."""
+    sizes: dict[str, int] = {}
+    for of in dropped:
+        for name, nbytes in of.items():
+            sizes[name] = sizes.get(name, 0) + nbytes
+    named = [word.strip(",<>") for word in policy.split() if word.startswith("aten.")]
+    near = [name for word in named for name in difflib.get_close_matches(word, sizes, 1, 0.5)]
+    found = near[0] if near else max(sizes, key=sizes.__getitem__, default=None)
+    return found, 0 if found is None else sizes[found]
 
 
 # Tables. Regions alike are one row, as in ``"x12 layers.0-11 Block"``: with figures of one, and a mean time.

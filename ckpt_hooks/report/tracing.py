@@ -16,55 +16,10 @@ from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
 
-from .formatting import Printed, Table, as_text, format_bytes, noting_out_of_memory
+from .formatting import Printed, Table, as_text, format_bytes, json_of, noting_out_of_memory
 from .steps import Drift, RegionTrace, StepTrace, drift_of, largest_of, table_of_drift
 
 _logger = logging.getLogger("ckpt_hooks")
-
-
-class _Entry:
-    """One entry of a region, as found so far."""
-
-    __slots__ = (
-        *("again", "by_operator", "dropped", "held", "inside", "made", "offloaded", "operators", "policy", "recomputes"),
-        *("region", "seconds"),
-    )
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self.inside: list[_Entry] = []
-        self.held: dict[str, int] = {}
-        self.made: dict[int, str] = {}  # operators, by the storages of their results
-        self.by_operator: dict[str, int] = {}
-        self.policy: str | None = None
-        self.operators = self.again = self.dropped = self.offloaded = self.recomputes = 0
-        self.seconds = 0.0
-
-    def drop(self, storage: int, nbytes: int) -> None:
-        self.dropped += nbytes
-        name = self.made.get(storage)
-        if name is not None:
-            self.by_operator[name] = self.by_operator.get(name, 0) + nbytes
-
-    def frozen(self, *, operators: bool) -> RegionTrace:
-        region = self.region
-        return RegionTrace(
-            region.kind,
-            region.path[-1],
-            region.path,
-            region.site,
-            region.module,
-            self.operators if operators else None,
-            self.dropped,
-            dict(self.held),
-            self.offloaded,
-            self.recomputes,
-            self.again if operators else None,
-            self.seconds,
-            tuple(entry.frozen(operators=operators) for entry in self.inside),
-            self.policy,
-            {name: nbytes for name, nbytes in self.by_operator.items() if nbytes},
-        )
 
 
 class _Running(threading.local):
@@ -87,9 +42,12 @@ class _Tracer(Observer):
         self._begin()
 
     def _begin(self) -> None:
-        self._roots: list[_Entry] = []
-        self._entries: dict[int, _Entry] = {}  # of this step's regions, by number
+        self._roots: list[RegionTrace] = []
+        # Of this step's regions, by number.
+        self._entries: dict[int, RegionTrace] = {}
+        self._regions: dict[int, Region] = {}
         self._open: set[int] = set()
+        self._made: dict[tuple[int, int], str] = {}  # operators, by the region and the storage of their results
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
         self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of those that are freed and counted
@@ -97,15 +55,13 @@ class _Tracer(Observer):
         self._late, self._seconds = 0, 0.0
 
     def _present(self) -> StepTrace:
-        regions = tuple(entry.frozen(operators=self.wants_operators) for entry in self._roots)
-        return StepTrace(regions, self._late, self._seconds)
+        return StepTrace(tuple(region.copy() for region in self._roots), self._late, self._seconds)
 
     def end_step(self) -> None:
-        opened = [region for number in sorted(self._open) if (region := self._entries[number].region).frame() is not None]
+        opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
         if opened:
-            region = opened[0]
             raise RuntimeError(
-                f"step() of a trace was called inside of region {'/'.join(region.path)!r}, where a step cannot end. Call it "
+                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
                 "outside of regions, after backward."
             )
         self._done.append(self._present())
@@ -116,8 +72,22 @@ class _Tracer(Observer):
 
     def largest(self) -> list[str]:
         """Returns lines on the regions of this step that hold most, and live still."""
-        living = [entry.frozen(operators=False) for entry in self._entries.values() if entry.region.frame() is not None]
-        return largest_of([region for region in living if region.held_bytes])
+        living = [self._entries[number] for number, region in self._regions.items() if region.frame() is not None]
+        return largest_of([entry for entry in living if entry.held_bytes])
+
+    def _drop(self, number: int, storage: int, nbytes: int) -> None:
+        entry, name = self._entries.get(number), self._made.get((number, storage))
+        if entry is not None:
+            entry.dropped_bytes += nbytes
+            if name is not None:
+                entry.dropped_by[name] = entry.dropped_by.get(name, 0) + nbytes
+
+    def _hold(self, entry: RegionTrace, reason: Reason, storage: int | None, nbytes: int) -> None:
+        """Bills a region for a storage, once a step; memory without one is that of the user's hooks, who knows where."""
+        if storage not in self._billed and (storage is not None or reason is Reason.HOOKS):
+            entry.held_bytes[reason.value] = entry.held_bytes.get(reason.value, 0) + nbytes
+            if storage is not None:
+                self._billed.add(storage)
 
     # Events
 
@@ -125,10 +95,16 @@ class _Tracer(Observer):
         self._begin_range(region, "forward")
         if region.in_recompute:
             return
-        entry = self._entries[region.id] = _Entry(region)
+        count = 0 if self.wants_operators else None
+        place = region.kind, region.path[-1], region.path, region.site, region.module
+        entry = self._entries[region.id] = RegionTrace(*place, operators=count, recomputed_operators=count)
+        self._regions[region.id] = region
         self._open.add(region.id)
         outer = None if region.parent is None else self._entries.get(region.parent)
-        (self._roots if outer is None else outer.inside).append(entry)
+        if outer is None:
+            self._roots.append(entry)
+        else:
+            outer.regions += (entry,)
 
     def exited(self, region: Region, error: BaseException | None) -> None:
         self._end_range(region)
@@ -140,13 +116,12 @@ class _Tracer(Observer):
         running = self._running.recomputes
         entry = self._entries.get(running[-1][0] if operator.in_recompute and running else region.id)
         if entry is not None and operator.in_recompute:
-            entry.again += 1
+            entry.recomputed_operators = (entry.recomputed_operators or 0) + 1
         elif entry is not None:
-            entry.operators += 1
-            if not operator.is_view:
-                for output in operator.outputs:
-                    if output.storage is not None:
-                        entry.made.setdefault(output.storage, operator.name)
+            entry.operators = (entry.operators or 0) + 1
+            for output in () if operator.is_view else operator.outputs:
+                if output.storage is not None:
+                    self._made.setdefault((region.id, output.storage), operator.name)
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         storage, entry = tensor.storage, self._entries.get(region.id)
@@ -155,9 +130,9 @@ class _Tracer(Observer):
         if saved.fate is Reason.DROPPED:
             self._dropped.setdefault(storage, (region.id, saved.position, tensor.storage_nbytes))
             self._positions[region.id, saved.position] = storage
-        elif saved.fate is Reason.NOT_REPLAYED and saved.position < 0 and storage not in self._billed:
-            self._billed.add(storage)  # by TorchScript: in the graph alone, so no frame tells that it is held
-            entry.held[saved.fate.value] = entry.held.get(saved.fate.value, 0) + tensor.storage_nbytes
+        elif saved.fate is Reason.NOT_REPLAYED and saved.position < 0:
+            # By TorchScript: in the graph alone, so no frame tells that it is held.
+            self._hold(entry, saved.fate, storage, tensor.storage_nbytes)
 
     def let_go(self, region: Region, position: int) -> None:
         storage = self._positions.pop((region.id, position), None)
@@ -168,36 +143,27 @@ class _Tracer(Observer):
         elif region.id in self._open and storage in self._freed and storage not in self._positions.values():
             # No backward will ask for it, as for an output that a policy kept inside, after the last use.
             number, _, nbytes = self._freed.pop(storage)
-            self._entries[number].drop(storage, -nbytes)
+            self._drop(number, storage, -nbytes)
 
     def freed(self, storage: int) -> None:
         found = self._dropped.pop(storage, None)
-        if found is not None and storage not in self._billed and graph_task_id() == -1:
-            entry = self._entries.get(found[0])
-            if entry is not None:
-                entry.drop(storage, found[2])
-                self._freed[storage] = found
+        if found is not None and storage not in self._billed and graph_task_id() == -1 and found[0] in self._entries:
+            self._drop(found[0], storage, found[2])
+            self._freed[storage] = found
 
     def held(self, region: Region, holdings: Sequence[Holding]) -> None:
         entry = self._entries.get(region.id)
         if entry is None:
             return
         for holding in holdings:
-            if holding.reason is Reason.OFFLOADED:
-                continue
-            reason = holding.reason.value
             for storage, size in holding.parts or ((holding.storage, holding.storage_nbytes),):
-                if storage is None:
-                    if holding.reason is Reason.HOOKS:  # of the user's, who knows where
-                        entry.held[reason] = entry.held.get(reason, 0) + holding.nbytes
-                elif storage not in self._billed:
-                    self._billed.add(storage)
-                    entry.held[reason] = entry.held.get(reason, 0) + size
+                if holding.reason is not Reason.OFFLOADED:
+                    self._hold(entry, holding.reason, storage, holding.nbytes if storage is None else size)
 
     def moved(self, region: Region, nbytes: int, *, to_host: bool) -> None:
         entry = self._entries.get(region.id)
         if to_host and entry is not None:
-            entry.offloaded += nbytes
+            entry.offloaded_bytes += nbytes
 
     def recomputing(self, region: Region, *, in_order: bool) -> None:
         self._begin_range(region, "recompute")
@@ -219,11 +185,11 @@ class _Tracer(Observer):
                 self._seconds += seconds
             if entry is not None:
                 entry.recomputes += 1
-                entry.seconds += seconds
+                entry.recompute_seconds += seconds
             elif not region.in_recompute:
                 self._late += 1
         if self._log:
-            dropped = "" if entry is None else f", which had dropped {format_bytes(entry.dropped)}"
+            dropped = "" if entry is None else f", which had dropped {format_bytes(entry.dropped_bytes)}"
             outcome = "" if error is None or not isinstance(error, Exception) else f", ended by {type(error).__name__}"
             _logger.debug(
                 "recomputed region %r%s in %.3f ms%s%s",
@@ -292,10 +258,8 @@ class Trace(Printed):
             yield from steps[-1]._tables()
             yield from table_of_drift(drift_of(steps))
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the trace as values for ``json.dumps``."""
-        steps = self.steps
-        return {"steps": [step.to_json() for step in steps], "drift": [drift.to_json() for drift in drift_of(steps)]}
+    _json = "steps", "drift"
+    to_json = json_of
 
 
 @contextlib.contextmanager

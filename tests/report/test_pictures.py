@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpt_hooks import apply_checkpointing, checkpoint_region, memory_ledger
 from ckpt_hooks.report import compare
-from ckpt_hooks.report.ledger.bands import OTHERS, BandKind, Blocks, bands_of
+from ckpt_hooks.report.ledger.pictures import OTHERS, BandKind, Blocks, bands_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -175,7 +175,7 @@ def test_texts_lie_apart_and_in_the_picture(matplotlib, tmp_path):
 
 @pytest.mark.integrations
 def test_colours_are_told_apart_in_grey(matplotlib):
-    from ckpt_hooks.report.ledger.panels import _colours
+    from ckpt_hooks.report.ledger.pictures import _colours
 
     for count in range(2, 10):
         greys = [

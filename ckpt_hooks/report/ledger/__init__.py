@@ -1,1 +1,279 @@
-"""The ledger of a step: every byte allocated, and what made it."""
+"""Ledgers: taken of a block or a call of a step under the profiler, and printed. Plain values, no tensors."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+from ckpt_hooks._core.misuse import described_as
+from ckpt_hooks._torch.profiling import is_profiling, profile_memory
+from ckpt_hooks.report.entries import Advice, Origin, table_of_advice
+from ckpt_hooks.report.formatting import (
+    Printed,
+    Table,
+    alike,
+    as_json,
+    count_of,
+    fold_names,
+    format_bytes,
+    name_pattern,
+    noting_out_of_memory,
+)
+
+from .data import Holder, LedgerData, Phase, maker_in_words
+from .pictures import Picture, panels
+from .rows import Marks, OlderMemory, rows_of, watch
+from .wastes import wastes_of
+
+_MOST = 10  # rows of holders
+_MOST_PHASES = 6  # rows of phases, else phases of one name share a row
+_BAR = 24  # characters
+
+
+class MemoryLedger(LedgerData, Printed):
+    """The memory of one device in a step: every allocation, with the operator and module that made the allocation.
+
+    ``print`` shows peak, phases, and the largest holders at the peak. In a block, the ledger can be read when the block has
+    ended.
+
+    Attributes:
+        device: The device, as in ``"cpu"``.
+        base_nbytes: The bytes in use when the ledger began: of the tensors that Python knew, for the host; as the allocator
+            counts, for an accelerator.
+        allocations: The allocations, each an :class:`Allocation`, in the order of time.
+        changes: Allocations and frees, each a :class:`Change`, in the order of time. ``live`` of each is the sum so far.
+        devices: All devices which have allocated.
+        entries: The entries of regions, each a :class:`RegionEntry`, by number, in order.
+    """
+
+    def on(self, device: str) -> MemoryLedger:
+        """Returns the ledger of another device, as in ``"cpu"``, with the host's memory.
+
+        Raises:
+            ValueError: If the device has allocated nothing.
+        """
+        if device not in self.devices:
+            raise ValueError(
+                f"nothing was allocated on device {device!r}, but on {', '.join(self.devices)}. Name one of these."
+            )
+        other = MemoryLedger()
+        other.fill(*self._taken, device)
+        return other
+
+    def largest_now(self) -> list[str]:
+        """Returns lines on what is in use at the end, the largest first."""
+        table = _table_of_holders(self.holders_at(len(self.changes) - 1), 3)
+        return ["  ".join(filter(None, (size, f"x{count}", *others))) for size, count, *others in table.rows]
+
+    @functools.cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """Wastes of the step, each an :class:`Advice` with the bytes to be gained; the largest first."""
+        return wastes_of(self)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
+        """Draws the memory of the step, by blocks of the model; see :func:`ckpt_hooks.report.compare`.
+
+        Args:
+            path: A file to write, as in ``"step.png"`` or ``"step.svg"``; None to write none.
+
+        Returns:
+            The :class:`Picture`, which notebooks show.
+
+        Raises:
+            ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
+        """
+        picture = panels({"": self})
+        if path is not None:
+            picture.save(path)
+        return picture
+
+    def _headline(self) -> str:
+        peak = self.peak
+        words = f"peak {format_bytes(peak.nbytes)} above the {format_bytes(self.base_nbytes)} in use before, on {self.device}"
+        if not self.changes:
+            return f"{words}: nothing was allocated"
+        maker = "" if peak.origin is None else maker_in_words(peak.origin)
+        there = maker if maker.startswith(peak.phase) else ", by ".join(filter(None, (peak.phase, maker)))
+        return f"{words}: in {there}; {count_of(len(self.allocations), 'allocation')}"
+
+    def _tables(self) -> Iterator[Table]:
+        peak = self.peak
+        if self.changes:
+            yield _table_of_phases(self.phases, peak.change)
+        if peak.holders:
+            table = _table_of_holders(peak.holders)
+            notes = [table.rest] if table.rest else []
+            notes += [f"{format_bytes(peak.older_nbytes)} from before"] if peak.older_nbytes else []
+            freed = self.base_nbytes - peak.older_nbytes
+            notes += [f"{format_bytes(freed)} from before are freed by then"] if freed else []
+            yield table._replace(rest=", ".join(notes))
+        yield from table_of_advice(self.advice)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the ledger as values for ``json.dumps``: each origin once, allocations with the index of theirs."""
+        origins: dict[Origin, int] = {}
+        rows = [
+            {
+                "nbytes": one.nbytes,
+                "origin": origins.setdefault(one.origin, len(origins)),
+                "born": one.born,
+                "freed": one.freed,
+                "is_gradient": one.is_gradient,
+                "holds": [[hold.reason.value, hold.region, hold.begin, hold.end] for hold in one.holds],
+            }
+            for one in self.allocations
+        ]
+        parts = ("device", "base_nbytes", "peak", "advice", "phases")
+        return {
+            **{name: as_json(getattr(self, name)) for name in parts},
+            "origins": as_json([*origins]),
+            "allocations": rows,
+            "changes": [[change.time, change.allocation, change.nbytes, change.live] for change in self.changes],
+        }
+
+
+def _table_of_phases(phases: Sequence[Phase], peak: int) -> Table:
+    """Returns a table of phases, with a bar for the most bytes in use in each."""
+    groups = [[phase] for phase in phases]
+    if len(groups) > _MOST_PHASES:
+        groups = alike(phases, lambda phase: phase.name)
+    most = max(1, *(phase.peak_nbytes for phase in phases))
+    rows = []
+    for group in groups:
+        name = group[0].name if len(group) == 1 else f"x{len(group)} {group[0].name}"
+        size = max(phase.peak_nbytes for phase in group)
+        has_peak = any(phase.begin <= peak < phase.end for phase in group)
+        bar = "█" * max(0, round(_BAR * size / most))
+        rows.append([name, bar, format_bytes(size), format_bytes(group[-1].end_nbytes), "peak" if has_peak else ""])
+    return Table(["phase", "", "at most", "at its end", ""], rows, (2, 3))
+
+
+def _table_of_holders(holders: Sequence[Holder], most: int = _MOST) -> Table:
+    """Returns a table of what is in use, by region or module, and line."""
+
+    def key(holder: Holder) -> object:
+        origin = holder.origin
+        return (
+            *(origin.maker, *map(name_pattern, _words_of(origin)), origin.line),
+            *(origin.operator if origin.line is None else None, holder.reason),
+        )
+
+    groups = alike(holders, key)
+    groups.sort(key=lambda group: -sum(holder.nbytes for holder in group))
+    rows = [
+        [
+            format_bytes(sum(holder.nbytes for holder in group)),
+            str(sum(holder.count for holder in group)),
+            _group_in_words(group),
+            _operators_of(group),
+            group[0].origin.line or "",
+            "the program" if (reason := group[0].reason) is None else reason.value,
+        ]
+        for group in groups[:most]
+    ]
+    left = sum(holder.nbytes for group in groups[most:] for holder in group)
+    rest = f"and {format_bytes(left)} in {count_of(len(groups) - most, 'more row')}" if left else ""
+    header = ["at the peak", "storages", "made by", "operator", "line", "held by"]
+    return Table(header, rows, (0, 1), (2, 3), "", rest)
+
+
+def _operators_of(group: Sequence[Holder]) -> str:
+    sizes: collections.Counter[str] = collections.Counter()
+    for holder in group:
+        sizes[holder.origin.operator or ""] += holder.nbytes
+    names = [name.removeprefix("aten::") for name, _ in sizes.most_common() if name]
+    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+
+
+def _words_of(origin: Origin) -> tuple[str, str]:
+    """Returns the module and the name of the region of an origin, or the name and the class of its module."""
+    words = (origin.region or origin.module or "").split(" ", 1)
+    return words[0], "".join(words[1:])
+
+
+def _group_in_words(group: Sequence[Holder]) -> str:
+    modules, names = zip(*(_words_of(holder.origin) for holder in group), strict=True)
+    return maker_in_words(group[0].origin, " ".join(filter(None, (fold_names(modules), fold_names(names)))))
+
+
+@overload
+def memory_ledger() -> contextlib.AbstractContextManager[MemoryLedger]: ...
+
+
+@overload
+def memory_ledger(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryLedger: ...
+
+
+def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
+    """Notes every allocation of a training step, or of a block, and what made it.
+
+    Called with a step, runs it once: ``memory_ledger(step, *args)``. Called with nothing, returns a context manager, as in
+    ``with memory_ledger() as found:``, whose ledger can be read when the block has ended.
+
+    The ledger is of what the profiler tells: it is byte for byte the sum of the allocator. Of an accelerator it has the
+    rounded sizes of the caching allocator's blocks. Memory from before is counted once, as ``base_nbytes``; its end inside of
+    the step, as by ``zero_grad``, makes the sum fall. What other threads of the program allocate is not seen: the profiler is
+    of this thread, and of the threads of a backward begun here.
+
+    A step in a ledger computes the same, and takes longer: some microseconds for each call into torch, whose line is noted by
+    a function mode, and what the profiler takes. Code that ``torch.compile`` has compiled is compiled once more. No tensor is
+    kept alive. In eval mode ``nn.TransformerEncoder`` has a fast path which rounds otherwise, and not under a function mode.
+
+    Args:
+        step: Runs forward and backward, and an optimizer if one is of interest. Its result is dropped.
+        *args: The arguments.
+        **kwargs: The keyword arguments.
+
+    Returns:
+        The :class:`MemoryLedger`: ``peak`` with its ``holders``, ``phases``, ``allocations``, ``changes``, ``to_json()``. Where
+        several devices have allocated, that of the first accelerator; ``on("cpu")`` is that of the host.
+
+    Raises:
+        TypeError: If the step cannot be called.
+        RuntimeError: If a profiler runs on this thread already, or another thread takes a ledger: torch has one at a time.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint, memory_ledger
+        >>> x = torch.ones(4096, requires_grad=True)
+        >>> found = memory_ledger(lambda: checkpoint(lambda x: x.sin().exp(), x).sum().backward())
+        >>> [phase.name for phase in found.phases]
+        ['forward', 'backward']
+        >>> [(holder.nbytes, holder.reason.value) for holder in found.peak.holders if holder.reason]
+        [(16384, 'backward'), (16384, 'backward'), (16384, 'gradient')]
+    """
+    if step is None:
+        return _block()
+    if not callable(step):
+        raise TypeError(
+            f"memory_ledger takes a step to run, a function, but got {described_as(step)}. Write `memory_ledger(step, *args)`, "
+            "or `with memory_ledger() as found:` around the step."
+        )
+    with _block() as found:
+        step(*args, **kwargs)
+    return found
+
+
+@contextlib.contextmanager
+def _block() -> Iterator[MemoryLedger]:
+    if is_profiling():
+        raise RuntimeError(
+            "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. Leave the block "
+            "of the profiler, or of the ledger around this one, first."
+        )
+    found, marks = MemoryLedger(), Marks()
+    older = OlderMemory(marks)
+    profile = profile_memory()
+    with noting_out_of_memory(found.largest_now):
+        try:
+            with profile, watch(marks):
+                yield found
+        finally:
+            marks.close()
+            older.forget()
+            found.fill(*rows_of(profile.events(), marks), older.sizes)

@@ -8,13 +8,298 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
+from ckpt_hooks._core.events import Region
 from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks.report.entries import NOWHERE, Maker, Origin
+from ckpt_hooks.report.formatting import json_of
 
-from .allocations import Allocation, Change, Hold, Maker, Origin, RegionEntry, RowReader
 from .rows import Row
+
+
+@dataclasses.dataclass
+class Hold:
+    """A time for which a storage is held, or needed by a region that has dropped it.
+
+    Attributes:
+        reason: The reason; ``Reason.DROPPED`` where the region holds no reference to the storage.
+        region: The region; None for backward's graph.
+        entry: The number of the region's entry; None for backward's graph.
+        begin: The number of changes before.
+        end: The number of changes before its end; None if that was not seen.
+        allocation: The index of the allocation.
+    """
+
+    reason: Reason
+    region: str | None
+    entry: int | None
+    begin: int
+    end: int | None
+    allocation: int
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the region holds no reference to the storage."""
+        return self.reason is Reason.DROPPED
+
+
+#: A storage which backward needs of a region.
+Need = Hold
+
+
+@dataclasses.dataclass
+class Allocation:
+    """Memory allocated in a step.
+
+    Attributes:
+        nbytes: The size in bytes.
+        address: The address.
+        origin: The origin.
+        born: The index of the change which allocated the memory.
+        freed: The index of the change which freed the memory; None if the memory outlives the ledger.
+        is_gradient: Whether the memory is the gradient of a leaf.
+        holds: The holds, as far as known.
+        entry: The number of the innermost region entry around; None outside of regions.
+        requires_grad: Whether the operator made a node of autograd.
+    """
+
+    nbytes: int
+    address: int
+    origin: Origin
+    born: int
+    freed: int | None = None
+    is_gradient: bool = False
+    holds: list[Hold] = dataclasses.field(default_factory=list)
+    entry: int | None = None
+    requires_grad: bool = False
+
+    def is_alive_at(self, change: int) -> bool:
+        """Whether the memory is in use after a change."""
+        return self.born <= change and (self.freed is None or change < self.freed)
+
+    def reason_at(self, change: int) -> Reason | None:
+        """Returns the reason for the use of the memory after a change; None where no region and no backward is the reason."""
+        reasons = {hold.reason for hold in self.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)}
+        if self.is_gradient:
+            reasons.add(Reason.GRADIENT)
+        return next((reason for reason in Reason if reason in reasons), None)
+
+
+@dataclasses.dataclass
+class RegionEntry:
+    """One entry of a region.
+
+    Attributes:
+        name: The module and the name of the region, as in ``"layers.0 Block"``.
+        path: The names of the regions around and its own, outermost first.
+        module: The region's module, or that around; None where unknown.
+        site: The entering line; None where unknown.
+        is_again: Whether the recompute of a region around entered the region.
+        parent: The number of the region around; None without.
+        begin: The number of changes before.
+        end: The number of changes before the end of forward.
+        modules: The number of calls of modules in its forward.
+        recomputes: For each recompute, the numbers of changes before its begin and its end.
+        needs: The storages which backward needs, each a :class:`Hold`.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    module: str | None
+    site: str | None
+    is_again: bool
+    parent: int | None
+    begin: int
+    end: int
+    modules: int = 0
+    recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    needs: list[Hold] = dataclasses.field(default_factory=list)
+
+
+class Change(NamedTuple):
+    """An allocation or a free.
+
+    Attributes:
+        time: The time in ns, on the profiler's clock.
+        allocation: The index of the allocation; None for older memory.
+        nbytes: The bytes allocated; negative for a free.
+        live: The bytes in use afterwards, above those in use when the ledger began.
+        place: What the profiler's ranges around say: operator, node, optimizer and line.
+    """
+
+    time: int
+    allocation: int | None
+    nbytes: int
+    live: int
+    place: Origin
+
+
+class _Opened(NamedTuple):
+    """An open module, region or recompute."""
+
+    key: int | None  # the number of the region; None for a module
+    origin: Origin  # of what is made inside, but for operators
+    entry: int | None  # the number of the region around, or its own; None outside
+
+
+_OUTSIDE = _Opened(None, NOWHERE, None)
+_IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
+
+
+class StepReader:
+    """Goes through the rows of a step in the order of time. Marks among them call its methods, those from ``entered`` on."""
+
+    def __init__(self, older: Mapping[int, int], device: str, differentiable: Set[int]) -> None:
+        self._differentiable = differentiable
+        self.allocations: list[Allocation] = []
+        self.changes: list[Change] = []
+        self.entries: dict[int, RegionEntry] = {}
+        self._older, self._device, self._live = {**older}, device, 0
+        self._alive: dict[int, int] = {}  # allocations, by address
+        self._opened: list[_Opened] = [_OUTSIDE]
+        self._holds: dict[int, dict[Any, Hold]] = {}  # by region and key
+        # What was open when nodes of autograd were made: from each number of a node on.
+        self._numbers: list[int] = []
+        self._makers: list[_Opened] = []
+        self._origins: dict[tuple[_Opened, Maker, Origin], Origin] = {}
+
+    def run(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            if row.mark is not None:
+                self._now, around = row, self._opened[-1]
+                getattr(self, row.mark.event)(*row.mark.args)
+                if self._opened[-1] is not around and row.mark.sequence is not None:
+                    self._numbers.append(row.mark.sequence)
+                    self._makers.append(self._opened[-1])
+            elif str(row.device) == self._device:
+                (self._allocate if row.nbytes > 0 else self._free)(row)
+
+    def _change(self, row: Row, allocation: int | None, nbytes: int) -> None:
+        self._live += nbytes
+        self.changes.append(Change(row.time, allocation, nbytes, self._live, row.place))
+
+    def _allocate(self, row: Row) -> None:
+        number = self._alive[row.address] = len(self.allocations)
+        made = Allocation(row.nbytes, row.address, self._origin_of(row), len(self.changes))
+        made.entry = self._opened[-1].entry
+        made.requires_grad = row.run in self._differentiable
+        self.allocations.append(made)
+        self._change(row, number, row.nbytes)
+
+    def _free(self, row: Row) -> None:
+        number = self._alive.pop(row.address, None)
+        if number is None:
+            # On the host storages tell of their end, with their sizes. The profiler knows memory from before if an earlier
+            # profile saw its allocation, and may tell the size of another one that had its address then.
+            if self._device != "cpu":
+                self._change(row, None, row.nbytes)
+            return
+        allocation = self.allocations[number]
+        allocation.freed = len(self.changes)
+        if row.place.node is not None and allocation.origin.maker in _HELD_BY_GRAPH and not allocation.holds:
+            # Nothing but the graph, as freed by backward: of a result kept by the program as well, the end is elsewhere.
+            allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed, number))
+        self._change(row, number, row.nbytes)
+
+    def _origin_of(self, row: Row) -> Origin:
+        opened, place = self._opened[-1], row.place
+        maker, line = opened.origin.maker, place.line
+        if maker not in _IN_REGION and place.node is not None:
+            # What was open when the node was made.
+            at = bisect.bisect_right(self._numbers, row.sequence) - 1
+            maker, line, opened = Maker.BACKWARD, None, self._makers[at] if at >= 0 and row.sequence >= 0 else _OUTSIDE
+        elif maker is Maker.OUTSIDE and place.optimizer is not None:
+            maker = Maker.OPTIMIZER
+        found = self._origins.get((opened, maker, place))
+        if found is None:
+            around = opened.origin
+            found = place._replace(maker=maker, region=around.region, module=around.module, line=line or around.line)
+            self._origins[opened, maker, place] = found
+        return found
+
+    def entered(self, region: Region, *, is_recompute: bool = False) -> None:
+        maker = Maker.RECOMPUTE if is_recompute or region.in_recompute else Maker.REGION
+        name = region.path[-1]
+        name = name if not region.module or region.module == name else f"{region.module} {name}"
+        origin = Origin(maker, name, self._opened[-1].origin.module, line=region.site)
+        self._opened.append(_Opened(region.id, origin, region.id))
+        if region.id not in self.entries:
+            place, now = (name, region.path, region.module, region.site), len(self.changes)
+            self.entries[region.id] = RegionEntry(*place, region.in_recompute, region.parent, now, now)
+
+    def exited(self, number: int) -> None:
+        self._close(number)
+        if number in self.entries:
+            self.entries[number].end = len(self.changes)
+
+    def recomputing(self, region: Region, in_order: bool) -> None:
+        self.entered(region, is_recompute=True)
+        self.entries[region.id].recomputes.append((len(self.changes), len(self.changes)))
+
+    def recomputed(self, number: int) -> None:
+        self._close(number)
+        if number in self.entries and (recomputes := self.entries[number].recomputes):
+            recomputes[-1] = recomputes[-1][0], len(self.changes)
+
+    def module_begins(self, name: str) -> None:
+        around = self._opened[-1]
+        maker = around.origin.maker if around.origin.maker in _IN_REGION else Maker.MODULE
+        self._opened.append(_Opened(None, around.origin._replace(maker=maker, module=name), around.entry))
+        if around.entry is not None and maker is Maker.REGION:
+            self.entries[around.entry].modules += 1
+
+    def module_ends(self) -> None:
+        self._close(None)
+
+    def _close(self, key: int | None) -> None:
+        """Closes the innermost module or region of a number, with whatever is left open inside."""
+        for at in reversed(range(1, len(self._opened))):
+            if self._opened[at].key == key:
+                del self._opened[at:]
+                return
+
+    def needs(self, region: int, position: int, reason: Reason, address: int) -> None:
+        """Backward needs a saved tensor of a region, which the region holds, or has dropped."""
+        hold = self._held(region, position, reason, address)
+        if hold is not None and region in self.entries:
+            self.entries[region].needs.append(hold)
+
+    def holds(self, region: int, key: Any, reason: Reason, address: int) -> None:
+        self._held(region, key, reason, address)
+
+    def _held(self, region: int, key: Any, reason: Reason, address: int) -> Hold | None:
+        number = self._alive.get(address)
+        if number is None:
+            return None
+        self.let_go(region, key)
+        name = self.entries[region].name if region in self.entries else None
+        hold = self._holds.setdefault(region, {})[key] = Hold(reason, name, region, len(self.changes), None, number)
+        if not hold.is_dropped:
+            self.allocations[number].holds.append(hold)
+        return hold
+
+    def let_go(self, region: int, key: Any) -> None:
+        hold = self._holds.get(region, {}).pop(key, None)
+        if hold is not None:
+            hold.end = len(self.changes)
+
+    def frame_gone(self, region: int) -> None:
+        for hold in self._holds.pop(region, {}).values():
+            hold.end = len(self.changes)
+
+    def older_freed(self, address: int) -> None:
+        if address in self._older:
+            self._change(self._now, None, -self._older.pop(address))
+
+    def gradients(self, addresses: Iterable[int]) -> None:
+        for address in addresses:
+            if address in self._alive:
+                self.allocations[self._alive[address]].is_gradient = True
+
+
+_HELD_BY_GRAPH = frozenset({Maker.REGION, Maker.MODULE, Maker.OUTSIDE})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +338,9 @@ class Holder:
     reason: Reason | None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the holder as values for ``json.dumps``."""
-        return {
-            "nbytes": self.nbytes,
-            "count": self.count,
-            **self.origin._asdict(),
-            "reason": None if self.reason is None else self.reason.value,
-        }
+        """Returns the holder as values for ``json.dumps``, with those of its origin."""
+        values = json_of(self)
+        return {**values.pop("origin"), **values}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +365,7 @@ class LedgerPeak:
     origin: Origin | None
     holders: tuple[Holder, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the peak as values for ``json.dumps``."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        origin = None if self.origin is None else self.origin._asdict()
-        return {**values, "origin": origin, "holders": [holder.to_json() for holder in self.holders]}
+    to_json = json_of
 
 
 class LedgerData:
@@ -112,14 +389,14 @@ class LedgerData:
         devices = list(dict.fromkeys(str(row.device) for row in rows if row.mark is None)) or ["cpu"]
         self.device = device or next((name for name in devices if name != "cpu"), "cpu")
         is_on_host = self.device == "cpu"
-        replay = RowReader(older if is_on_host else {}, self.device, differentiable)
+        replay = StepReader(older if is_on_host else {}, self.device, differentiable)
         replay.run(rows)
         first = next((row for row in rows if row.mark is None and str(row.device) == self.device), None)
         self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes
         self.allocations, self.changes, self.entries = tuple(replay.allocations), tuple(replay.changes), replay.entries
         self.devices, self._taken = tuple(devices), (rows, differentiable, older)
-        for allocation in self.allocations:
-            _note_backward(allocation, self.phases)
+        for number, allocation in enumerate(self.allocations):
+            _note_backward(number, allocation, self.phases)
 
     @functools.cached_property
     def peak(self) -> LedgerPeak:
@@ -179,13 +456,13 @@ def _phases_of(changes: Sequence[Change]) -> tuple[Phase, ...]:
     return tuple(Phase(name, begin, end, max(live[begin:end]), live[end - 1]) for name, begin, end in found)
 
 
-def _note_backward(allocation: Allocation, phases: Sequence[Phase]) -> None:
+def _note_backward(number: int, allocation: Allocation, phases: Sequence[Phase]) -> None:
     """Notes a result which a backward made, used and freed."""
     if allocation.origin.maker in _IN_BACKWARD and allocation.freed is not None:
         phase = phases[bisect.bisect_right(phases, allocation.born, key=operator.attrgetter("begin")) - 1]
         if phase.name == "backward" and allocation.freed < phase.end:
             reason = _IN_BACKWARD[allocation.origin.maker]
-            allocation.holds.append(Hold(reason, None, None, allocation.born, allocation.freed))
+            allocation.holds.append(Hold(reason, None, None, allocation.born, allocation.freed, number))
 
 
 _IN_BACKWARD = {Maker.RECOMPUTE: Reason.RECOMPUTED, Maker.BACKWARD: Reason.BACKWARD}

@@ -1,58 +1,48 @@
 """The rows of a step: allocations, frees and marks in the order of time, read from the profiler's events.
 
-Marks are moments of a step, noted by empty ranges of the profiler.
+Marks are moments of a step, noted by empty ranges of the profiler: what regions and modules do, gradients, the end of older
+memory.
 """
 
 from __future__ import annotations
 
-import enum
+import contextlib
+import gc
 import itertools
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ckpt_hooks._core.call_sites import site_of
+from ckpt_hooks._core.events import Observer, Region, TensorInfo
+from ckpt_hooks._core.holdings import Holding, Reason, Saved
+from ckpt_hooks._core.settings import observe
+from ckpt_hooks._core.tensor_numbers import address_in, address_of
 from ckpt_hooks._torch.autograd import sequence_number
+from ckpt_hooks._torch.modes import PastFunctionModes
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
+from ckpt_hooks._torch.tensors import dense_parts
+from ckpt_hooks.report.entries import NOWHERE, Origin
 
 _PREFIX = "ckpt_hooks##"
 _NODE = "autograd::engine::evaluate_function: "
 _STEP = "Optimizer."
-
-
-class Moment(enum.Enum):
-    """A kind of mark; in parentheses its data."""
-
-    #: A module's forward begins (name, class).
-    MODULE_BEGINS = enum.auto()
-    MODULE_ENDS = enum.auto()
-    #: Forward of a region begins (the :class:`Region`).
-    REGION_BEGINS = enum.auto()
-    #: ... ends (its number).
-    REGION_ENDS = enum.auto()
-    RECOMPUTE_BEGINS = enum.auto()
-    RECOMPUTE_ENDS = enum.auto()
-    #: A region holds a storage from now on (the region, a key for the end, the reason, the address).
-    HELD = enum.auto()
-    #: A storage that a region does not hold will be needed (the region's number, a key for the end, the address).
-    DROPPED = enum.auto()
-    #: ... no longer (the region's number, the key).
-    LET_GO = enum.auto()
-    #: A frame is gone, with all that it held (the region's number).
-    FRAME_GONE = enum.auto()
-    #: Memory from before the ledger is freed (the address).
-    OLDER_FREED = enum.auto()
-    #: Storages that hold gradients now (their addresses).
-    GRADIENTS = enum.auto()
-    #: A call into torch from a line of the program (the line). The range lasts as long as the call.
-    CALL = enum.auto()
+_LINE = "line"  # of a mark whose range is a call into torch
 
 
 class Mark(NamedTuple):
-    """One mark."""
+    """A call of a reader's method, put off until the rows are read."""
 
-    moment: Moment
-    data: Any
+    event: str  # the name of the method
+    args: tuple[Any, ...]
     sequence: int | None  # the number of the next node of autograd on the ledger's thread; None on another thread
 
 
@@ -60,7 +50,7 @@ class Marks:
     """The marks of one ledger, by the names of their ranges."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, Mark] = {}
+        self.by_name: dict[str, Mark] = {}
         self._next = itertools.count().__next__
         self._thread = threading.get_ident()
         self._is_open = True
@@ -72,79 +62,214 @@ class Marks:
     def close(self) -> None:
         self._is_open = False
 
-    def range_of(self, moment: Moment, data: Any = None) -> Any:
+    def range_of(self, event: str, *args: Any) -> Any:
         """Returns a new mark's range of the profiler, to be entered."""
         name = f"{_PREFIX}{self._next()}"
         is_own = threading.get_ident() == self._thread
-        self._marks[name] = Mark(moment, data, sequence_number() if is_own else None)
+        self.by_name[name] = Mark(event, args, sequence_number() if is_own else None)
         return profiler_range(name)
 
-    def add(self, moment: Moment, data: Any = None) -> None:
+    def add(self, event: str, *args: Any) -> None:
         if self._is_open:
-            with self.range_of(moment, data):
+            with self.range_of(event, *args):
                 pass
 
-    def get(self, name: str) -> Mark | None:
-        return self._marks.get(name)
+
+class RegionMarks(Observer):
+    """Marks what regions do."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._mark = marks.add
+
+    def entered(self, region: Region) -> None:
+        self._mark("entered", region)
+
+    def exited(self, region: Region, error: BaseException | None) -> None:
+        self._mark("exited", region.id)
+
+    def recomputing(self, region: Region, *, in_order: bool) -> None:
+        self._mark("recomputing", region, in_order)
+
+    def recomputed(self, region: Region, error: BaseException | None) -> None:
+        self._mark("recomputed", region.id)
+
+    def let_go(self, region: Region, position: int) -> None:
+        self._mark("let_go", region.id, position)
 
 
-class Place(NamedTuple):
-    """The ranges of the profiler around a row."""
+class _Holdings(RegionMarks):
+    """Marks what regions hold, too."""
 
-    # The outermost operator in the innermost of the others, as in ``"aten::linear"``; None outside of operators.
-    operator: str | None
-    node: str | None  # the name of the running node of backward; None outside of backward
-    sequence: int  # the number of the node, or for an accumulation of a gradient of the node before
-    optimizer: str | None  # the call of an optimizer, as in ``"AdamW.step"``
-    line: str | None  # the line of the program which called into torch
+    def __init__(self, marks: Marks) -> None:
+        super().__init__(marks)
+        self._addresses: dict[tuple[int, int], int] = {}  # of saved tensors, by region and position
+
+    def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
+        self._addresses[region.id, saved.position] = tensor.address
+        self._needs(region, saved.position, saved.fate)
+
+    def settled(self, region: Region, position: int, fate: Reason) -> None:
+        self._mark("let_go", region.id, position)
+        self._needs(region, position, fate)
+
+    def _needs(self, region: Region, position: int, fate: Reason) -> None:
+        address = self._addresses.get((region.id, position))
+        if address and (fate is Reason.DROPPED or fate not in _GONE):
+            self._mark("needs", region.id, position, fate, address)
+
+    def let_go(self, region: Region, position: int) -> None:
+        self._addresses.pop((region.id, position), None)
+        super().let_go(region, position)
+
+    def held(self, region: Region, holdings: Sequence[Holding]) -> None:
+        for number, holding in enumerate(holdings):
+            for part, (storage, _) in enumerate(holding.parts or ((holding.storage, 0),)):
+                address = address_of(storage)
+                if address and holding.reason not in _GONE:
+                    self._mark("holds", region.id, ("held", number, part), holding.reason, address)
+        frame = region.frame()
+        if frame is not None:
+            weakref.finalize(frame, self._mark, "frame_gone", region.id).atexit = False
 
 
-NOWHERE = Place(None, None, -1, None, None)
+#: A tensor of one of these fates takes no memory of its device.
+_GONE = frozenset({Reason.DROPPED, Reason.LOST, Reason.OFFLOADED})
+
+
+class _Lines(TorchFunctionMode):
+    """Marks each call into torch with the line of the program."""
+
+    # A rerun of a region runs under the function modes of forward.
+    def __init__(self, marks: Marks, note_gradients: Callable[[Iterable[Any]], None]) -> None:
+        super().__init__()
+        # Functions alone: a region looks for tensors in the attributes of this package's objects, of modes of its forward too.
+        self._range_of, self._is_open, self._note_gradients = marks.range_of, marks.takes_more, note_gradients
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._is_open() or getattr(func, "__name__", None) == "__get__":  # the latter of an attribute, as ``shape``
+            found = func(*args, **(kwargs or {}))
+            if func == _GET_GRADIENT:
+                self._note_gradients((found,))
+            return found
+        if getattr(func, "__module__", None) == "torch._ops.profiler":  # begins or ends a range, which would end with ours
+            return func(*args, **(kwargs or {}))
+        with self._range_of(_LINE, site_of(sys._getframe(1))):
+            return func(*args, **(kwargs or {}))
+
+
+_gradient: Any = torch.Tensor.grad
+_GET_GRADIENT = _gradient.__get__
+
+
+class OlderMemory:
+    """The storages of tensors on the host when a ledger begins, of whose end the profiler tells nothing."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.sizes: dict[int, int] = {}  # by address
+        self._ends: list[weakref.finalize[Any, Any]] = []
+        for storage in _storages_of(tensor for pair in _leaves_and_others() for tensor in pair):
+            address = address_in(storage)
+            if storage.device.type == "cpu" and address and address not in self.sizes:
+                self.sizes[address] = storage.nbytes()
+                self._ends.append(end := weakref.finalize(storage, marks.add, "older_freed", address))
+                end.atexit = False
+
+    def forget(self) -> None:
+        for end in self._ends:
+            end.detach()
+
+
+def _leaves_and_others() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yields every tensor that Python knows, with its gradient."""
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor):
+            gradient = None
+            with contextlib.suppress(Exception):  # of a tensor of others, half made maybe
+                gradient = found.grad if found.is_leaf and found.requires_grad else None
+            yield found, gradient
+
+
+def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yields the storages of tensors; nothing for a tensor not made yet, as of a lazy module."""
+    for tensor in tensors:
+        with contextlib.suppress(Exception):
+            yield from [part.untyped_storage() for part in dense_parts(tensor)]
+
+
+@contextlib.contextmanager
+def watch(marks: Marks) -> Iterator[None]:
+    """Marks what happens in a block."""
+    # By their names in the outermost called module. Weakly: modules made in the step go when they would, with their memory.
+    names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def begin(module: torch.nn.Module, args: Any) -> None:
+        if module not in names:
+            for name, inner in module.named_modules():
+                names.setdefault(inner, name)
+        marks.add("module_begins", " ".join(filter(None, (names[module], type(module).__name__))))
+
+    def end(module: torch.nn.Module, args: Any, result: Any) -> None:
+        marks.add("module_ends")
+
+    def note_gradients(gradients: Iterable[Any]) -> None:
+        addresses = list(map(address_in, _storages_of(gradients)))
+        if addresses:
+            marks.add("gradients", addresses)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with PastFunctionModes():
+            note_gradients(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+
+    hooks = [
+        register_module_forward_pre_hook(begin),
+        register_module_forward_hook(end, always_call=True),
+        register_optimizer_step_pre_hook(before_step),
+    ]
+    try:
+        with observe(_Holdings(marks)), _Lines(marks, note_gradients):
+            yield
+        note_gradients(gradient for _, gradient in _leaves_and_others())
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Row(NamedTuple):
     """An allocation, a free, or a mark."""
 
     time: int  # in ns, on the profiler's clock
-    place: Place
+    place: Origin  # what ranges around say: the operator (outermost in the innermost other range), node, optimizer, and line
     mark: Mark | None  # None for an allocation or free
     address: int = 0
     nbytes: int = 0  # negative for a free
     device: Any = None
     total: int = 0  # the bytes of the device in use afterwards, as the allocator counts; 0 where unknown
     run: int = 0  # the number of the run of the operator around; 0 outside of operators
+    sequence: int = -1  # the number of the running node, or for an accumulation of a gradient of the node before
 
 
 def rows_of(events: Iterable[Any], marks: Marks) -> tuple[list[Row], set[int]]:
     """Returns the rows of a step, and the runs of operators which made a node of autograd."""
     differentiable: set[int] = set()
-    rows = list(_walk(events, marks, differentiable))
+    rows = list(_walk(events, marks.by_name, differentiable))
     rows.sort(key=attrgetter("time"))  # threads have trees of their own; a stable sort leaves the order within one
     return rows, differentiable
 
 
-def _walk(events: Iterable[Any], marks: Marks, differentiable: set[int]) -> Iterator[Row]:
+def _walk(events: Iterable[Any], marks: dict[str, Mark], differentiable: set[int]) -> Iterator[Row]:
     latest: dict[int, int] = {}  # the number of the latest node with one, by thread
     # Whether a result has a gradient is in no event. The profiler tells the number of the next node with each operator.
     # By thread, the latest run of an operator, and the number of the next node when it began: a node which is there when the
     # next operator begins is of this run.
     begun: dict[int, tuple[int, int]] = {}
     num_runs = 0
-    todo: list[tuple[Any, Place, int]] = [(event, NOWHERE, 0) for event in reversed([*events])]
+    todo: list[tuple[Any, Origin, int, int]] = [(event, NOWHERE, 0, -1) for event in reversed([*events])]
     while todo:
-        event, place, run = todo.pop()
+        event, place, run, node = todo.pop()
         if event.tag == IS_ALLOCATION:
             memory = event.extra_fields
-            yield Row(
-                event.start_time_ns,
-                place,
-                None,
-                memory.ptr,
-                memory.alloc_size,
-                memory.device,
-                memory.total_allocated or 0,
-                run,
-            )
+            where = memory.ptr, memory.alloc_size, memory.device, memory.total_allocated or 0
+            yield Row(event.start_time_ns, place, None, *where, run, node)
             continue
         children = event.children
         name: str = event.name
@@ -157,27 +282,19 @@ def _walk(events: Iterable[Any], marks: Marks, differentiable: set[int]) -> Iter
                 if number < sequence:
                     differentiable.add(before)
                 begun[event.start_tid] = run, sequence
-        if mark is not None:
-            if mark.moment is Moment.CALL:
-                place = place._replace(operator=None, line=mark.data)
-            else:
-                yield Row(event.start_time_ns, place, mark)
-        elif not children:
-            if name.startswith(_NODE):
-                _sequence_of(event, latest)
-            continue
+        if mark is not None and mark.event == _LINE:
+            place = place._replace(operator=None, line=mark.args[0])
+        elif mark is not None:
+            yield Row(event.start_time_ns, place, mark)
         elif name.startswith(_NODE):
-            place = place._replace(operator=None, node=name[len(_NODE) :], sequence=_sequence_of(event, latest))
+            # A gradient belongs to the node before, which made it: the engine runs both in a row.
+            sequence = event.extra_fields.sequence_number
+            node = latest[event.start_tid] = sequence if sequence >= 0 else latest.get(event.start_tid, -1)
+            place = place._replace(operator=None, node=name[len(_NODE) :])
+        elif not children:
+            continue
         elif name.startswith(_STEP):
             place = place._replace(operator=None, optimizer=name.partition("#")[2])
         elif place.operator is None and event.extra_fields.scope not in NOT_OPERATORS:
             place = place._replace(operator=name)
-        todo += [(child, place, run) for child in reversed(children)]
-
-
-def _sequence_of(event: Any, latest: dict[int, int]) -> int:
-    # A gradient belongs to the node before, which made it: the engine runs both in a row.
-    number: int = event.extra_fields.sequence_number
-    if number >= 0:
-        latest[event.start_tid] = number
-    return latest.get(event.start_tid, -1)
+        todo += [(child, place, run, node) for child in reversed(children)]

@@ -7,11 +7,10 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.report.advice import Advice, Waste
+from ckpt_hooks.report.entries import Advice, Maker, Waste
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern
 
-from .allocations import Allocation, Hold, Maker, RegionEntry
-from .data import LedgerData
+from .data import Allocation, Hold, LedgerData, RegionEntry
 
 _CODE = {
     Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",

@@ -1,0 +1,189 @@
+"""Entries of reports, plain values without tensors: where memory comes from, why it is held, and what takes it away."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_hooks._core.holdings import Holding, Reason
+
+from .formatting import Printed, Table, alike, count_of, format_bytes, json_of, times
+
+
+class Maker(str, enum.Enum):
+    """What made an allocation. Of several, the first in this list counts."""
+
+    #: The recompute of a region.
+    RECOMPUTE = "recompute"
+    #: Forward of a region.
+    REGION = "region"
+    #: A node of backward.
+    BACKWARD = "backward"
+    #: Forward of a module, outside of regions.
+    MODULE = "module"
+    #: An optimizer.
+    OPTIMIZER = "optimizer"
+    #: None of these.
+    OUTSIDE = "outside"
+
+
+class Origin(NamedTuple):
+    """Where memory comes from.
+
+    Attributes:
+        maker: The maker.
+        region: The innermost region, by module and name, as in ``"layers.0 Block"``; None outside. Of a node of backward, the
+            region in whose forward the node was made.
+        module: The innermost called module, by its name in the outermost one and its class, as in ``"layers.0.mlp Linear"``;
+            None outside. Of a node of backward, the module in whose forward the node was made.
+        operator: The outermost operator, as in ``"aten::linear"``; None outside of operators.
+        node: The running node of backward, as in ``"AddmmBackward0"``; None outside of backward.
+        optimizer: The running call of an optimizer, as in ``"AdamW.step"``; None outside.
+        line: The line of the program which called into torch, or else which entered the region, as in ``"model.py:12"``; None
+            where unknown.
+    """
+
+    maker: Maker = Maker.OUTSIDE
+    region: str | None = None
+    module: str | None = None
+    operator: str | None = None
+    node: str | None = None
+    optimizer: str | None = None
+    line: str | None = None
+
+
+#: Where nothing is known.
+NOWHERE = Origin()
+
+
+class Residual(NamedTuple):
+    """A storage which backward holds, by one of its tensors.
+
+    Attributes:
+        reason: The reason for holding.
+        nbytes: The size of the storage in bytes, each storage once; for one of several ``views``, the size of the tensor. 0
+            where hooks of the user's do not show the memory.
+        shape: The sizes of the tensor; None for a nested tensor, and where unknown.
+        dtype: The dtype; None where unknown.
+        device: The device; None where unknown.
+        why: The reason in more words, if there are any.
+        name: The name of a parameter or a buffer, or the place of an argument.
+        operator: The operator which made the storage, as in ``"aten.mm.default"``; None where unknown.
+        site: The line of the user's program which ran the operator, as in ``"model.py:12"``, or entered the region.
+        module: The innermost module around, by its name in the outermost called module.
+        region: The names of the region and of the regions around, outermost first; empty outside of regions.
+        saved_by: The names of the nodes which saved the tensor, as in ``"MulBackward0"``.
+        views: All tensors in the storage, if several, each with its own reason.
+    """
+
+    reason: Reason
+    nbytes: int
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    device: torch.device | None
+    why: str = ""
+    name: str | None = None
+    operator: str | None = None
+    site: str | None = None
+    module: str | None = None
+    region: tuple[str, ...] = ()
+    saved_by: tuple[str, ...] = ()
+    views: tuple[Residual, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the entry as values for ``json.dumps``."""
+        return json_of(self)
+
+
+class Waste(str, enum.Enum):
+    """A kind of waste."""
+
+    #: A region alone holds a tensor which needs no gradient, for the recompute; a closure's tensor is held with a copy.
+    HELD_INPUT = "input held for recompute"
+    #: A region drops nothing, or next to nothing.
+    SAVES_NOTHING = "drops nothing"
+    #: A region around one leaf, which drops nothing or next to nothing.
+    LEAF = "region around a leaf"
+    #: A policy by which no region has kept anything.
+    UNMATCHED_POLICY = "policy matches nothing"
+    #: A result of a region which something outside holds in backward.
+    HELD_OUTSIDE = "result held from outside"
+    #: Regions in regions in regions.
+    NESTED = "nested three times"
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A waste, and what following the advice gives.
+
+    Attributes:
+        waste: The kind.
+        where: The regions, as in ``"layers.0-11 Block"``.
+        count: Their number.
+        site: The line which entered them, or which made the result; None where unknown.
+        peak_nbytes: How much lower the peak of the step is without the waste; 0 where that is not known.
+        recomputed_nbytes: The bytes which are no longer computed again.
+        code: A line of code to write.
+    """
+
+    waste: Waste
+    where: str
+    count: int
+    site: str | None
+    peak_nbytes: int
+    recomputed_nbytes: int
+    code: str
+
+    to_json = json_of
+
+
+def table_of_advice(advice: Sequence[Advice]) -> Iterator[Table]:
+    """Yields a table of advice, if there is any."""
+    rows = [
+        [
+            format_bytes(one.peak_nbytes) if one.peak_nbytes else "",
+            format_bytes(one.recomputed_nbytes) if one.recomputed_nbytes else "",
+            one.waste.value,
+            f"x{one.count} {one.where}" if one.count > 1 else one.where,
+            one.site or "",
+            one.code,
+        ]
+        for one in advice
+    ]
+    if rows:
+        yield Table(["less peak", "less again", "advice", "region", "line", "write"], rows, (0, 1), (3, 5))
+
+
+class PrintedHoldings(Printed):
+    """A region, which prints as a table of what it holds."""
+
+    _name: str
+
+    def kept(self) -> list[Holding]:
+        raise NotImplementedError
+
+    def _headline(self) -> str:
+        sizes: dict[object, int] = {}
+        for holding in self.kept():
+            parts = holding.parts or ((holding.storage, holding.storage_nbytes),)
+            sizes.update((storage, size) if storage is not None else (id(holding), holding.nbytes) for storage, size in parts)
+        holds = f"{format_bytes(sum(sizes.values()))} in {count_of(len(sizes), 'storage')}" if sizes else "nothing"
+        return f"{self._name!r} holds {holds}"
+
+    def _tables(self) -> Iterator[Table]:
+        rows = [
+            [
+                format_bytes(group[0].nbytes * len(group)),
+                times(group),
+                group[0].description,
+                group[0].reason.value,
+                group[0].why,
+            ]
+            for group in alike(self.kept(), lambda holding: (holding.description, holding[:3]))
+        ]
+        if rows:
+            yield Table(["bytes", "", "tensor", "reason", "why"], rows, (0, 1), (4,))
