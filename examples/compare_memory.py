@@ -1,4 +1,4 @@
-"""Draw what each byte budget costs a small GPT: recomputed time against the peak of a step (needs matplotlib).
+"""Draw what each byte budget costs a small GPT: what runs again against the peak of a step (needs matplotlib).
 
     python examples/compare_memory.py front.svg
     python examples/compare_memory.py front.png --budget 20MiB

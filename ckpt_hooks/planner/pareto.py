@@ -52,7 +52,9 @@ class ParetoFront(Printed):
     budget: int
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
-        """Draws recomputed time against peak.
+        """Draws the part of forward that runs again, by the cost that plans minimise, against the peak.
+
+        Between two plans nothing is cheaper than the one of the lower peak: the line has steps.
 
         Args:
             path: A file to write, as in ``"front.png"`` or ``"front.svg"``; None to write none.
@@ -68,14 +70,14 @@ class ParetoFront(Printed):
         unit, size = scale_of(max(point.peak for point in (*self.plans, *self.torch)))
 
         def draw(points: Sequence[ParetoPoint], **look: Any) -> None:
-            axes.plot([one.peak / size for one in points], [one.recomputed_seconds * 1e3 for one in points], **look)
+            axes.plot([one.peak / size for one in points], [one.recomputed * 100 for one in points], **look)
 
         draw(self.torch, linestyle="none", marker="x", color="#d1495b", label="torch.utils.checkpoint")
-        draw(self.plans, marker=".", color="#2a788e", label="plans")
+        draw(self.plans, marker=".", color="#2a788e", drawstyle="steps-post", label="plans")
         draw([self.chosen], linestyle="none", marker="*", markersize=14, color="black", label="this plan")
         axes.axvline(self.budget / size, color="0.25", linewidth=0.9, linestyle=(0, (1, 2)), label="budget")
         axes.set_xlabel(f"peak of the step, {unit}")
-        axes.set_ylabel("recomputed, ms")
+        axes.set_ylabel("forward that runs again, % of its cost")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=9)

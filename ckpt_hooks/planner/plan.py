@@ -96,8 +96,8 @@ class Plan(Printed):
         """Finds the costs of other budgets, from the profile, which the plan holds.
 
         Returns:
-            The :class:`ParetoFront`: its ``plot()`` draws recomputed time against peak for all budgets, torch's choices, and
-            this plan.
+            The :class:`ParetoFront`: its ``plot()`` draws what runs again against the peak for all budgets, torch's choices,
+            and this plan.
 
         Raises:
             ValueError: If the plan comes from a file.

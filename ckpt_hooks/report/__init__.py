@@ -54,24 +54,17 @@ __all__ = [
     "trace",
 ]
 
-# Modules and the names in them, imported when asked for: a first checkpoint needs none.
-_MODULES = {
-    "entries": "Advice Maker Origin Reason Residual Waste",
-    "ledger": "MemoryLedger memory_ledger",
-    "ledger.data": "Allocation Change Hold Holder LedgerPeak Need Phase RegionEntry",
-    "ledger.pictures": "Picture compare",
-    "residuals": "SavedResiduals format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
-    "steps": "Drift RegionTrace StepTrace",
-    "tracing": "Trace format_trace print_trace trace",
-}
-_PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
+# Imported when one of their names is asked for, those that import least first: a first checkpoint needs none.
+_MODULES = ("entries", "steps", "tracing", "residuals", "ledger.data", "ledger.pictures", "ledger")
 
 
 def __getattr__(name: str) -> object:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    if name in __all__:
+        import importlib
 
-    found: object = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
-    globals()[name] = found
-    return found
+        for module in _MODULES:
+            found: object = getattr(importlib.import_module(f"{__name__}.{module}"), name, None)
+            if found is not None:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

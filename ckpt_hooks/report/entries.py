@@ -158,6 +158,24 @@ def table_of_advice(advice: Sequence[Advice]) -> Iterator[Table]:
         yield Table(["less peak", "less again", "advice", "region", "line", "write"], rows, (0, 1), (3, 5))
 
 
+#: What takes away memory that is held for a reason; None for what the program alone holds.
+REMEDIES: dict[Reason | None, str] = {
+    None: "delete it before, or keep value.detach().cpu()",
+    Reason.SAVED: "checkpoint_region() around the lines that use it",
+    Reason.HOOKS: "no saved-tensor hooks around it, or hooks that keep less",
+    Reason.CTX: "ctx.save_for_backward in the autograd.Function",
+    Reason.NOT_REPLAYED: "a plain checkpoint(function, *args), which calls it again",
+    Reason.INPUT: "offload_inputs=True, or one region around several of these",
+    Reason.POLICY: "a policy that keeps less, or offloads it",
+    Reason.NAME: "a policy without this name, or one that offloads it",
+    Reason.STATE: "make it inside of the region, or pass it as an argument",
+    Reason.RANDOM_STATE: "preserve_rng_state=False, where nothing is drawn",
+    Reason.RECOMPUTED: "smaller regions",
+    Reason.GRADIENT: "zero_grad() before forward, or the optimizer's step in hooks of backward",
+    Reason.BACKWARD: "fewer samples at a time",
+}
+
+
 class PrintedHoldings(Printed):
     """A region, which prints as a table of what it holds."""
 

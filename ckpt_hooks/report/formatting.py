@@ -152,15 +152,15 @@ def format_table(
         while len(columns) > 1 and _length(least[column] for column in columns) > max_width:
             columns.pop()
         while (excess := _length(widths[column] for column in columns) - max_width) > 0:
-            cut = [column for column in columns if widths[column] > least[column]]
-            if not cut:  # one column, of more than names
+            longer = [column for column in columns if widths[column] > least[column]]
+            if not longer:  # one column, of more than names
                 break
-            longest = max(cut, key=lambda column: widths[column])
-            others = [widths[column] for column in cut if column != longest]
+            longest = max(longer, key=lambda column: widths[column])
+            others = [widths[column] for column in longer if column != longest]
             widths[longest] = max(least[longest], min(widths[longest] - 1, max([widths[longest] - excess, *others])))
     lines = []
     for row in (header, *rows):
-        cells = (_cut(row[column], widths[column]) for column in columns)
+        cells = (cut(row[column], widths[column]) for column in columns)
         aligned = (
             cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
             for column, cell in zip(columns, cells, strict=True)
@@ -179,7 +179,8 @@ def _length(widths: Iterable[int]) -> int:
     return sum(width + len(_GAP) for width in widths) - len(_GAP)
 
 
-def _cut(cell: str, width: int) -> str:
+def cut(cell: str, width: int) -> str:
+    """Returns a text of at most some characters, without its middle."""
     if len(cell) <= width:
         return cell
     end = (width - 1) // 2
@@ -189,6 +190,12 @@ def _cut(cell: str, width: int) -> str:
 def name_pattern(name: str) -> str:
     """Returns a name without the parts that are numbers, the same for all layers of a list."""
     return _DIGITS.sub("\0", name)
+
+
+def up_to_number(name: str) -> str | None:
+    """Returns the name of a module up to its first part that is a number, as in ``"model.layers.3"``; None without one."""
+    parts = name.split(".")
+    return next((".".join(parts[: at + 1]) for at, part in enumerate(parts) if part.isdigit()), None)
 
 
 def fold_names(names: Iterable[str]) -> str:
@@ -215,12 +222,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def noting_out_of_memory(holders: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """Adds a note on the largest holders to a ``torch.OutOfMemoryError`` which leaves the block."""
+def noting_out_of_memory(causes: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Adds a note on the largest causes to a ``torch.OutOfMemoryError`` which leaves the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        lines = holders()
+        lines = causes()
         if lines:
             note = "\n".join(("When memory ran out, most was held by:", *(f"  {line}" for line in lines)))
             if hasattr(error, "add_note"):

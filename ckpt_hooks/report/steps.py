@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_hooks._core.holdings import Reason
 
-from .entries import Advice, Waste, table_of_advice
+from .entries import REMEDIES, Advice, Waste, table_of_advice
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 
 
@@ -224,7 +224,7 @@ _LARGEST = 5  # regions in a note
 
 
 def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
-    """Returns lines on the regions that hold most, as in ``"12.0 MiB  x12 layers.0-11 Block  model.py:12  region input"``."""
+    """Returns lines on the regions that hold most, each with its line, the reasons, and what takes the largest part away."""
 
     def size(group: Sequence[RegionTrace]) -> int:
         return sum(sum(region.held_bytes.values()) for region in group)
@@ -232,11 +232,13 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
     def key(region: RegionTrace) -> object:
         return name_pattern(region.module or ""), name_pattern(region.name), region.site, tuple(region.held_bytes)
 
-    groups = sorted(alike(regions, key), key=size, reverse=True)
-    return [
-        "  ".join((format_bytes(size(group)), _label(group), group[0].site or "", ", ".join(group[0].held_bytes)))
-        for group in groups[:_LARGEST]
-    ]
+    lines = []
+    for group in sorted(alike(regions, key), key=size, reverse=True)[:_LARGEST]:
+        held = group[0].held_bytes
+        remedy = REMEDIES.get(Reason(max(held, key=held.__getitem__)), "")
+        words = format_bytes(size(group)), _label(group), group[0].site or "", ", ".join(held)
+        lines.append("  ".join(words) + (f": {remedy}" if remedy else ""))
+    return lines
 
 
 def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:

@@ -267,7 +267,8 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
     """Traces the regions whose forward begins in a block, on this thread: what they drop, hold and compute again.
 
     Backward may run in the block or behind it. An accelerator's ``torch.OutOfMemoryError`` which leaves the block gets a note:
-    the regions, with their lines, that hold most. Call ``step()`` of the trace at the end of each step, to compare steps.
+    the regions, with their lines, that hold most, and what takes that away. Call ``step()`` of the trace at the end of each
+    step, to compare steps.
 
     Args:
         operators: Whether operators are counted, at some 20 us an operator.

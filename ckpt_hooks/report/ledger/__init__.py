@@ -27,9 +27,11 @@ from ckpt_hooks.report.formatting import (
 from .data import Holder, LedgerData, Phase, maker_in_words
 from .pictures import Picture, panels
 from .rows import Marks, OlderMemory, rows_of, watch
-from .wastes import wastes_of
+from .wastes import remedy_for, wastes_of
 
-_MOST = 10  # rows of holders
+_MOST = 7  # rows of holders
+_CAUSES = 5  # rows of what takes memory away, and lines of a note
+_LEAST = 0.01  # of the memory in use: a cause
 _MOST_PHASES = 6  # rows of phases, else phases of one name share a row
 _BAR = 24  # characters
 
@@ -37,8 +39,8 @@ _BAR = 24  # characters
 class MemoryLedger(LedgerData, Printed):
     """The memory of one device in a step: every allocation, with the operator and module that made the allocation.
 
-    ``print`` shows peak, phases, and the largest holders at the peak. In a block, the ledger can be read when the block has
-    ended.
+    ``print`` shows peak, phases, the largest holders at the peak, and what takes these away. In a block, the ledger can be read
+    when the block has ended.
 
     Attributes:
         device: The device, as in ``"cpu"``.
@@ -64,10 +66,20 @@ class MemoryLedger(LedgerData, Printed):
         other.fill(*self._taken, device)
         return other
 
-    def largest_now(self) -> list[str]:
-        """Returns lines on what is in use at the end, the largest first."""
-        table = _table_of_holders(self.holders_at(len(self.changes) - 1), 3)
-        return ["  ".join(filter(None, (size, f"x{count}", *others))) for size, count, *others in table.rows]
+    def causes_now(self) -> list[str]:
+        """Returns lines on the largest causes of what is in use at the end, each with what takes it away."""
+        rows = self._causes_of(self.holders_at(len(self.changes) - 1))
+        return [f"{'  '.join(filter(None, (size, f'x{count}', *words)))}: {remedy}" for size, count, *words, remedy in rows]
+
+    def _causes_of(self, holders: Sequence[Holder]) -> list[list[str]]:
+        """Returns rows of holders by what takes them away: size, number, and the largest part of these in words."""
+        groups = sorted(alike(holders, lambda holder: remedy_for(self, holder)), key=_size_of, reverse=True)
+        total = sum(map(_size_of, groups))
+        return [
+            [format_bytes(_size_of(group)), _count_of(group), *_row_of(_groups_of(group)[0])[2:], remedy]
+            for group in groups
+            if (remedy := remedy_for(self, group[0])) and _size_of(group) > _LEAST * total
+        ][:_CAUSES]
 
     @functools.cached_property
     def advice(self) -> tuple[Advice, ...]:
@@ -86,10 +98,7 @@ class MemoryLedger(LedgerData, Printed):
         Raises:
             ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
         """
-        picture = panels({"": self})
-        if path is not None:
-            picture.save(path)
-        return picture
+        return panels({"": self}, path)
 
     def _headline(self) -> str:
         peak = self.peak
@@ -111,6 +120,9 @@ class MemoryLedger(LedgerData, Printed):
             freed = self.base_nbytes - peak.older_nbytes
             notes += [f"{format_bytes(freed)} from before are freed by then"] if freed else []
             yield table._replace(rest=", ".join(notes))
+        if causes := self._causes_of(peak.holders):
+            rows = [[size, line, remedy] for size, _, _, _, line, _, remedy in causes]
+            yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
         yield from table_of_advice(self.advice)
 
     def to_json(self) -> dict[str, Any]:
@@ -152,33 +164,44 @@ def _table_of_phases(phases: Sequence[Phase], peak: int) -> Table:
     return Table(["phase", "", "at most", "at its end", ""], rows, (2, 3))
 
 
-def _table_of_holders(holders: Sequence[Holder], most: int = _MOST) -> Table:
-    """Returns a table of what is in use, by region or module, and line."""
+def _table_of_holders(holders: Sequence[Holder]) -> Table:
+    groups = _groups_of(holders)
+    left = sum(map(_size_of, groups[_MOST:]))
+    rest = f"and {format_bytes(left)} in {count_of(len(groups) - _MOST, 'more row')}" if left else ""
+    header = ["at the peak", "storages", "made by", "operator", "line", "held by"]
+    return Table(header, [_row_of(group) for group in groups[:_MOST]], (0, 1), (2, 3), "", rest)
+
+
+def _size_of(group: Sequence[Holder]) -> int:
+    return sum(holder.nbytes for holder in group)
+
+
+def _count_of(group: Sequence[Holder]) -> str:
+    return str(sum(holder.count for holder in group))
+
+
+def _groups_of(holders: Sequence[Holder]) -> list[list[Holder]]:
+    """Returns what is in use in groups of a region or module, and a line; the largest first."""
 
     def key(holder: Holder) -> object:
         origin = holder.origin
-        return (
-            *(origin.maker, *map(name_pattern, _words_of(origin)), origin.line),
-            *(origin.operator if origin.line is None else None, holder.reason),
-        )
+        operator = origin.operator if origin.line is None else None
+        return origin.maker, *map(name_pattern, _words_of(origin)), origin.line, operator, holder.reason
 
-    groups = alike(holders, key)
-    groups.sort(key=lambda group: -sum(holder.nbytes for holder in group))
-    rows = [
-        [
-            format_bytes(sum(holder.nbytes for holder in group)),
-            str(sum(holder.count for holder in group)),
-            _group_in_words(group),
-            _operators_of(group),
-            group[0].origin.line or "",
-            "the program" if (reason := group[0].reason) is None else reason.value,
-        ]
-        for group in groups[:most]
+    return sorted(alike(holders, key), key=_size_of, reverse=True)
+
+
+def _row_of(group: Sequence[Holder]) -> list[str]:
+    origin, reason = group[0].origin, group[0].reason
+    modules, names = zip(*(_words_of(holder.origin) for holder in group), strict=True)
+    return [
+        format_bytes(_size_of(group)),
+        _count_of(group),
+        maker_in_words(origin, " ".join(filter(None, (fold_names(modules), fold_names(names))))),
+        _operators_of(group),
+        origin.line or "",
+        "the program" if reason is None else reason.value,
     ]
-    left = sum(holder.nbytes for group in groups[most:] for holder in group)
-    rest = f"and {format_bytes(left)} in {count_of(len(groups) - most, 'more row')}" if left else ""
-    header = ["at the peak", "storages", "made by", "operator", "line", "held by"]
-    return Table(header, rows, (0, 1), (2, 3), "", rest)
 
 
 def _operators_of(group: Sequence[Holder]) -> str:
@@ -193,11 +216,6 @@ def _words_of(origin: Origin) -> tuple[str, str]:
     """Returns the module and the name of the region of an origin, or the name and the class of its module."""
     words = (origin.region or origin.module or "").split(" ", 1)
     return words[0], "".join(words[1:])
-
-
-def _group_in_words(group: Sequence[Holder]) -> str:
-    modules, names = zip(*(_words_of(holder.origin) for holder in group), strict=True)
-    return maker_in_words(group[0].origin, " ".join(filter(None, (fold_names(modules), fold_names(names)))))
 
 
 @overload
@@ -268,7 +286,7 @@ def _block() -> Iterator[MemoryLedger]:
     found, marks = MemoryLedger(), Marks()
     older = OlderMemory(marks)
     profile = profile_memory()
-    with noting_out_of_memory(found.largest_now):
+    with noting_out_of_memory(found.causes_now):
         try:
             with profile, watch(marks):
                 yield found

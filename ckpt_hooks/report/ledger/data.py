@@ -229,9 +229,9 @@ class StepReader:
             place, now = (name, region.path, region.module, region.site), len(self.changes)
             self.entries[region.id] = RegionEntry(*place, region.in_recompute, region.parent, now, now)
 
-    def exited(self, number: int) -> None:
+    def exited(self, number: int | None) -> None:
         self._close(number)
-        if number in self.entries:
+        if number is not None and number in self.entries:
             self.entries[number].end = len(self.changes)
 
     def recomputing(self, region: Region, in_order: bool) -> None:
@@ -249,9 +249,6 @@ class StepReader:
         self._opened.append(_Opened(None, around.origin._replace(maker=maker, module=name), around.entry))
         if around.entry is not None and maker is Maker.REGION:
             self.entries[around.entry].modules += 1
-
-    def module_ends(self) -> None:
-        self._close(None)
 
     def _close(self, key: int | None) -> None:
         """Closes the innermost module or region of a number, with whatever is left open inside."""
@@ -395,8 +392,12 @@ class LedgerData:
         self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes
         self.allocations, self.changes, self.entries = tuple(replay.allocations), tuple(replay.changes), replay.entries
         self.devices, self._taken = tuple(devices), (rows, differentiable, older)
-        for number, allocation in enumerate(self.allocations):
-            _note_backward(number, allocation, self.phases)
+        for number, one in enumerate(self.allocations):
+            reason = _IN_BACKWARD.get(one.origin.maker)
+            if reason is not None and one.freed is not None:
+                phase = self.phases[bisect.bisect_right(self.phases, one.born, key=operator.attrgetter("begin")) - 1]
+                if phase.name == "backward" and one.freed < phase.end:
+                    one.holds.append(Hold(reason, None, None, one.born, one.freed, number))
 
     @functools.cached_property
     def peak(self) -> LedgerPeak:
@@ -436,16 +437,14 @@ class LedgerData:
 def _phases_of(changes: Sequence[Change]) -> tuple[Phase, ...]:
     places = (change.place for change in changes)
     parts = ["backward" if one.node is not None else "optimizer" if one.optimizer is not None else "rest" for one in places]
-    runs = []
-    for name, numbers in itertools.groupby(range(len(changes)), parts.__getitem__):
-        first, *others = numbers
-        runs.append((name, first, first + len(others) + 1))
+    runs = [(name, [*numbers]) for name, numbers in itertools.groupby(range(len(changes)), parts.__getitem__)]
     found: list[tuple[str, int, int]] = []
-    for at, (name, begin, end) in enumerate(runs):
+    for at, (name, numbers) in enumerate(runs):
+        begin, end = numbers[0], numbers[-1] + 1
         # What allocates nothing, as a pause between two nodes of backward, belongs to the phase before.
         if name == "rest" and found and all(change.nbytes < 0 for change in changes[begin:end]):
             name = found[-1][0]
-        elif name == "rest" and next((later for later, *_ in runs[at + 1 :] if later != "rest"), None) == "backward":
+        elif name == "rest" and next((later for later, _ in runs[at + 1 :] if later != "rest"), None) == "backward":
             name = "forward"
         if found and found[-1][0] == name:
             begin = found.pop()[1]
@@ -456,15 +455,7 @@ def _phases_of(changes: Sequence[Change]) -> tuple[Phase, ...]:
     return tuple(Phase(name, begin, end, max(live[begin:end]), live[end - 1]) for name, begin, end in found)
 
 
-def _note_backward(number: int, allocation: Allocation, phases: Sequence[Phase]) -> None:
-    """Notes a result which a backward made, used and freed."""
-    if allocation.origin.maker in _IN_BACKWARD and allocation.freed is not None:
-        phase = phases[bisect.bisect_right(phases, allocation.born, key=operator.attrgetter("begin")) - 1]
-        if phase.name == "backward" and allocation.freed < phase.end:
-            reason = _IN_BACKWARD[allocation.origin.maker]
-            allocation.holds.append(Hold(reason, None, None, allocation.born, allocation.freed, number))
-
-
+#: The reasons for results which a backward made, used and freed.
 _IN_BACKWARD = {Maker.RECOMPUTE: Reason.RECOMPUTED, Maker.BACKWARD: Reason.BACKWARD}
 
 

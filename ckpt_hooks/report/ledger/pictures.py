@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_hooks.report.entries import Maker
-from ckpt_hooks.report.formatting import alike, fold_names, format_bytes, name_pattern
+from ckpt_hooks.report.formatting import alike, cut, fold_names, format_bytes, name_pattern, up_to_number
 
 from .data import Allocation, LedgerData, maker_in_words
 
@@ -43,14 +43,14 @@ class Band(NamedTuple):
 
 def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
     """Returns about ``most`` moments of a ledger, as indices of changes, and its bands from the bottom up."""
-    keys = [_key_of(one, number, blocks) for one in ledger.allocations]
+    keys = [_key_of(one, block) for one, block in zip(ledger.allocations, blocks.numbers_in(number), strict=True)]
     before = BandKind.OLDER, None
+    if not keys:
+        return [0, 1], [Band(*before, [ledger.base_nbytes] * 2)]
     order = sorted({before, *keys}, key=_place)
     rows = {key: row for row, key in enumerate(order)}
     live = [0] * len(order)
     live[rows[before]] = ledger.base_nbytes
-    if not keys:
-        return [0, 1], [Band(*before, [ledger.base_nbytes] * 2)]
     moments = _moments_of(ledger, most)
     wanted, values = set(moments), list[list[int]]()
     for at, change in enumerate(ledger.changes):
@@ -60,7 +60,7 @@ def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tupl
     return moments, [Band(*key, column) for key, column in zip(order, zip(*values, strict=True), strict=True) if any(column)]
 
 
-def _key_of(allocation: Allocation, number: int, blocks: Blocks) -> tuple[BandKind, int | None]:
+def _key_of(allocation: Allocation, block: int | None) -> tuple[BandKind, int | None]:
     maker = allocation.origin.maker
     if allocation.is_gradient:
         return BandKind.GRADIENTS, None
@@ -68,21 +68,15 @@ def _key_of(allocation: Allocation, number: int, blocks: Blocks) -> tuple[BandKi
         return BandKind.BACKWARD, None
     if maker is Maker.OPTIMIZER:
         return BandKind.OPTIMIZER, None
-    block = blocks.of(number, allocation)
     if block is None:
         return BandKind.OUTSIDE, None
     return BandKind.AGAIN if maker is Maker.RECOMPUTE else BandKind.BLOCK, block
 
 
-_PARTS = list(BandKind)
-
-
-def _place(key: tuple[BandKind, int | None]) -> tuple[int, int, int]:
+def _place(key: tuple[BandKind, int | None]) -> tuple[bool, int, int]:
     """Returns the place from the bottom up: recomputed bytes on their block, the bytes of backward on top."""
     part, block = key
-    if block is None:
-        return (2 if part is BandKind.BACKWARD else 0), 0, _PARTS.index(part)
-    return 1, block, part is BandKind.AGAIN
+    return part is BandKind.BACKWARD, -1 if block is None else block, [*BandKind].index(part)
 
 
 def _moments_of(ledger: LedgerData, most: int) -> list[int]:
@@ -99,59 +93,47 @@ def _moments_of(ledger: LedgerData, most: int) -> list[int]:
 class Blocks:
     """The blocks of some ledgers: the part of the model to which an allocation belongs, the same in all of the ledgers."""
 
-    # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number, as in
-    # ``"model.layers.3"``.
+    # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number.
     def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
         self._regions = {entry.module for ledger in ledgers for entry in ledger.entries.values() if entry.module}
         names = [name for ledger in ledgers for one in ledger.allocations if (name := _module_of(one)) is not None]
-        numbered = {end for name in [*names, *self._regions] if (end := _up_to_number(name)) is not None}
+        numbered = {end for name in [*names, *self._regions] if (end := up_to_number(name)) is not None}
         self._containers = {name[:at] for name in numbered for at, letter in enumerate(name) if letter == "."}
-        self._of_entries = [self._blocks_of_entries(ledger) for ledger in ledgers]
+        self._names = [self._names_in(ledger) for ledger in ledgers]
         sizes: collections.Counter[str] = collections.Counter()
-        for number, ledger in enumerate(ledgers):
-            for one in ledger.allocations:
-                name = self._name_of(number, one)
+        for ledger, of in zip(ledgers, self._names, strict=True):
+            for one, name in zip(ledger.allocations, of, strict=True):
                 if name is not None:
                     sizes[name] += one.nbytes
         small = [name for name, nbytes in sizes.items() if nbytes < _SMALL * max(sizes.values())]
-        shown = [name for name in sizes if name not in small]
-        labels = _labels_of(shown, most - bool(small))
+        labels = _labels_of((name for name in sizes if name not in small), most - bool(small))
         self._labels = {name: labels.get(name) or (OTHERS if len(small) > 1 else name) for name in sizes}
         # In the order of forward. Equal layers share a label where there are many.
         self.labels = list(dict.fromkeys(self._labels.values()))
 
-    def of(self, ledger: int, allocation: Allocation) -> int | None:
-        """Returns the number of an allocation's label; None for one of no block."""
-        name = self._name_of(ledger, allocation)
-        return None if name is None else self.labels.index(self._labels[name])
+    def numbers_in(self, ledger: int) -> Iterator[int | None]:
+        """Yields the number of the label of each allocation in a ledger; None for one of no block."""
+        numbers = {label: number for number, label in enumerate(self.labels)}
+        return (None if name is None else numbers[self._labels[name]] for name in self._names[ledger])
 
-    def _name_of(self, ledger: int, allocation: Allocation) -> str | None:
-        entry = None if allocation.entry is None else self._of_entries[ledger].get(allocation.entry)
-        if entry is not None:
-            return entry
-        name = _module_of(allocation)
-        return None if name is None else self._block_of(name)
+    def _names_in(self, ledger: LedgerData) -> list[str | None]:
+        """Returns the block of each allocation: that of its region, which is of its module, or of most bytes of its forward."""
+        blocks = [None if name is None else self._block_of(name) for name in map(_module_of, ledger.allocations)]
+        inside: dict[int | None, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for one, block in zip(ledger.allocations, blocks, strict=True):
+            if block is not None:
+                inside[one.entry][block] += one.nbytes
+        found: dict[int | None, str] = {}
+        for number, entry in ledger.entries.items():
+            most = inside[number].most_common(1)
+            found[number] = self._block_of(entry.module) if entry.module else most[0][0] if most else entry.name
+        return [found.get(one.entry, block) for one, block in zip(ledger.allocations, blocks, strict=True)]
 
     def _block_of(self, module: str) -> str:
         parts = module.split(".")
         ends = [".".join(parts[: number + 1]) for number in range(len(parts))]
-        found = next((end for end in ends if end in self._regions), None) or _up_to_number(module)
+        found = next((end for end in ends if end in self._regions), None) or up_to_number(module)
         return found or next((end for end in ends if end not in self._containers), module)
-
-    def _blocks_of_entries(self, ledger: LedgerData) -> dict[int, str]:
-        """Returns the block of each entry: of its module, or else of most bytes of its forward."""
-        sizes: dict[int, collections.Counter[str]] = {}
-        for one in ledger.allocations:
-            name = _module_of(one)
-            if one.entry is not None and name:
-                sizes.setdefault(one.entry, collections.Counter())[self._block_of(name)] += one.nbytes
-        found = {}
-        for number, entry in ledger.entries.items():
-            inside = sizes.get(number)
-            found[number] = (
-                self._block_of(entry.module) if entry.module else max(inside, key=inside.__getitem__) if inside else entry.name
-            )
-        return found
 
 
 def _module_of(allocation: Allocation) -> str | None:
@@ -162,23 +144,17 @@ def _module_of(allocation: Allocation) -> str | None:
     return origin.module.rpartition(" ")[0]
 
 
-def _up_to_number(name: str) -> str | None:
-    parts = name.split(".")
-    return next((".".join(parts[: at + 1]) for at, part in enumerate(parts) if part.isdigit()), None)
-
-
 def _labels_of(names: Iterable[str], most: int) -> dict[str, str]:
     """Returns a label for each name: for runs of names that differ by numbers alone, one a run."""
     groups = alike(names, name_pattern)
     room = most - sum(len(group) == 1 for group in groups)
     many = sum(len(group) for group in groups if len(group) > 1)
-    found = {}
+    found: dict[str, str] = {}
     for group in groups:
         runs = min(len(group), max(1, room * len(group) // max(1, many)))
-        for at, name in enumerate(group):
-            run = at * runs // len(group)
-            members = [other for place, other in enumerate(group) if place * runs // len(group) == run]
-            found[name] = fold_names(members)
+        for members in alike(enumerate(group), lambda one: one[0] * runs // len(group)):  # noqa: B023  # called at once
+            label = fold_names(name for _, name in members)
+            found.update((name, label) for _, name in members)
     return found
 
 
@@ -188,6 +164,10 @@ _SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _MOST_BLOCKS = 9  # colours that are told apart, in grey too
 _MOST_MOMENTS = 700  # about the pixels of an axis
 _NARROW = 0.06  # of the axis: a phase without a name
+_MOST_LABELS = 12  # beside a bar: as many as have room
+_LEAST = 0.01  # of the axis: a part of a bar with a label
+_LINE = 0.075  # of the axis: a label
+_LONGEST = 20  # characters of a label
 _GREYS = {
     BandKind.OLDER: "0.87",
     BandKind.GRADIENTS: "black",
@@ -231,7 +211,8 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
 
     A band is the memory of a block of the model: the outermost region around a module in any of the ledgers, or else the module
     by its name up to the first number. What a recompute makes is lighter and hatched. Gradients, memory from before, and memory
-    outside of blocks are grey. Equal layers share a band where there are many.
+    outside of blocks are grey. Equal layers share a band where there are many. The bar beside a plot is what is in use at its
+    peak.
 
     Args:
         path: A file to write, as in ``"steps.png"`` or ``"steps.svg"``; None to write none.
@@ -254,41 +235,47 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
     """
     if not ledgers:
         raise ValueError("compare got no ledgers. Give one or several by the titles of their panels: compare(plain=found).")
-    picture = panels(ledgers)
-    if path is not None:
-        picture.save(path)
-    return picture
+    return panels(ledgers, path)
 
 
-def panels(ledgers: Mapping[str, LedgerData]) -> Picture:
-    """Returns a picture with a panel for each ledger, of a title unless that is empty."""
+def panels(ledgers: Mapping[str, LedgerData], path: str | os.PathLike[str] | None) -> Picture:
+    """Returns a picture with a panel for each ledger, of a title unless that is empty, and writes it to a file if given."""
     found = [*ledgers.values()]
     blocks = Blocks(found, _MOST_BLOCKS)
-    figure = figure_of(10, 0.9 + 2.7 * len(found))
-    all_axes = figure.subplots(len(found), 1, sharey=True, squeeze=False)[:, 0]
+    figure = figure_of(10, 1.3 + 2.6 * len(found))
+    all_axes = figure.subplots(len(found), 2, sharey=True, squeeze=False, width_ratios=(20, 1))
     width = max(1, *(len(ledger.changes) for ledger in found))
     colours = _colours(blocks.labels)
     most = max(ledger.base_nbytes + max(0, ledger.peak.nbytes) for ledger in found)
     unit, size = scale_of(most)
+    # Much memory from before, as of parameters and optimizers, is cut off below.
+    older = min(one.base_nbytes + sum(of.nbytes for of in one.changes if of.allocation is None) for one in found)
+    floor = older - (most - older) // 8 if older > 2 * (most - older) else 0
+    all_axes[0, 0].set_ylim(floor / size, (most + 0.18 * (most - floor)) / size)
     shown: dict[tuple[BandKind, int | None], None] = {}
-    for number, (axes, (title, ledger)) in enumerate(zip(all_axes, ledgers.items(), strict=True)):
+    for number, ((axes, beside), (title, ledger)) in enumerate(zip(all_axes, ledgers.items(), strict=True)):
         moments, bands = bands_of(ledger, number, blocks, _MOST_MOMENTS)
         _draw_bands(axes, moments, bands, colours, size)
         shown |= dict.fromkeys((band.part, band.block) for band in bands)
         _draw_phases(axes, ledger)
-        _draw_peak(axes, ledger, size, width)
+        if ledger.peak.change in moments:
+            _draw_peak(axes, ledger, size, width)
+            at = moments.index(ledger.peak.change)
+            _draw_bar(
+                beside, [(band, band.nbytes[at] / size) for band in bands if band.nbytes[at]], blocks.labels, colours, size
+            )
+        beside.set_axis_off()
         axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
         axes.set_ylabel(f"{unit} in use")
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0, width)
-    # Much memory from before, as of parameters and optimizers, is cut off below.
-    older = min(one.base_nbytes + sum(of.nbytes for of in one.changes if of.allocation is None) for one in found)
-    floor = older - (most - older) // 8 if older > 2 * (most - older) else 0
-    all_axes[0].set_ylim(floor / size, (most + 0.18 * (most - floor)) / size)
-    all_axes[-1].set_xlabel("allocations and frees, in order")
+    all_axes[-1, 0].set_xlabel("allocations and frees, in order")
     handles = [*_legend(shown, blocks, colours, "" if not floor else f", up from {format_bytes(floor)}")]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
-    return Picture(figure)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    picture = Picture(figure)
+    if path is not None:
+        picture.save(path)
+    return picture
 
 
 def figure_of(width: float, height: float) -> Any:
@@ -362,8 +349,6 @@ def _draw_phases(axes: Any, ledger: LedgerData) -> None:
 
 def _draw_peak(axes: Any, ledger: LedgerData, size: int, width: int) -> None:
     peak = ledger.peak
-    if peak.change < 0:
-        return
     place = peak.change / width
     side = "left" if place < 0.33 else "right" if place > 0.67 else "center"
     maker = "" if peak.origin is None else maker_in_words(peak.origin)
@@ -374,19 +359,46 @@ def _draw_peak(axes: Any, ledger: LedgerData, size: int, width: int) -> None:
     axes.annotate(words, at, (0, 7), textcoords="offset points", ha=side, va="bottom", fontsize=9, bbox=box)
 
 
+def _draw_bar(
+    axes: Any, stack: list[tuple[Band, float]], labels: Sequence[str], colours: list[tuple[float, ...]], size: int
+) -> None:
+    """Draws what is in use at the peak as a bar, from the bottom up, each band with its name and bytes beside it."""
+    low, high = axes.get_ylim()
+    top, least = 0.0, max(_LEAST * (high - low), *sorted(height for _, height in stack)[-_MOST_LABELS:][:1])
+    lines: list[tuple[float, str]] = []
+    for band, height in stack:
+        axes.bar(0.5, height, 1, top, linewidth=0.4, **_look_of(band.part, band.block, colours))
+        if height >= least and top + height > low:
+            name = band.part.value if band.block is None else labels[band.block]
+            again = ", recomputed" if band.part is BandKind.AGAIN else ""
+            lines.append(
+                ((max(top, low) + top + height) / 2, f"{cut(name, _LONGEST)}{again}  {format_bytes(int(height * size))}")
+            )
+        top += height
+    line, places = _LINE * (high - low), [middle for middle, _ in lines]
+    for at in range(1, len(places)):  # up, and then down where the uppermost have no room
+        places[at] = max(places[at], places[at - 1] + line)
+    for at in reversed(range(len(places))):
+        places[at] = min(places[at], high - (len(places) - at - 0.5) * line)
+    for (middle, words), place in zip(lines, places, strict=True):
+        axes.plot([1, 1.6], [middle, place], color="0.6", linewidth=0.6, clip_on=False)
+        axes.text(1.7, place, words, va="center", fontsize=8)
+    axes.set_xlim(0, 1)
+
+
 def _legend(
-    shown: Mapping[tuple[BandKind, int | None], None], blocks: Blocks, colours: list[tuple[float, ...]], cut: str
+    shown: Mapping[tuple[BandKind, int | None], None], blocks: Blocks, colours: list[tuple[float, ...]], cut_off: str
 ) -> Iterator[Any]:
-    """Yields a patch for each band, from the top down."""
+    """Yields a patch for each band, from the bottom up."""
     from matplotlib.patches import Patch
 
-    if (BandKind.BACKWARD, None) in shown:
-        yield Patch(label=BandKind.BACKWARD.value, **_look_of(BandKind.BACKWARD, None, colours))
+    for part in (BandKind.OLDER, BandKind.GRADIENTS, BandKind.OPTIMIZER, BandKind.OUTSIDE):
+        if (part, None) in shown:
+            yield Patch(label=part.value + (cut_off if part is BandKind.OLDER else ""), **_look_of(part, None, colours))
+    for number, label in enumerate(blocks.labels):
+        yield Patch(label=cut(label, _LONGEST), **_look_of(BandKind.BLOCK, number, colours))
     if any(part is BandKind.AGAIN for part, _ in shown):
         middle = [colours[len(colours) // 2]]
         yield Patch(label=f"{BandKind.AGAIN.value}, of a block", **_look_of(BandKind.AGAIN, 0, middle))
-    for number in reversed(range(len(blocks.labels))):
-        yield Patch(label=blocks.labels[number], **_look_of(BandKind.BLOCK, number, colours))
-    for part in (BandKind.OUTSIDE, BandKind.OPTIMIZER, BandKind.GRADIENTS, BandKind.OLDER):
-        if (part, None) in shown:
-            yield Patch(label=part.value + (cut if part is BandKind.OLDER else ""), **_look_of(part, None, colours))
+    if (BandKind.BACKWARD, None) in shown:
+        yield Patch(label=BandKind.BACKWARD.value, **_look_of(BandKind.BACKWARD, None, colours))

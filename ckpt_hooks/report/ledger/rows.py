@@ -209,7 +209,7 @@ def watch(marks: Marks) -> Iterator[None]:
         marks.add("module_begins", " ".join(filter(None, (names[module], type(module).__name__))))
 
     def end(module: torch.nn.Module, args: Any, result: Any) -> None:
-        marks.add("module_ends")
+        marks.add("exited", None)
 
     def note_gradients(gradients: Iterable[Any]) -> None:
         addresses = list(map(address_in, _storages_of(gradients)))

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.report.entries import Advice, Maker, Waste
-from ckpt_hooks.report.formatting import alike, fold_names, name_pattern
+from ckpt_hooks.report.entries import REMEDIES, Advice, Maker, Waste
+from ckpt_hooks.report.formatting import alike, fold_names, name_pattern, up_to_number
 
-from .data import Allocation, Hold, LedgerData, RegionEntry
+from .data import Allocation, Hold, Holder, LedgerData, RegionEntry
 
 _CODE = {
     Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",
@@ -43,6 +43,19 @@ def wastes_of(ledger: LedgerData) -> tuple[Advice, ...]:
         if one.peak_nbytes > _SHARES.get(one.waste, _LEAST) * ledger.peak.nbytes or one.recomputed_nbytes > _LEAST * again
     ]
     return tuple(sorted(worth, key=lambda one: (-one.peak_nbytes, -one.recomputed_nbytes)))
+
+
+def remedy_for(ledger: LedgerData, holder: Holder) -> str:
+    """Returns what takes away memory that is held; nothing where nothing does."""
+    origin, reason = holder.origin, holder.reason
+    if origin.maker is Maker.OPTIMIZER:
+        return "foreach=False, or an optimizer with less state"
+    is_of_module = origin.maker is Maker.MODULE and origin.module is not None
+    if reason is None and is_of_module and all(phase.name != "backward" for phase in ledger.phases):
+        reason = Reason.SAVED  # most likely: of what the graph alone holds, backward tells
+    if reason is Reason.SAVED and is_of_module and (block := up_to_number((origin.module or "").rpartition(" ")[0])):
+        return f'apply_checkpointing(model, "{block.rstrip("0123456789")}*")'
+    return REMEDIES.get(reason, "")
 
 
 def _advice(
