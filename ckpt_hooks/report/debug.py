@@ -86,7 +86,8 @@ class OperatorLogs:
             words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         else:
             words = _divergence_in_words(divergence, forward, recompute, names)
-        choices = _choices(_up_to(divergence, forward, recompute)) if error.index >= 0 else []
+        before = _up_to(divergence, forward, recompute) if error.index >= 0 else []
+        choices = [entry for entry in before if facts_of(entry.operator).chooses(entry.args, entry.kwargs)]
         region = f"region {'/'.join(error.region)!r}: " if error.region else ""
         explained = rebuild_error(
             type(error),
@@ -100,10 +101,6 @@ class OperatorLogs:
         explained.operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in forward)
         explained.recomputed_operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in recompute)
         return explained
-
-
-def _choices(entries: Sequence[Entry]) -> list[Entry]:
-    return [entry for entry in entries if facts_of(entry.operator).chooses(entry.args, entry.kwargs)]
 
 
 def _choices_in_words(choices: Sequence[Entry]) -> str:

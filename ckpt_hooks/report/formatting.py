@@ -58,7 +58,14 @@ class Printed:
 
         lines = [f"<p>{html.escape(self._headline())}</p>"]
         for table in self._tables():
-            lines += _in_html(table, html.escape)
+            columns = _filled(table)
+            lines += [f"<p>{html.escape(table.title)}</p>"] if table.title else []
+            lines.append("<table>")
+            for row, cell in ((table.header, "th"), *((row, "td") for row in table.rows)):
+                aligned = ((row[column], "right" if column in table.right else "left") for column in columns)
+                cells = (f'<{cell} style="text-align: {side}">{html.escape(text)}</{cell}>' for text, side in aligned)
+                lines.append(f"<tr>{''.join(cells)}</tr>")
+            lines += ["</table>", *([f"<p>{html.escape(table.rest)}</p>"] if table.rest else [])]
         return "\n".join(lines)
 
 
@@ -86,25 +93,13 @@ def as_json(value: Any) -> Any:
 
 
 def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None) -> str:
-    """Returns a report as text, with at most ``max_width`` columns."""
+    """Returns a report as text, of at most ``max_width`` characters a line."""
     lines, width = [headline], None if max_width is None else max_width - 1
     for table in tables:
         lines += ["", *([table.title] if table.title else [])]
-        lines += [f" {line}" for line in format_table(table.header, table.rows, table.right, table.names, width)]
+        lines += [f" {line}" for line in _lines_of(table, width)]
         lines += [f" {table.rest}"] if table.rest else []
     return "\n".join(lines)
-
-
-def _in_html(table: Table, escape: Callable[[str], str]) -> list[str]:
-    columns = _filled(table.header, table.rows)
-    lines = [f"<p>{escape(table.title)}</p>"] if table.title else []
-    lines.append("<table>")
-    for row, cell in ((table.header, "th"), *((row, "td") for row in table.rows)):
-        aligned = ((row[column], "right" if column in table.right else "left") for column in columns)
-        cells = (f'<{cell} style="text-align: {side}">{escape(text)}</{cell}>' for text, side in aligned)
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    lines.append("</table>")
-    return [*lines, f"<p>{escape(table.rest)}</p>"] if table.rest else lines
 
 
 def format_bytes(nbytes: int) -> str:
@@ -136,15 +131,9 @@ def times(group: Sequence[Any]) -> str:
     return f"x{len(group)}" if len(group) > 1 else ""
 
 
-def format_table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[int] = (),
-    names: Sequence[int] = (),
-    max_width: int | None = None,
-) -> list[str]:
-    """Returns the lines of a table, without empty columns."""
-    columns = _filled(header, rows)
+def _lines_of(table: Table, max_width: int | None) -> list[str]:
+    header, rows, right, names, *_ = table
+    columns = _filled(table)
     widths = {column: max(len(header[column]), *(len(row[column]) for row in rows)) for column in columns}
     if max_width is not None:
         # The longest names are cut in their middle. The last columns are left out if this is not enough.
@@ -169,13 +158,11 @@ def format_table(
     return lines if columns else []
 
 
-def _filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Returns the columns which are not empty."""
-    return [column for column in range(len(header)) if any(row[column] for row in rows)]
+def _filled(table: Table) -> list[int]:
+    return [column for column in range(len(table.header)) if any(row[column] for row in table.rows)]
 
 
 def _length(widths: Iterable[int]) -> int:
-    """Returns the length of a line with columns of some widths."""
     return sum(width + len(_GAP) for width in widths) - len(_GAP)
 
 

@@ -141,8 +141,7 @@ class StepTrace(Printed):
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""
-        for region in self.regions:
-            yield from region.walk()
+        return (inner for region in self.regions for inner in region.walk())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +203,9 @@ def _unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
 
 def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | None, int]:
     """Returns the operator that a policy may mean, by name or else by bytes, and the bytes which regions drop."""
-    sizes: dict[str, int] = {}
+    sizes: collections.Counter[str] = collections.Counter()
     for of in dropped:
-        for name, nbytes in of.items():
-            sizes[name] = sizes.get(name, 0) + nbytes
+        sizes.update(of)
     named = [word.strip(",<>") for word in policy.split() if word.startswith("aten.")]
     near = [name for word in named for name in difflib.get_close_matches(word, sizes, 1, 0.5)]
     found = near[0] if near else max(sizes, key=sizes.__getitem__, default=None)
@@ -243,51 +241,38 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
 
 def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
     """Yields a table of regions, inner below outer regions, and a table of the memory that regions hold."""
-    rows: list[list[str]] = []
-    _add_rows(rows, regions, 0)
-    if rows:
-        yield Table(_HEADER, rows, _NUMBERS, (0,))
+    if regions:
+        yield Table(_HEADER, [*_rows_of(regions, "")], _NUMBERS, (0,))
     if held_bytes:
         held = [[format_bytes(nbytes), reason] for reason, nbytes in held_bytes.items()]
         yield Table(["held", "reason"], held, (0,))
 
 
-def _add_rows(rows: list[list[str]], regions: Sequence[RegionTrace], depth: int) -> None:
+def _rows_of(regions: Sequence[RegionTrace], indent: str) -> Iterator[list[str]]:
     for group in alike(regions, _signature):
-        rows.append(_row(group, depth))
-        _add_rows(rows, [inner for region in group for inner in region.regions], depth + 1)
+        first = group[0]
+        recomputes, seconds = first.recomputes * len(group), sum(region.recompute_seconds for region in group)
+        yield [
+            indent + _label(group),
+            format_bytes(first.dropped_bytes),
+            format_bytes(sum(first.held_bytes.values())),
+            format_bytes(first.offloaded_bytes) if first.offloaded_bytes else "",
+            str(first.recomputes),
+            f"{seconds / recomputes * 1e3:.2f}" if recomputes else "",
+            *("" if number is None else str(number) for number in (first.operators, first.recomputed_operators)),
+            first.site or "",
+            first.kind,
+        ]
+        yield from _rows_of([inner for region in group for inner in region.regions], f"{indent}  ")
 
 
 def _signature(region: RegionTrace) -> object:
-    """Returns the same for regions that one line stands for."""
     return (
         *(name_pattern(region.module or ""), name_pattern(region.name), region.kind),
         *(region.site, region.operators, region.dropped_bytes, tuple(sorted(region.held_bytes.items()))),
         *(region.offloaded_bytes, region.recomputes, region.recomputed_operators),
         tuple(map(_signature, region.regions)),
     )
-
-
-def _row(group: Sequence[RegionTrace], depth: int) -> list[str]:
-    first = group[0]
-    recomputes = sum(region.recomputes for region in group)
-    seconds = sum(region.recompute_seconds for region in group)
-    return [
-        f"{'  ' * depth}{_label(group)}",
-        format_bytes(first.dropped_bytes),
-        format_bytes(sum(first.held_bytes.values())),
-        format_bytes(first.offloaded_bytes) if first.offloaded_bytes else "",
-        str(first.recomputes),
-        f"{seconds / recomputes * 1e3:.2f}" if recomputes else "",
-        _number(first.operators),
-        _number(first.recomputed_operators),
-        first.site or "",
-        first.kind,
-    ]
-
-
-def _number(number: int | None) -> str:
-    return "" if number is None else str(number)
 
 
 def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
@@ -298,7 +283,7 @@ def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
 
 
 def table_of_drift(drift: Sequence[Drift]) -> Iterator[Table]:
-    """Yields a table of what changes from step to step, if anything does."""
+    """Yields a table of what changes, if anything does."""
 
     def key(change: Drift) -> object:
         return name_pattern(change.module or ""), name_pattern(change.name), change.figure, change.values

@@ -39,9 +39,9 @@ class _Tracer(Observer):
         self._lock = threading.Lock()
         self._running = _Running()
         self._done: list[StepTrace] = []
-        self._begin()
+        self._begin_step()
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         self._roots: list[RegionTrace] = []
         # Of this step's regions, by number.
         self._entries: dict[int, RegionTrace] = {}
@@ -53,22 +53,6 @@ class _Tracer(Observer):
         self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of those that are freed and counted
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
         self._late, self._seconds = 0, 0.0
-
-    def _present(self) -> StepTrace:
-        return StepTrace(tuple(region.copy() for region in self._roots), self._late, self._seconds)
-
-    def end_step(self) -> None:
-        opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
-        if opened:
-            raise RuntimeError(
-                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
-                "outside of regions, after backward."
-            )
-        self._done.append(self._present())
-        self._begin()
-
-    def steps(self) -> tuple[StepTrace, ...]:
-        return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
 
     def largest(self) -> list[str]:
         """Returns lines on the regions of this step that hold most, and live still."""
@@ -218,19 +202,22 @@ class _Tracer(Observer):
                     break
 
 
-class Trace(Printed):
+class Trace(_Tracer, Printed):
     """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive.
 
     Prints as :func:`ckpt_hooks.report.format_trace` writes it.
     """
 
-    def __init__(self, tracer: _Tracer) -> None:
-        self._tracer = tracer
+    _json = "steps", "drift"
+    to_json = json_of
 
     @property
     def steps(self) -> tuple[StepTrace, ...]:
         """The steps so far, each a :class:`StepTrace`; the last may still run."""
-        return self._tracer.steps()
+        return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
+
+    def _present(self) -> StepTrace:
+        return StepTrace(tuple(region.copy() for region in self._roots), self._late, self._seconds)
 
     def step(self) -> None:
         """Marks the end of a step: later regions belong to the next one.
@@ -238,7 +225,14 @@ class Trace(Printed):
         Raises:
             RuntimeError: If a region is open.
         """
-        self._tracer.end_step()
+        opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
+        if opened:
+            raise RuntimeError(
+                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
+                "outside of regions, after backward."
+            )
+        self._done.append(self._present())
+        self._begin_step()
 
     @property
     def drift(self) -> tuple[Drift, ...]:
@@ -257,9 +251,6 @@ class Trace(Printed):
         if steps:
             yield from steps[-1]._tables()
             yield from table_of_drift(drift_of(steps))
-
-    _json = "steps", "drift"
-    to_json = json_of
 
 
 @contextlib.contextmanager
@@ -295,13 +286,13 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
         >>> step.dropped_bytes, step.recomputes
         (2048, 1)
     """
-    tracer = _Tracer(
+    found = Trace(
         operators=checked_flag(operators, "operators"),
         log=checked_flag(log, "log") and _logger.isEnabledFor(logging.DEBUG),
         profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges"),
     )
-    with noting_out_of_memory(tracer.largest), observe(tracer):
-        yield Trace(tracer)
+    with noting_out_of_memory(found.largest), observe(found):
+        yield found
 
 
 def format_trace(trace: Trace) -> str:

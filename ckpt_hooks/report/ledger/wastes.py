@@ -10,7 +10,7 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks.report.entries import REMEDIES, Advice, Maker, Waste
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern, up_to_number
 
-from .data import Allocation, Hold, Holder, LedgerData, RegionEntry
+from .data import Allocation, Holder, LedgerData, RegionEntry
 
 _CODE = {
     Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",
@@ -31,12 +31,15 @@ _DEEP = 3
 
 #: The begin, the end (both indices of changes), and the bytes of a difference.
 _Edit = tuple[int, int, int]
+_Entries = Mapping[int, RegionEntry]  # entries of regions in forward, by number
 
 
 def wastes_of(ledger: LedgerData) -> tuple[Advice, ...]:
     """Returns the wastes of a step, the largest first."""
     again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE)
-    found = [*_held_inputs(ledger), *_saving_nothing(ledger), *_held_outside(ledger), *_nested(ledger)]
+    entries = {number: entry for number, entry in ledger.entries.items() if not entry.is_again}
+    kinds = (_held_inputs, _saving_nothing, _held_outside, _nested)
+    found = [advice for kind in kinds for advice in kind(ledger, entries)]
     worth = [
         one
         for one in found
@@ -58,20 +61,14 @@ def remedy_for(ledger: LedgerData, holder: Holder) -> str:
     return REMEDIES.get(reason, "")
 
 
-def _advice(
-    ledger: LedgerData,
-    waste: Waste,
-    entries: Sequence[RegionEntry],
-    edits: Iterable[_Edit],
-    recomputed: int = 0,
-) -> Advice:
-    words = (fold_names(dict.fromkeys(of)) for of in zip(*(entry.name.split(" ", 1) for entry in entries), strict=False))
-    where = " ".join(words)
+def _advice(ledger: LedgerData, waste: Waste, group: Sequence[int], edits: Iterable[_Edit], recomputed: int = 0) -> Advice:
+    names = zip(*(ledger.entries[number].name.split(" ", 1) for number in group), strict=False)
+    where, site = " ".join(fold_names(dict.fromkeys(of)) for of in names), ledger.entries[group[0]].site
     edits = list(edits)
     most = -sum(nbytes for _, _, nbytes in edits if nbytes < 0)
     # A walk over all changes for each of many small groups would take minutes.
     saved = max(0, ledger.peak.nbytes - _peak_with(ledger, edits)) if most > _LEAST * ledger.peak.nbytes else 0
-    return Advice(waste, where, len(entries), entries[0].site, saved, recomputed, _CODE[waste])
+    return Advice(waste, where, len(group), site, saved, recomputed, _CODE[waste])
 
 
 def _peak_with(ledger: LedgerData, edits: Iterable[_Edit]) -> int:
@@ -89,21 +86,16 @@ def _end_of(ledger: LedgerData, end: int | None) -> int:
     return len(ledger.changes) if end is None else end
 
 
-def _groups(entries: Mapping[int, RegionEntry], numbers: Iterable[int]) -> list[list[int]]:
+def _groups(entries: _Entries, numbers: Iterable[int]) -> list[list[int]]:
     """Returns entries in groups of the same line, with names that differ by numbers alone."""
     return alike(numbers, lambda number: (*map(name_pattern, entries[number].name.split(" ")), entries[number].site))
-
-
-def _forward_entries(ledger: LedgerData) -> dict[int, RegionEntry]:
-    return {number: entry for number, entry in ledger.entries.items() if not entry.is_again}
 
 
 _FOR_RECOMPUTE = (Reason.INPUT, Reason.STATE)
 
 
-def _held_inputs(ledger: LedgerData) -> Iterator[Advice]:
+def _held_inputs(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
     """Tensors from outside of a region which need no gradient, beside one that does, and copies of a closure's tensors."""
-    entries = _forward_entries(ledger)
     sources: dict[int, list[Allocation]] = {}
     copies: dict[int, list[Allocation]] = {}
     with_gradient: set[int] = set()
@@ -133,15 +125,14 @@ def _held_inputs(ledger: LedgerData) -> Iterator[Advice]:
             begin = min((begin for begin, _ in entries[entry].recomputes), default=len(ledger.changes))
             if entry in with_gradient:
                 edits += [(entries[entry].end, min(begin, one.freed or 0), -one.nbytes) for one in sources.get(entry, ())]
-        yield _advice(ledger, Waste.HELD_INPUT, [entries[entry] for entry in group], edits)
+        yield _advice(ledger, Waste.HELD_INPUT, group, edits)
 
 
 #: Changes between the end of the last hold and the free, where nothing else holds a storage.
 _SOON = 3
 
 
-def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
-    entries = _forward_entries(ledger)
+def _saving_nothing(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
     idle, outer = [], {entry.parent for entry in entries.values()}  # which drop the inputs of regions inside
     for number, entry in entries.items():
         if number in outer or len(entry.path) > 1 or not (entry.recomputes or entry.needs):
@@ -155,10 +146,9 @@ def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
         if dropped <= _NEXT_TO_NOTHING * sum(sizes.values()):
             idle.append(number)
     for group in _groups(entries, idle):
-        found = [entries[number] for number in group]
-        waste = Waste.LEAF if max(entry.modules for entry in found) <= 1 else Waste.SAVES_NOTHING
+        waste = Waste.LEAF if max(entries[number].modules for number in group) <= 1 else Waste.SAVES_NOTHING
         again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE and one.entry in group)
-        yield _advice(ledger, waste, found, _without(ledger, group), again)
+        yield _advice(ledger, waste, group, _without(ledger, group), again)
 
 
 def _without(ledger: LedgerData, entries: Collection[int]) -> Iterator[_Edit]:
@@ -176,37 +166,21 @@ def _without(ledger: LedgerData, entries: Collection[int]) -> Iterator[_Edit]:
             yield freed, ends[at], one.nbytes
         elif own and all(hold.reason in _FOR_RECOMPUTE for hold in one.holds):
             others = [_end_of(ledger, hold.end) for hold in one.holds if hold.entry not in entries]
-            yield max([*others, *(_left(ledger, hold) for hold in own)]), freed, -one.nbytes
+            left = [ledger.entries[entry].end for entry in {hold.entry for hold in own} if entry is not None]
+            yield max([*others, *left]), freed, -one.nbytes
 
 
 _OF_REGIONS = frozenset({Reason.STATE, Reason.RANDOM_STATE})
 
 
-def _left(ledger: LedgerData, hold: Hold) -> int:
-    entry = None if hold.entry is None else ledger.entries.get(hold.entry)
-    return 0 if entry is None else entry.end
-
-
-def _held_outside(ledger: LedgerData) -> Iterator[Advice]:
-    entries = _forward_entries(ledger)
+def _held_outside(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
     backward = next((phase.begin for phase in ledger.phases if phase.name == "backward"), len(ledger.changes))
-    wanted: dict[int, int] = {}
-    for entry in ledger.entries.values():
-        for need in entry.needs:
-            if not need.is_dropped:
-                wanted[need.allocation] = max(wanted.get(need.allocation, 0), _end_of(ledger, need.end))
     found: dict[tuple[str | None, str | None, str | None], dict[int, list[_Edit]]] = {}
-    for at, one in enumerate(ledger.allocations):
-        if (
-            one.origin.operator is None
-            or one.entry is None
-            or one.entry not in entries
-            or one.origin.maker is not Maker.REGION
-            or one.is_gradient
-        ):
+    for one in ledger.allocations:
+        is_result = one.origin.operator is not None and one.origin.maker is Maker.REGION and not one.is_gradient
+        if not is_result or one.entry is None or one.entry not in entries:
             continue
-        ends = [_end_of(ledger, hold.end) for hold in one.holds]
-        last = max([entries[one.entry].end, wanted.get(at, 0), *ends])
+        last = max([entries[one.entry].end, *(_end_of(ledger, hold.end) for hold in one.holds)])
         freed = _end_of(ledger, one.freed)
         if freed > backward and freed - last > _SOON:
             inside = one.origin.operator, one.origin.line, name_pattern((one.origin.module or "").partition(" ")[0])
@@ -214,11 +188,11 @@ def _held_outside(ledger: LedgerData) -> Iterator[Advice]:
     for (_, line, _), held in found.items():
         for group in _groups(entries, held):
             edits = [edit for number in group for edit in held[number]]
-            advice = _advice(ledger, Waste.HELD_OUTSIDE, [entries[number] for number in group], edits)
+            advice = _advice(ledger, Waste.HELD_OUTSIDE, group, edits)
             yield dataclasses.replace(advice, site=line or advice.site)
 
 
-def _nested(ledger: LedgerData) -> Iterator[Advice]:
+def _nested(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
     """Forwards that run in the recompute of the region around, and once more in that of the innermost region."""
     inside, again = dict.fromkeys(ledger.entries, 0), dict.fromkeys(ledger.entries, 0)
     for one in ledger.allocations:
@@ -235,8 +209,6 @@ def _nested(ledger: LedgerData) -> Iterator[Advice]:
             entered = [child for child in children.get(number, ()) if begin <= ledger.entries[child].begin < end]
             for child, entered_first in zip(entered, forward, strict=False):
                 twice[entered_first] = min(inside[child], again[entered_first])
-    deep = [number for number, entry in _forward_entries(ledger).items() if len(entry.path) >= _DEEP]
+    deep = [number for number, entry in entries.items() if len(entry.path) >= _DEEP]
     for group in _groups(ledger.entries, deep):
-        yield _advice(
-            ledger, Waste.NESTED, [ledger.entries[number] for number in group], (), sum(twice.get(one, 0) for one in group)
-        )
+        yield _advice(ledger, Waste.NESTED, group, (), sum(twice.get(one, 0) for one in group))
