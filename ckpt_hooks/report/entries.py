@@ -82,9 +82,9 @@ class Residual(NamedTuple):
 
     reason: Reason
     nbytes: int
-    shape: torch.Size | None
-    dtype: torch.dtype | None
-    device: torch.device | None
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
     why: str = ""
     name: str | None = None
     operator: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ckpt_hooks._torch.autograd import LEAF_NODE, attributes_of, is_packed, node
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway, storage_of
 
 from .entries import NOWHERE, Origin, Residual
-from .notes import Known, Notes
+from .notes import Notes
 
 _NO_STORAGE: tuple[int | None, int] = (None, 0)
 _NO_VIEWS: tuple[Residual, ...] = ()
@@ -32,9 +32,8 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 class GraphReader:
     """Reads one graph: claims on storages by nodes and regions, and what regions have dropped."""
 
-    def __init__(self, known: Known, notes: Notes | None = None) -> None:
-        self._known, self._notes = known, notes
-        self._knows_nothing = notes is None and not known.names
+    def __init__(self, notes: Notes) -> None:
+        self._notes, self._knows_nothing = notes, not (notes.names or notes.nodes)
         # The claims on each storage, by its number, or a number below zero for memory without a storage to be seen.
         self._claims: dict[int, list[Residual]] = {}
         self._sizes: dict[int, int] = {}
@@ -79,7 +78,7 @@ class GraphReader:
         self._node, self._views = node, None
         if not (found or attributes):
             return
-        origin = NOWHERE if self._notes is None else self._notes.nodes.get(node_number(node), NOWHERE)
+        origin = self._notes.nodes.get(node_number(node), NOWHERE)
         name = self._names.get(type(node)) or self._names.setdefault(type(node), (node.name(),))
         for saved in found:
             self._read_saved(saved, origin, name)
@@ -128,9 +127,8 @@ class GraphReader:
         tensor = None if frame.watch is None else frame.watch.tensors.get(saved.position)
         if tensor is not None and tensor.storage is not None:
             storage, size = tensor.storage, tensor.storage_nbytes
-            if self._notes is not None:
-                made = self._notes.origin_of_storage(storage)
-                operator, site, module = made.operator or operator, made.line or site, made.module or module
+            made = self._notes.made.get(storage, NOWHERE)
+            operator, site, module = made.operator or operator, made.line or site, made.module or module
         region = self._region_of(frame)[0]
         entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
         self._dropped.append((storage, entry))
@@ -139,7 +137,7 @@ class GraphReader:
         """Reads the object of hooks which are not a region's: its tensors, where these show."""
         if type(packed).__module__ == "torch.utils.checkpoint":
             why = "by torch.utils.checkpoint, of unknown size"
-            entry = Residual(Reason.DROPPED, 0, None, None, None, why, None, None, origin.line, origin.module, (), name)
+            entry = Residual(Reason.DROPPED, 0, why=why, site=origin.line, module=origin.module, saved_by=name)
             self._dropped.append((None, entry))
             return
         found = list(holdings_in(packed, Cause(Reason.HOOKS, "packed by saved-tensor hooks"), set(), (Frame,)))
@@ -147,7 +145,7 @@ class GraphReader:
             self._claim_holding(holding, (), origin, name)
         if not found:
             why = f"packed by saved-tensor hooks as {type(packed).__name__}, of unknown size"
-            entry = Residual(Reason.HOOKS, 0, None, None, None, why, None, origin.operator, origin.line, origin.module)
+            entry = Residual(Reason.HOOKS, 0, why=why, operator=origin.operator, site=origin.line, module=origin.module)
             self._add(None, 0, entry._replace(saved_by=name))
 
     def _claim(
@@ -178,7 +176,7 @@ class GraphReader:
 
     def _claim_holding(self, holding: Holding, region: tuple[str, ...], origin: Origin, name: tuple[str, ...] = ()) -> None:
         reason, why, nbytes, _, _, shape, dtype, device, _ = holding
-        entry = Residual(reason, nbytes, shape, dtype, device, why, None, None, None, None, region, name)
+        entry = Residual(reason, nbytes, shape, dtype, device, why, region=region, saved_by=name)
         for storage, size in holding.parts or ((holding.storage, holding.storage_nbytes),):
             self._add(storage, size, entry, origin)
 
@@ -203,46 +201,31 @@ class GraphReader:
         """Returns a claim with the reason of the storage's own, and with its origin."""
         if self._knows_nothing and origin is NOWHERE:
             return entry
-        known, notes, reason = self._known, self._notes, entry.reason
-        if storage in known.arguments:
+        notes, reason = self._notes, entry.reason
+        if storage in notes.arguments:
             reason = Reason.ARGUMENT
-        elif storage in known.parameters:
+        elif storage in notes.parameters:
             reason = Reason.PARAMETER
-        elif reason is not Reason.PARAMETER and self._is_there_anyway(storage):
+        elif reason is not Reason.PARAMETER and notes.is_there_anyway(storage):
             reason = Reason.OUTSIDE
-        made, name = NOWHERE if notes is None else notes.origin_of_storage(storage), known.names.get(storage)
+        made, name = notes.made.get(storage, NOWHERE), notes.names.get(storage)
         if made is not NOWHERE:
             origin = made
         elif origin is NOWHERE and name is None and reason is entry.reason:
             return entry
-        return entry._replace(
-            reason=reason,
-            name=name,
-            operator=made.operator,
-            site=origin.line,
-            module=origin.module,
-        )
+        return entry._replace(reason=reason, name=name, operator=made.operator, site=origin.line, module=origin.module)
 
-    def _is_there_anyway(self, storage: int) -> bool:
-        known, notes = self._known, self._notes
-        return storage in known.names or (notes is not None and storage in notes.found)
+    def unclaimed(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """Returns the sizes of storages noted as made, still there, and without a claim; those of some tensors are left out."""
+        others = {storage_and_size(part)[0] for tensor in tensors for part in dense_parts(tensor)} | self._claims.keys()
+        left = {storage: memory() for storage, memory in self._notes.storages.items() if storage not in others}
+        return {storage: memory.nbytes() for storage, memory in left.items() if memory is not None}
 
-    def unclaimed(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        """Returns the storages noted as made, and still there, without a claim; those of some tensors are left out."""
-        if self._notes is None:
-            return []
-        others = {storage_and_size(part)[0] for tensor in tensors for part in dense_parts(tensor)}
-        found = self._notes.sizes_without(others | self._claims.keys())
-        self._sizes.update(found)
-        return list(found)
-
-    def add_unseen(self, storages: Iterable[int]) -> None:
+    def add_unseen(self, sizes: Mapping[int, int]) -> None:
         """Adds storages which were freed with the graph, and which no node has shown."""
-        assert self._notes is not None
-        for storage in storages:
+        for storage, size in sizes.items():
             if self._notes.storages[storage]() is None:
-                entry = Residual(Reason.UNSEEN, self._sizes[storage], None, None, None, "in no node that torch shows")
-                self._add(storage, self._sizes[storage], entry)
+                self._add(storage, size, Residual(Reason.UNSEEN, size, why="in no node that torch shows"))
 
     def found(self) -> tuple[tuple[Residual, ...], tuple[Residual, ...], bool]:
         """Returns an entry for each storage held and for each dropped, and whether all of what is dropped is known."""
@@ -265,7 +248,7 @@ class GraphReader:
         for storage, entry in self._dropped:
             if storage is None:
                 yield entry
-            elif storage not in seen and storage not in self._claims and not self._is_there_anyway(storage):
+            elif storage not in seen and storage not in self._claims and not self._notes.is_there_anyway(storage):
                 seen.add(storage)
                 yield entry
 

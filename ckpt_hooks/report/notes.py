@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +20,29 @@ from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.tensors import dense_parts
 
-from .entries import NOWHERE, Origin
+from .entries import Origin
 
 _aten = torch.ops.aten
 # These make a tensor, and get it as their argument.
 _BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default})
 
 
-class Known:
-    """Tensors that exist in any case: parameters and buffers of modules, and arguments, by the numbers of their storages."""
+class Notes(Observer):
+    """What is known of storages and nodes: their origins, noted in a forward under :class:`OperatorNotes`, and their names."""
 
     def __init__(self) -> None:
+        # Of parameters, buffers and arguments, by the number of their storage.
         self.names: dict[int | None, str] = {}
         self.arguments: set[int | None] = set()
         self.parameters: set[int | None] = set()
+        # By storage; of uninitialised memory, the first operator which wrote to it. Modules are named without their class.
+        self.made: dict[int | None, Origin] = {}
+        self.found: set[int] = set()  # storages read by an operator, and not made before: these were there before
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self.nodes: dict[int, Origin] = {}  # by the number of the node
+        self.outermost: dict[int, torch.nn.Module] = {}
+        self._uninitialized: set[int] = set()
+        self._names: dict[int, dict[int, str | None]] = {}
 
     def add_module(self, module: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -57,27 +66,8 @@ class Known:
                         self.arguments.add(storage)
                         self.names[storage] = place + keystr(path)
 
-
-class Notes(Observer):
-    """The notes of one forward; the observer and :class:`OperatorNotes` have to be active meanwhile."""
-
-    def __init__(self) -> None:
-        # By storage; of uninitialised memory, the first operator which wrote to it. Modules are named without their class.
-        self.made: dict[int, Origin] = {}
-        self.found: set[int] = set()  # storages read by an operator, and not made before: these were there before
-        self.storages: dict[int, weakref.ref[Any]] = {}
-        self.nodes: dict[int, Origin] = {}  # by the number of the node
-        self.outermost: dict[int, torch.nn.Module] = {}
-        self._uninitialized: set[int] = set()
-        self._names: dict[int, dict[int, str | None]] = {}
-
-    def origin_of_storage(self, storage: int | None) -> Origin:
-        return NOWHERE if storage is None else self.made.get(storage, NOWHERE)
-
-    def sizes_without(self, known: Collection[int | None]) -> dict[int, int]:
-        """Returns the sizes of the storages made by operators, and still there, but for some known ones."""
-        left = {storage: self.storages[storage]() for storage in self.made if storage not in known}
-        return {storage: memory.nbytes() for storage, memory in left.items() if memory is not None}
+    def is_there_anyway(self, storage: int) -> bool:
+        return storage in self.names or storage in self.found
 
     def note(self, operator: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         number, origin = sequence_number() - 1, None

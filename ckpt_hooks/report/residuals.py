@@ -20,7 +20,7 @@ from ckpt_hooks._core.settings import observe
 from .entries import Residual
 from .formatting import Printed, Table, alike, as_text, count_of, fold_names, format_bytes, json_of, name_pattern, times
 from .graph import GraphReader
-from .notes import Known, Notes, OperatorNotes
+from .notes import Notes, OperatorNotes
 
 #: Reasons of memory that is there without backward, too.
 _THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
@@ -180,11 +180,10 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
             f"saved_residuals reads the graph of the function's result, but got {type(result).__name__}, in which it finds no "
             "tensor. Return tensors, alone or in lists, tuples, dicts or dataclasses."
         )
-    known = Known()
     for module in notes.outermost.values():
-        known.add_module(module)
-    known.add_arguments([("args", args), ("kwargs", kwargs)])
-    reader = GraphReader(known, notes)
+        notes.add_module(module)
+    notes.add_arguments([("args", args), ("kwargs", kwargs)])
+    reader = GraphReader(notes)
     with _collector_off():
         reader.read(tensors)
         unclaimed = reader.unclaimed(tensors)
@@ -227,9 +226,9 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
             f"saved_tensors_report reads the graph of tensors, but got {[type(result).__name__ for result in results]}, in "
             "which it finds no tensor. Pass the loss, or the results of forward."
         )
-    there = Known()
-    there.add_arguments([("known", known)])
-    reader = GraphReader(there)
+    notes = Notes()
+    notes.add_arguments([("known", known)])
+    reader = GraphReader(notes)
     with _collector_off():
         reader.read(tensors)
         return SavedResiduals(*reader.found())
