@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 import math
 import re
 import shutil
@@ -199,12 +200,9 @@ def fold_names(names: Iterable[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # In a run numbers are as far from their places as the first.
+    found = itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0])
+    runs = [[number for _, number in run] for _, run in found]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

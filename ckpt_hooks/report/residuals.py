@@ -113,22 +113,22 @@ def _rows_of(group: Sequence[Residual]) -> list[list[str]]:
     """Returns a row for entries alike, and one for each other shape or reason of tensors in their storages."""
     first = group[0]
     size = format_bytes(first.nbytes * len(group)) if first.nbytes or first.dtype is not None else "?"
-    (members, *views) = alike(
-        [*group, *(view for entry in group for view in entry.views)], lambda one: (_kind_of(one), one.reason)
-    )
     operator = (first.operator or "").removeprefix("aten.").removesuffix(".default")
     # The name of a parameter has its module in it.
     place = fold_names(entry.name for entry in group if entry.name is not None)
     place = place or fold_names(entry.module for entry in group if entry.module is not None)
-    rows = [[size, times(group), _kind_of(first), first.reason.value, place, first.site or "", operator, *_cells_of(members)]]
-    rows += [["", "", f"  as {_kind_of(view[0])}", view[0].reason.value, "", "", "", *_cells_of(view)] for view in views]
+    rows: list[list[str]] = []
+    views = [view for entry in group for view in entry.views]
+    for members in alike([*group, *views], lambda one: (_kind_of(one), one.reason)):
+        kind, reason, why = _kind_of(members[0]), members[0].reason, members[0].why
+        region = fold_names("/".join(entry.region) for entry in members)
+        saved_by = ", ".join(dict.fromkeys(name for entry in members for name in entry.saved_by))
+        last = region, saved_by, why if reason in _IN_WORDS else ""
+        if rows:
+            rows.append(["", "", f"  as {kind}", reason.value, "", "", "", *last])
+        else:
+            rows.append([size, times(group), kind, reason.value, place, first.site or "", operator, *last])
     return rows
-
-
-def _cells_of(entries: Sequence[Residual]) -> list[str]:
-    region = fold_names("/".join(entry.region) for entry in entries)
-    saved_by = dict.fromkeys(name for entry in entries for name in entry.saved_by)
-    return [region, ", ".join(saved_by), entries[0].why if entries[0].reason in _IN_WORDS else ""]
 
 
 #: Reasons which need more words.

@@ -22,6 +22,7 @@ from ckpt_hooks.report.formatting import (
     format_bytes,
     name_pattern,
     noting_out_of_memory,
+    times,
 )
 
 from .data import Holder, LedgerData, Phase, maker_in_words
@@ -29,6 +30,7 @@ from .pictures import Picture, panels
 from .rows import Marks, OlderMemory, rows_of, watch
 from .wastes import remedy_for, wastes_of
 
+_HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
 _MOST = 7  # rows of holders
 _CAUSES = 5  # rows of what takes memory away, and lines of a note
 _LEAST = 0.01  # of the memory in use: a cause
@@ -113,13 +115,15 @@ class MemoryLedger(LedgerData, Printed):
         peak = self.peak
         if self.changes:
             yield _table_of_phases(self.phases, peak.change)
-        if peak.holders:
-            table = _table_of_holders(peak.holders)
-            notes = [table.rest] if table.rest else []
-            notes += [f"{format_bytes(peak.older_nbytes)} from before"] if peak.older_nbytes else []
-            freed = self.base_nbytes - peak.older_nbytes
-            notes += [f"{format_bytes(freed)} from before are freed by then"] if freed else []
-            yield table._replace(rest=", ".join(notes))
+        if groups := _groups_of(peak.holders):
+            left, freed = sum(map(_size_of, groups[_MOST:])), self.base_nbytes - peak.older_nbytes
+            rest = (
+                f"and {format_bytes(left)} in {count_of(len(groups) - _MOST, 'more row')}" if left else "",
+                f"{format_bytes(peak.older_nbytes)} from before" if peak.older_nbytes else "",
+                f"{format_bytes(freed)} from before are freed by then" if freed else "",
+            )
+            rows = [_row_of(group) for group in groups[:_MOST]]
+            yield Table(_HEADER, rows, (0, 1), (2, 3), "", ", ".join(filter(None, rest)))
         if causes := self._causes_of(peak.holders):
             rows = [[size, line, remedy] for size, _, _, _, line, _, remedy in causes]
             yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
@@ -149,27 +153,17 @@ class MemoryLedger(LedgerData, Printed):
 
 
 def _table_of_phases(phases: Sequence[Phase], peak: int) -> Table:
-    """Returns a table of phases, with a bar for the most bytes in use in each."""
     groups = [[phase] for phase in phases]
     if len(groups) > _MOST_PHASES:
         groups = alike(phases, lambda phase: phase.name)
     most = max(1, *(phase.peak_nbytes for phase in phases))
     rows = []
     for group in groups:
-        name = group[0].name if len(group) == 1 else f"x{len(group)} {group[0].name}"
-        size = max(phase.peak_nbytes for phase in group)
+        name, size = f"{times(group)} {group[0].name}".strip(), max(phase.peak_nbytes for phase in group)
         has_peak = any(phase.begin <= peak < phase.end for phase in group)
         bar = "█" * max(0, round(_BAR * size / most))
         rows.append([name, bar, format_bytes(size), format_bytes(group[-1].end_nbytes), "peak" if has_peak else ""])
     return Table(["phase", "", "at most", "at its end", ""], rows, (2, 3))
-
-
-def _table_of_holders(holders: Sequence[Holder]) -> Table:
-    groups = _groups_of(holders)
-    left = sum(map(_size_of, groups[_MOST:]))
-    rest = f"and {format_bytes(left)} in {count_of(len(groups) - _MOST, 'more row')}" if left else ""
-    header = ["at the peak", "storages", "made by", "operator", "line", "held by"]
-    return Table(header, [_row_of(group) for group in groups[:_MOST]], (0, 1), (2, 3), "", rest)
 
 
 def _size_of(group: Sequence[Holder]) -> int:
