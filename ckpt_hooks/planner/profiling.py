@@ -192,7 +192,7 @@ def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
         stack.enter_context(profile)
         stack.enter_context(observe(_Watch(marks, blocks)))
         step()
-    marks.close()
+    marks.is_open = False
     older.forget()
     rows, _ = rows_of(profile.events(), marks)
     return _Reader(set(blocks), older.sizes).read(rows)

@@ -141,8 +141,8 @@ class Advice:
     to_json = json_of
 
 
-def table_of_advice(advice: Sequence[Advice]) -> Iterator[Table]:
-    """Yields a table of advice, if there is any."""
+def table_of_advice(advice: Sequence[Advice]) -> Table:
+    """Returns a table of advice."""
     rows = [
         [
             format_bytes(one.peak_nbytes) if one.peak_nbytes else "",
@@ -154,8 +154,7 @@ def table_of_advice(advice: Sequence[Advice]) -> Iterator[Table]:
         ]
         for one in advice
     ]
-    if rows:
-        yield Table(["less peak", "less again", "advice", "region", "line", "write"], rows, (0, 1), (3, 5))
+    return Table(["less peak", "less again", "advice", "region", "line", "write"], rows, (0, 1), (3, 5))
 
 
 #: What takes away memory that is held for a reason; None for what the program alone holds.
@@ -203,5 +202,4 @@ class PrintedHoldings(Printed):
             ]
             for group in alike(self.kept(), lambda holding: (holding.description, holding[:3]))
         ]
-        if rows:
-            yield Table(["bytes", "", "tensor", "reason", "why"], rows, (0, 1), (4,))
+        yield Table(["bytes", "", "tensor", "reason", "why"], rows, (0, 1), (4,))

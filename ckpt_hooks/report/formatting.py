@@ -25,7 +25,7 @@ _LEAST = 16  # characters of a cell that is cut
 
 
 class Table(NamedTuple):
-    """A table of a report."""
+    """A table of a report, which prints nothing without rows."""
 
     header: Sequence[str]  # the most important first: on a narrow terminal the last columns are left out
     rows: Sequence[Sequence[str]]
@@ -58,7 +58,7 @@ class Printed:
         import html  # 1 ms, for notebooks alone
 
         lines = [f"<p>{html.escape(self._headline())}</p>"]
-        for table in self._tables():
+        for table in (one for one in self._tables() if one.rows):
             columns = _filled(table)
             lines += [f"<p>{html.escape(table.title)}</p>"] if table.title else []
             lines.append("<table>")
@@ -96,7 +96,7 @@ def as_json(value: Any) -> Any:
 def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None) -> str:
     """Returns a report as text, of at most ``max_width`` characters a line."""
     lines, width = [headline], None if max_width is None else max_width - 1
-    for table in tables:
+    for table in (one for one in tables if one.rows):
         lines += ["", *([table.title] if table.title else [])]
         lines += [f" {line}" for line in _lines_of(table, width)]
         lines += [f" {table.rest}"] if table.rest else []

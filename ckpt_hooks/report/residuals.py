@@ -78,11 +78,9 @@ class SavedResiduals(Printed):
     def _tables(self, max_rows: int = 60) -> Iterator[Table]:
         counts = collections.Counter(entry.reason.value for entry in self.tensors)
         rows = [[format_bytes(nbytes), str(counts[reason]), reason] for reason, nbytes in self.by_reason.items()]
-        if rows:
-            yield Table(["bytes", "storages", "reason"], rows, (0, 1))
-            yield _table(self.tensors, max_rows)
-        if self.dropped:
-            yield _table(self.dropped, max_rows, "dropped, and brought back in backward:")
+        yield Table(["bytes", "storages", "reason"], rows, (0, 1))
+        yield _table(self.tensors, max_rows)
+        yield _table(self.dropped, max_rows, "dropped, and brought back in backward:")
 
 
 _COLUMNS = ("bytes", "", "tensor", "reason", "module or name", "line", "operator", "region", "saved by", "why")

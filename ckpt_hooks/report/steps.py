@@ -137,7 +137,7 @@ class StepTrace(Printed):
 
     def _tables(self) -> Iterator[Table]:
         yield from _tables_of_step(self.regions, self.held_bytes)
-        yield from table_of_advice(self.advice)
+        yield table_of_advice(self.advice)
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""
@@ -241,11 +241,8 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
 
 def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
     """Yields a table of regions, inner below outer regions, and a table of the memory that regions hold."""
-    if regions:
-        yield Table(_HEADER, [*_rows_of(regions, "")], _NUMBERS, (0,))
-    if held_bytes:
-        held = [[format_bytes(nbytes), reason] for reason, nbytes in held_bytes.items()]
-        yield Table(["held", "reason"], held, (0,))
+    yield Table(_HEADER, [*_rows_of(regions, "")], _NUMBERS, (0,))
+    yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in held_bytes.items()], (0,))
 
 
 def _rows_of(regions: Sequence[RegionTrace], indent: str) -> Iterator[list[str]]:
@@ -282,19 +279,16 @@ def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
     return " ".join(filter(None, (times(group), modules if modules != names else "", names)))
 
 
-def table_of_drift(drift: Sequence[Drift]) -> Iterator[Table]:
-    """Yields a table of what changes, if anything does."""
+def table_of_drift(drift: Sequence[Drift]) -> Table:
+    """Returns a table of what changes from step to step."""
 
     def key(change: Drift) -> object:
         return name_pattern(change.module or ""), name_pattern(change.name), change.figure, change.values
 
-    rows = [[_label(group), group[0].figure, _in_words(group[0])] for group in alike(drift, key)]
-    if rows:
-        more = f"and {len(rows) - _MOST} more" if len(rows) > _MOST else ""
-        yield Table(["region", "changes", "from step to step"], rows[:_MOST], (), (0,), "", more)
-
-
-def _in_words(drift: Drift) -> str:
-    values = drift.values[-_LATEST:]
-    shown = " ".join(format_bytes(value) if drift.figure.endswith("bytes") else str(value) for value in values)
-    return shown if len(values) == len(drift.values) else f"... {shown}"
+    rows: list[list[str]] = []
+    for group in alike(drift, key):
+        figure, values = group[0].figure, group[0].values
+        shown = [format_bytes(value) if figure.endswith("bytes") else str(value) for value in values[-_LATEST:]]
+        rows.append([_label(group), figure, " ".join(["..."] * (len(values) > _LATEST) + shown)])
+    more = f"and {len(rows) - _MOST} more" if len(rows) > _MOST else ""
+    return Table(["region", "changes", "from step to step"], rows[:_MOST], (), (0,), "", more)

@@ -175,14 +175,8 @@ class _Tracer(Observer):
         if self._log:
             dropped = "" if entry is None else f", which had dropped {format_bytes(entry.dropped_bytes)}"
             outcome = "" if error is None or not isinstance(error, Exception) else f", ended by {type(error).__name__}"
-            _logger.debug(
-                "recomputed region %r%s in %.3f ms%s%s",
-                "/".join(region.path),
-                f" of module {region.module}" if region.module else "",
-                seconds * 1e3,
-                dropped,
-                outcome,
-            )
+            words = f"{'/'.join(region.path)!r}{f' of module {region.module}' if region.module else ''}"
+            _logger.debug("recomputed region %s in %.3f ms%s%s", words, seconds * 1e3, dropped, outcome)
 
     # Ranges of the profiler
 
@@ -250,7 +244,7 @@ class Trace(_Tracer, Printed):
         steps = self.steps
         if steps:
             yield from steps[-1]._tables()
-            yield from table_of_drift(drift_of(steps))
+            yield table_of_drift(drift_of(steps))
 
 
 @contextlib.contextmanager

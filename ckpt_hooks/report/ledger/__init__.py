@@ -113,21 +113,19 @@ class MemoryLedger(LedgerData, Printed):
 
     def _tables(self) -> Iterator[Table]:
         peak = self.peak
-        if self.changes:
-            yield _table_of_phases(self.phases, peak.change)
-        if groups := _groups_of(peak.holders):
-            left, freed = sum(map(_size_of, groups[_MOST:])), self.base_nbytes - peak.older_nbytes
-            rest = (
-                f"and {format_bytes(left)} in {count_of(len(groups) - _MOST, 'more row')}" if left else "",
-                f"{format_bytes(peak.older_nbytes)} from before" if peak.older_nbytes else "",
-                f"{format_bytes(freed)} from before are freed by then" if freed else "",
-            )
-            rows = [_row_of(group) for group in groups[:_MOST]]
-            yield Table(_HEADER, rows, (0, 1), (2, 3), "", ", ".join(filter(None, rest)))
-        if causes := self._causes_of(peak.holders):
-            rows = [[size, line, remedy] for size, _, _, _, line, _, remedy in causes]
-            yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
-        yield from table_of_advice(self.advice)
+        yield _table_of_phases(self.phases, peak.change)
+        groups = _groups_of(peak.holders)
+        left, freed = sum(map(_size_of, groups[_MOST:])), self.base_nbytes - peak.older_nbytes
+        rest = (
+            f"and {format_bytes(left)} in {count_of(len(groups) - _MOST, 'more row')}" if left else "",
+            f"{format_bytes(peak.older_nbytes)} from before" if peak.older_nbytes else "",
+            f"{format_bytes(freed)} from before are freed by then" if freed else "",
+        )
+        rows = [_row_of(group) for group in groups[:_MOST]]
+        yield Table(_HEADER, rows, (0, 1), (2, 3), "", ", ".join(filter(None, rest)))
+        rows = [[size, line, remedy] for size, _, _, _, line, _, remedy in self._causes_of(peak.holders)]
+        yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
+        yield table_of_advice(self.advice)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the ledger as values for ``json.dumps``: each origin once, allocations with the index of theirs."""
@@ -156,7 +154,7 @@ def _table_of_phases(phases: Sequence[Phase], peak: int) -> Table:
     groups = [[phase] for phase in phases]
     if len(groups) > _MOST_PHASES:
         groups = alike(phases, lambda phase: phase.name)
-    most = max(1, *(phase.peak_nbytes for phase in phases))
+    most = max([1, *(phase.peak_nbytes for phase in phases)])
     rows = []
     for group in groups:
         name, size = f"{times(group)} {group[0].name}".strip(), max(phase.peak_nbytes for phase in group)
@@ -285,6 +283,6 @@ def _block() -> Iterator[MemoryLedger]:
             with profile, watch(marks):
                 yield found
         finally:
-            marks.close()
+            marks.is_open = False
             older.forget()
             found.fill(*rows_of(profile.events(), marks), older.sizes)

@@ -257,25 +257,17 @@ class StepReader:
                 del self._opened[at:]
                 return
 
-    def needs(self, region: int, position: int, reason: Reason, address: int) -> None:
-        """Backward needs a saved tensor of a region, which the region holds, or has dropped."""
-        hold = self._held(region, position, reason, address)
-        if hold is not None and region in self.entries:
-            self.entries[region].needs.append(hold)
-
     def holds(self, region: int, key: Any, reason: Reason, address: int) -> None:
-        self._held(region, key, reason, address)
-
-    def _held(self, region: int, key: Any, reason: Reason, address: int) -> Hold | None:
         number = self._alive.get(address)
         if number is None:
-            return None
+            return
         self.let_go(region, key)
         name = self.entries[region].name if region in self.entries else None
         hold = self._holds.setdefault(region, {})[key] = Hold(reason, name, region, len(self.changes), None, number)
         if not hold.is_dropped:
             self.allocations[number].holds.append(hold)
-        return hold
+        if isinstance(key, int) and region in self.entries:  # the position of a saved tensor
+            self.entries[region].needs.append(hold)
 
     def let_go(self, region: int, key: Any) -> None:
         hold = self._holds.get(region, {}).pop(key, None)
@@ -431,28 +423,24 @@ class LedgerData:
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases, each a :class:`Phase`, in order."""
-        return _phases_of(self.changes)
-
-
-def _phases_of(changes: Sequence[Change]) -> tuple[Phase, ...]:
-    places = (change.place for change in changes)
-    parts = ["backward" if one.node is not None else "optimizer" if one.optimizer is not None else "rest" for one in places]
-    runs = [(name, [*numbers]) for name, numbers in itertools.groupby(range(len(changes)), parts.__getitem__)]
-    found: list[tuple[str, int, int]] = []
-    for at, (name, numbers) in enumerate(runs):
-        begin, end = numbers[0], numbers[-1] + 1
-        # What allocates nothing, as a pause between two nodes of backward, belongs to the phase before.
-        if name == "rest" and found and all(change.nbytes < 0 for change in changes[begin:end]):
-            name = found[-1][0]
-        elif name == "rest" and next((later for later, _ in runs[at + 1 :] if later != "rest"), None) == "backward":
-            name = "forward"
-        if found and found[-1][0] == name:
-            begin = found.pop()[1]
-        found.append((name, begin, end))
-    if found and found[0][0] == "rest" and all(name != "backward" for name, *_ in found):
-        found[0] = "forward", *found[0][1:]
-    live = [change.live for change in changes]
-    return tuple(Phase(name, begin, end, max(live[begin:end]), live[end - 1]) for name, begin, end in found)
+        changes, places = self.changes, (change.place for change in self.changes)
+        parts = ["backward" if one.node is not None else "optimizer" if one.optimizer is not None else "rest" for one in places]
+        runs = [(name, [*numbers]) for name, numbers in itertools.groupby(range(len(changes)), parts.__getitem__)]
+        found: list[tuple[str, int, int]] = []
+        for at, (name, numbers) in enumerate(runs):
+            begin, end = numbers[0], numbers[-1] + 1
+            # What allocates nothing, as a pause between two nodes of backward, belongs to the phase before.
+            if name == "rest" and found and all(change.nbytes < 0 for change in changes[begin:end]):
+                name = found[-1][0]
+            elif name == "rest" and next((later for later, _ in runs[at + 1 :] if later != "rest"), None) == "backward":
+                name = "forward"
+            if found and found[-1][0] == name:
+                begin = found.pop()[1]
+            found.append((name, begin, end))
+        if found and found[0][0] == "rest" and all(name != "backward" for name, *_ in found):
+            found[0] = "forward", *found[0][1:]
+        live = [change.live for change in changes]
+        return tuple(Phase(name, begin, end, max(live[begin:end]), live[end - 1]) for name, begin, end in found)
 
 
 #: The reasons for results which a backward made, used and freed.

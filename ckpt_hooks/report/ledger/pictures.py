@@ -43,7 +43,7 @@ class Band(NamedTuple):
 
 def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
     """Returns about ``most`` moments of a ledger, as indices of changes, and its bands from the bottom up."""
-    keys = [_key_of(one, block) for one, block in zip(ledger.allocations, blocks.numbers_in(number), strict=True)]
+    keys = [_key_of(one, block) for one, block in zip(ledger.allocations, blocks.numbers[number], strict=True)]
     before = BandKind.OLDER, None
     if not keys:
         return [0, 1], [Band(*before, [ledger.base_nbytes] * 2)]
@@ -96,25 +96,23 @@ class Blocks:
     # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number.
     def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
         self._regions = {entry.module for ledger in ledgers for entry in ledger.entries.values() if entry.module}
-        names = [name for ledger in ledgers for one in ledger.allocations if (name := _module_of(one)) is not None]
-        numbered = {end for name in [*names, *self._regions] if (end := up_to_number(name)) is not None}
+        modules = [name for ledger in ledgers for one in ledger.allocations if (name := _module_of(one)) is not None]
+        numbered = {end for name in [*modules, *self._regions] if (end := up_to_number(name)) is not None}
         self._containers = {name[:at] for name in numbered for at, letter in enumerate(name) if letter == "."}
-        self._names = [self._names_in(ledger) for ledger in ledgers]
+        names = [self._names_in(ledger) for ledger in ledgers]
         sizes: collections.Counter[str] = collections.Counter()
-        for ledger, of in zip(ledgers, self._names, strict=True):
+        for ledger, of in zip(ledgers, names, strict=True):
             for one, name in zip(ledger.allocations, of, strict=True):
                 if name is not None:
                     sizes[name] += one.nbytes
         small = [name for name, nbytes in sizes.items() if nbytes < _SMALL * max(sizes.values())]
         labels = _labels_of((name for name in sizes if name not in small), most - bool(small))
-        self._labels = {name: labels.get(name) or (OTHERS if len(small) > 1 else name) for name in sizes}
+        labels = {name: labels.get(name) or (OTHERS if len(small) > 1 else name) for name in sizes}
         # In the order of forward. Equal layers share a label where there are many.
-        self.labels = list(dict.fromkeys(self._labels.values()))
-
-    def numbers_in(self, ledger: int) -> Iterator[int | None]:
-        """Yields the number of the label of each allocation in a ledger; None for one of no block."""
-        numbers = {label: number for number, label in enumerate(self.labels)}
-        return (None if name is None else numbers[self._labels[name]] for name in self._names[ledger])
+        self.labels = list(dict.fromkeys(labels.values()))
+        places: dict[str | None, int] = {name: self.labels.index(label) for name, label in labels.items()}
+        # The number of the label of each allocation, by ledger; None for one of no block.
+        self.numbers = [[places.get(name) for name in of] for of in names]
 
     def _names_in(self, ledger: LedgerData) -> list[str | None]:
         """Returns the block of each allocation: that of its region, which is of its module, or of most bytes of its forward."""

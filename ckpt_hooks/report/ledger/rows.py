@@ -53,14 +53,7 @@ class Marks:
         self.by_name: dict[str, Mark] = {}
         self._next = itertools.count().__next__
         self._thread = threading.get_ident()
-        self._is_open = True
-
-    def takes_more(self) -> bool:
-        """Whether the ledger is still taken: frames keep their observers, and may tell more afterwards."""
-        return self._is_open
-
-    def close(self) -> None:
-        self._is_open = False
+        self.is_open = True  # frames keep their observers, and may tell more when the ledger has been taken
 
     def range_of(self, event: str, *args: Any) -> Any:
         """Returns a new mark's range of the profiler, to be entered."""
@@ -70,7 +63,7 @@ class Marks:
         return profiler_range(name)
 
     def add(self, event: str, *args: Any) -> None:
-        if self._is_open:
+        if self.is_open:
             with self.range_of(event, *args):
                 pass
 
@@ -106,16 +99,16 @@ class _Holdings(RegionMarks):
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         self._addresses[region.id, saved.position] = tensor.address
-        self._needs(region, saved.position, saved.fate)
+        self._saved_with(region, saved.position, saved.fate)
 
     def settled(self, region: Region, position: int, fate: Reason) -> None:
         self._mark("let_go", region.id, position)
-        self._needs(region, position, fate)
+        self._saved_with(region, position, fate)
 
-    def _needs(self, region: Region, position: int, fate: Reason) -> None:
+    def _saved_with(self, region: Region, position: int, fate: Reason) -> None:
         address = self._addresses.get((region.id, position))
         if address and (fate is Reason.DROPPED or fate not in _GONE):
-            self._mark("needs", region.id, position, fate, address)
+            self._mark("holds", region.id, position, fate, address)
 
     def let_go(self, region: Region, position: int) -> None:
         self._addresses.pop((region.id, position), None)
@@ -143,7 +136,8 @@ class _Lines(TorchFunctionMode):
     def __init__(self, marks: Marks, note_gradients: Callable[[Iterable[Any]], None]) -> None:
         super().__init__()
         # Functions alone: a region looks for tensors in the attributes of this package's objects, of modes of its forward too.
-        self._range_of, self._is_open, self._note_gradients = marks.range_of, marks.takes_more, note_gradients
+        self._is_open: Callable[[], bool] = lambda: marks.is_open
+        self._range_of, self._note_gradients = marks.range_of, note_gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._is_open() or getattr(func, "__name__", None) == "__get__":  # the latter of an attribute, as ``shape``
