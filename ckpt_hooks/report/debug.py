@@ -211,22 +211,19 @@ def _divergence_in_words(
     else:
         head = f"Forward ran {one.operator}, and the recompute ran {other.operator}"
     also = "".join(f"\nwhere {'forward' if entry is one else 'the recompute'} is at {entry.line(names)}" for entry in lines[1:])
-    runs = [
-        _run_in_words("forward", one or (forward[place] if place < len(forward) else None), one is None, names),
-        _run_in_words("recompute", other or (recompute[found] if found < len(recompute) else None), other is None, names),
-    ]
+    runs = ""
+    for name, entries, start, is_next in (
+        ("forward", forward, place, one is None),
+        ("recompute", recompute, found, other is None),
+    ):
+        entry = entries[start] if start < len(entries) else None
+        words = "nothing more\n" if entry is None else f"{entry.in_words()}\n    at {entry.line(names)}\n"
+        runs += f"  {name}{', next' if is_next and entry is not None else ''}: {words}"
     return (
-        f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{''.join(runs)}"
-        f"{_modes(one, forward, recompute, names)}"
+        f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{runs}{_modes(one, forward, recompute, names)}"
         f"Operators around it in forward:\n{_around(forward, place, end)}"
         f"Operators around it in the recompute:\n{_around(recompute, found, end_found)}"
     )
-
-
-def _run_in_words(name: str, entry: Entry | None, is_next: bool, names: Mapping[int, str]) -> str:
-    if entry is None:
-        return f"  {name}: nothing more\n"
-    return f"  {name}{', next' if is_next else ''}: {entry.in_words()}\n    at {entry.line(names)}\n"
 
 
 def _modes(one: Entry | None, forward: Sequence[Entry], recompute: Sequence[Entry], names: Mapping[int, str]) -> str:

@@ -19,8 +19,7 @@ from ckpt_hooks._core.settings import observe
 
 from .entries import Residual
 from .formatting import Printed, Table, alike, as_text, count_of, fold_names, format_bytes, json_of, name_pattern, times
-from .graph import GraphReader
-from .notes import Notes, OperatorNotes
+from .graph import GraphReader, Notes, OperatorNotes
 
 #: Reasons of memory that is there without backward, too.
 _THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
