@@ -191,7 +191,6 @@ def _behind(forward: Sequence[Entry], place: int, recompute: Sequence[Entry], fo
 def _divergence_in_words(
     divergence: _Divergence, forward: Sequence[Entry], recompute: Sequence[Entry], names: Mapping[int, str]
 ) -> str:
-    """Returns sentences on a divergence: operators, lines and modules of both runs, and the operators around."""
     place, end, found, end_found = divergence
     one, other = forward[place] if place < end else None, recompute[found] if found < end_found else None
     lines = [entry for entry in (one, other) if entry is not None]

@@ -41,7 +41,6 @@ class Printed:
     __slots__ = ()
 
     def _headline(self) -> str:
-        """Returns the report in a line."""
         raise NotImplementedError
 
     def _tables(self) -> Iterable[Table]:
@@ -141,13 +140,11 @@ def _lines_of(table: Table, max_width: int | None) -> list[str]:
         least = {column: min(width, _LEAST) if column in names else width for column, width in widths.items()}
         while len(columns) > 1 and _length(least[column] for column in columns) > max_width:
             columns.pop()
-        while (excess := _length(widths[column] for column in columns) - max_width) > 0:
+        while _length(widths[column] for column in columns) > max_width:
             longer = [column for column in columns if widths[column] > least[column]]
             if not longer:  # one column, of more than names
                 break
-            longest = max(longer, key=lambda column: widths[column])
-            others = [widths[column] for column in longer if column != longest]
-            widths[longest] = max(least[longest], min(widths[longest] - 1, max([widths[longest] - excess, *others])))
+            widths[max(longer, key=widths.__getitem__)] -= 1
     lines = []
     for row in (header, *rows):
         cells = (cut(row[column], widths[column]) for column in columns)

@@ -130,8 +130,6 @@ class OperatorNotes(QuietDispatchMode):
         return output
 
 
-_NO_STORAGE: tuple[int | None, int] = (None, 0)
-_NO_VIEWS: tuple[Residual, ...] = ()
 _ORDER = {reason: place for place, reason in enumerate(Reason)}
 _NOT_HELD = frozenset({Reason.DROPPED, Reason.LOST})
 # Without the constructor: half the cost.
@@ -240,7 +238,7 @@ class GraphReader:
             made = self._notes.made.get(storage, NOWHERE)
             operator, site, module = made.operator or operator, made.line or site, made.module or module
         region = self._region_of(frame)[0]
-        entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
+        entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, ()))
         self._dropped.append((storage, entry))
 
     def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
@@ -274,14 +272,14 @@ class GraphReader:
                     self._claim(part, reason, origin, name, region, why)
                 return
         address = storage_of(tensor)
-        storage, size = _NO_STORAGE
+        storage, size = None, 0
         if address is not None:
             storage, size = self._numbers.get(address) or self._numbers.setdefault(address, storage_and_size(tensor))
         if tensor.requires_grad and is_kept_anyway(tensor):
             reason = Reason.PARAMETER
         shape = None if tensor.is_nested else tensor.shape
         nbytes, dtype, device = tensor.nbytes, tensor.dtype, tensor.device
-        entry = _new_entry((reason, nbytes, shape, dtype, device, why, None, None, None, None, region, name, _NO_VIEWS))
+        entry = _new_entry((reason, nbytes, shape, dtype, device, why, None, None, None, None, region, name, ()))
         self._add(storage, size, entry, origin)
 
     def _claim_holding(self, holding: Holding, region: tuple[str, ...], origin: Origin, name: tuple[str, ...] = ()) -> None:
@@ -364,7 +362,6 @@ class GraphReader:
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Returns the nodes of a graph which may have saved tensors, in the order of their making."""
     seen: set[Any] = set()
     todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while todo:

@@ -186,7 +186,6 @@ def drift_of(steps: Sequence[StepTrace]) -> tuple[Drift, ...]:
 
 
 def _unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
-    """Returns the policies by which no region of a step has kept anything."""
     found = []
     for group in alike((region for region in regions if region.policy), lambda region: region.policy):
         kept = sum(region.held_bytes.get(reason.value, 0) for region in group for reason in (Reason.POLICY, Reason.NAME))
@@ -240,7 +239,6 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
 
 
 def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
-    """Yields a table of regions, inner below outer regions, and a table of the memory that regions hold."""
     yield Table(_HEADER, [*_rows_of(regions, "")], _NUMBERS, (0,))
     yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in held_bytes.items()], (0,))
 

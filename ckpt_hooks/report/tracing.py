@@ -31,8 +31,6 @@ class _Running(threading.local):
 
 
 class _Tracer(Observer):
-    """Adds up the events of one step after another."""
-
     def __init__(self, *, operators: bool, log: bool, profiler_ranges: bool) -> None:
         self.wants_operators = operators
         self._log, self._ranges = log, profiler_ranges

@@ -186,22 +186,18 @@ def _groups_of(holders: Sequence[Holder]) -> list[list[Holder]]:
 def _row_of(group: Sequence[Holder]) -> list[str]:
     origin, reason = group[0].origin, group[0].reason
     modules, names = zip(*(_words_of(holder.origin) for holder in group), strict=True)
+    sizes: collections.Counter[str] = collections.Counter()
+    for holder in group:
+        sizes[(holder.origin.operator or "").removeprefix("aten::")] += holder.nbytes
+    operators = [name for name, _ in sizes.most_common() if name]
     return [
         format_bytes(_size_of(group)),
         _count_of(group),
         maker_in_words(origin, " ".join(filter(None, (fold_names(modules), fold_names(names))))),
-        _operators_of(group),
+        ", ".join(operators[:2]) + (", ..." if len(operators) > 2 else ""),
         origin.line or "",
         "the program" if reason is None else reason.value,
     ]
-
-
-def _operators_of(group: Sequence[Holder]) -> str:
-    sizes: collections.Counter[str] = collections.Counter()
-    for holder in group:
-        sizes[holder.origin.operator or ""] += holder.nbytes
-    names = [name.removeprefix("aten::") for name, _ in sizes.most_common() if name]
-    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
 
 
 def _words_of(origin: Origin) -> tuple[str, str]:

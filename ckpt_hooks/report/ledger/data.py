@@ -450,13 +450,10 @@ _IN_BACKWARD = {Maker.RECOMPUTE: Reason.RECOMPUTED, Maker.BACKWARD: Reason.BACKW
 def maker_in_words(origin: Origin, where: str | None = None) -> str:
     """Returns what made an allocation in words, as in ``"recompute of layers.0 Block"``."""
     where = origin.region or origin.module or "" if where is None else where
-    maker = origin.maker
-    if maker is Maker.REGION:
-        return where if where == "region" else f"region {where}"
-    if maker is Maker.RECOMPUTE:
-        return f"recompute of {where}"
-    if maker is Maker.BACKWARD:
-        return f"backward of {where}" if where else f"backward ({origin.node})"
-    if maker is Maker.OPTIMIZER:
-        return origin.optimizer or "an optimizer"
-    return where or "code outside of modules"
+    words = {
+        Maker.REGION: where if where == "region" else f"region {where}",
+        Maker.RECOMPUTE: f"recompute of {where}",
+        Maker.BACKWARD: f"backward of {where}" if where else f"backward ({origin.node})",
+        Maker.OPTIMIZER: origin.optimizer or "an optimizer",
+    }
+    return words.get(origin.maker) or where or "code outside of modules"

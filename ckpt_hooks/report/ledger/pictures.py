@@ -62,15 +62,13 @@ def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tupl
 
 def _key_of(allocation: Allocation, block: int | None) -> tuple[BandKind, int | None]:
     maker = allocation.origin.maker
-    if allocation.is_gradient:
-        return BandKind.GRADIENTS, None
-    if maker is Maker.BACKWARD:
-        return BandKind.BACKWARD, None
-    if maker is Maker.OPTIMIZER:
-        return BandKind.OPTIMIZER, None
-    if block is None:
-        return BandKind.OUTSIDE, None
+    part = BandKind.GRADIENTS if allocation.is_gradient else _KINDS.get(maker)
+    if part is not None or block is None:
+        return part or BandKind.OUTSIDE, None
     return BandKind.AGAIN if maker is Maker.RECOMPUTE else BandKind.BLOCK, block
+
+
+_KINDS = {Maker.BACKWARD: BandKind.BACKWARD, Maker.OPTIMIZER: BandKind.OPTIMIZER}
 
 
 def _place(key: tuple[BandKind, int | None]) -> tuple[bool, int, int]:
@@ -237,7 +235,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
 
 
 def panels(ledgers: Mapping[str, LedgerData], path: str | os.PathLike[str] | None) -> Picture:
-    """Returns a picture with a panel for each ledger, of a title unless that is empty, and writes it to a file if given."""
+    """Draws a panel for each ledger, of a title unless that is empty."""
     found = [*ledgers.values()]
     blocks = Blocks(found, _MOST_BLOCKS)
     figure = figure_of(10, 1.3 + 2.6 * len(found))
@@ -333,7 +331,6 @@ def _draw_bands(axes: Any, moments: list[int], bands: list[Band], colours: list[
 
 
 def _draw_phases(axes: Any, ledger: LedgerData) -> None:
-    """Marks where phases begin; a phase which is wide enough has its name below."""
     places, names = [], []
     for phase in ledger.phases:
         if phase.begin:
@@ -387,7 +384,6 @@ def _draw_bar(
 def _legend(
     shown: Mapping[tuple[BandKind, int | None], None], blocks: Blocks, colours: list[tuple[float, ...]], cut_off: str
 ) -> Iterator[Any]:
-    """Yields a patch for each band, from the bottom up."""
     from matplotlib.patches import Patch
 
     for part in (BandKind.OLDER, BandKind.GRADIENTS, BandKind.OPTIMIZER, BandKind.OUTSIDE):

@@ -72,7 +72,6 @@ def _advice(ledger: LedgerData, waste: Waste, group: Sequence[int], edits: Itera
 
 
 def _peak_with(ledger: LedgerData, edits: Iterable[_Edit]) -> int:
-    """Returns the peak with differences."""
     steps = [0] * (len(ledger.changes) + 1)
     for begin, end, nbytes in edits:
         if begin < end:
