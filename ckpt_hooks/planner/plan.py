@@ -205,8 +205,8 @@ def plan_memory(
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
             them.
         total: Whether the budget is for all memory in use, not only for what the step adds.
-        margin: The part of the budget that the measured step leaves free, as 0.03, for a model whose operators depend on data,
-            such as a mixture of experts: with other data of the same shapes it takes other memory.
+        margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
+            whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
         cost: What is to be the least: ``"operations"`` that run again, and ten for each byte that these move, the same in each
             run; or ``"seconds"`` as the profile measures them on the host, for steps on the host.

@@ -73,6 +73,7 @@ class ProfiledAllocation:
     born: int
     freed: int
     is_again: bool  # by the recompute of a block
+    is_lent: bool = False  # whether the program freed the memory under a tensor that a block held, as FSDP2 does to parameters
 
 
 #: A storage at a moment: the index of its allocation, and how often operators of the entry had written to it.
@@ -115,6 +116,22 @@ class BlockCall:
     handles: list[Request] = dataclasses.field(default_factory=list)
     maker: dict[Value, int] = dataclasses.field(default_factory=dict)  # the operator which makes each value
     in_order: bool = False  # whether replays run whole, in forward's order
+
+    def outside(self) -> dict[int, int]:
+        """Returns the allocations from outside which replays read, and the row at which the first does."""
+        found: dict[int, int] = {}
+        for handle in self.handles:
+            todo, seen = [handle.value], set[Value | None]()
+            while todo and handle.restored is not None:
+                value = todo.pop()
+                if value is None or value in seen:
+                    continue
+                seen.add(value)
+                if value in self.maker:
+                    todo += self.ops[self.maker[value]].reads
+                else:
+                    found[value[0]] = min(found.get(value[0], handle.restored), handle.restored)
+        return found
 
 
 @dataclasses.dataclass
@@ -234,6 +251,9 @@ class _Reader:
                 op.extras = [number for number in op.extras if self._allocations[number].freed > entry.end]
         for handle in self._handles.values():
             handle.let_go = min(handle.let_go, len(rows))
+        for entry in self._entries.values():
+            for number, row in entry.outside().items():
+                self._allocations[number].is_lent |= self._allocations[number].freed < row
         found = Profile(len(rows), self._allocations, list(self._entries.values()), self._freed)
         found.smooth()
         return found

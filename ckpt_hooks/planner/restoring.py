@@ -27,6 +27,7 @@ def as_before(model: Module) -> Iterator[None]:
     # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
     # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random streams.
     # Optimizer state that was made in the block is removed. Copies lie on the host.
+    gc.collect()  # garbage from before would be freed in a step, and make its peak lower
     notes = _Notes()
     for tensor in (*model.parameters(), *model.buffers()):
         notes.add(tensor)

@@ -49,6 +49,7 @@ def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_p
         needs = [(needs[0][0], sorted(again))]
     spared = [number for at, op in enumerate(entry.ops) if at not in again for number in op.extras]
     cost = sum(entry.ops[at].cost for at in again)
+    ends = {number: end for number, end in ends.items() if not profile.allocations[number].is_lent}
     return Effect(_replays(profile, entry, held, again, needs), ends, cost, sorted(again), spared)
 
 
