@@ -39,6 +39,8 @@ class Plan(Printed):
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
         margin: The part of the budget that the measured step had to leave free.
         cost: What is the least: ``"operations"`` or ``"seconds"``.
+        outside_bytes: What lives at the peak and comes from outside of all blocks, but for gradients of parameters.
+        outside_module: The module which made the most of this, with its class; ``""`` outside of any.
         others: The plans of other shapes, for the same budget.
     """
 
@@ -52,6 +54,8 @@ class Plan(Printed):
     recomputed_seconds: float
     margin: float = 0.0
     cost: str = "operations"
+    outside_bytes: int = 0
+    outside_module: str = ""
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
     _front: Callable[[], tuple[list[ParetoPoint], list[ParetoPoint]]] | None = dataclasses.field(default=None, compare=False)
@@ -144,11 +148,20 @@ class Plan(Printed):
             again = f"{first.recomputed:.0%}", f"{seconds * 1e3:.2f}", format_bytes(first.recomputed_bytes)
             rows.append([times(group), names, first.kind, *again, format_bytes(first.kept_bytes), kept])
         header = ["", "block", "class", "again", "ms", "bytes", "kept", "results"]
-        yield Table(header, rows, (0, 3, 4, 5, 6), (1, 7))
+        yield Table(header, rows, (0, 3, 4, 5, 6), (1, 7), rest=self._outside())
         for plan in self.others:
             first = plan.blocks[0]
             (table,) = plan._tables()
             yield table._replace(title=f"where {first.name} gets {shapes_in_words(first.shapes[0])}: {plan._headline()}")
+
+    def _outside(self) -> str:
+        if self.outside_bytes < self.measured_peak / 2:
+            return ""
+        most = self.outside_module or "the step"
+        return (
+            f"{format_bytes(self.outside_bytes)} of the peak are outside of all blocks, most of {most}: no plan of these "
+            "blocks lowers that. A loss of logits takes less in chunks of rows, each with its head a region."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as values for ``json.dumps``, for :meth:`from_json`."""
@@ -203,7 +216,7 @@ def plan_memory(
         memory_budget: The peak allowed: bytes, words such as ``"20GiB"``, or a part from 0.0, the least peak of any plan, to
             1.0, that of no regions.
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
-            them.
+            them: modules which save at most a quarter of what modules below the model save, leaves left out.
         total: Whether the budget is for all memory in use, not only for what the step adds.
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import re
@@ -10,16 +9,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules import apply_checkpointing
-from ckpt_hooks.modules.selecting import select_modules
-from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
+from ckpt_hooks.report.ledger import memory_ledger
 
+from .blocks import blocks_of, outside_of
 from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
 from .pareto import front_of
@@ -61,7 +59,7 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    found = _blocks_of(model, blocks, plain)
+    found = blocks_of(model, blocks, plain)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in found}
     noting = {name: PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in found}
     with as_before(model), apply_checkpointing(model, noting):
@@ -126,56 +124,6 @@ def _parsed(budget: Budget) -> int | float:
     if budget < 0:
         raise ValueError(f"memory_budget={budget!r} is negative. Pass the bytes that the step may take.")
     return budget
-
-
-#: A block saves at most this part of all that the model saves: larger ones leave a plan too little to choose from.
-_LARGEST = 0.25
-
-
-def _blocks_of(model: Module, select: Any, ledger: MemoryLedger) -> dict[str, Module]:
-    """Returns the blocks of a model, by name."""
-    if select is not None:
-        return _selected(model, select)
-    # The model's tree is descended until a module saves at most a quarter of all that backward needs. A leaf is no block: a
-    # region around one operator drops nothing.
-    saved: collections.Counter[str] = collections.Counter()
-    for one in ledger.allocations:
-        if one.origin.module is not None and any(hold.reason is Reason.SAVED for hold in one.holds):
-            name = one.origin.module.rpartition(" ")[0]
-            for end in range(len(parts := name.split("."))):
-                saved[".".join(parts[: end + 1])] += one.nbytes
-            if name:
-                saved[""] += one.nbytes
-    found: dict[str, Module] = {}
-    todo = [(name, module) for name, module in reversed([*model.named_children()])]
-    while todo:
-        name, module = todo.pop()
-        children = [(f"{name}.{child}", one) for child, one in module.named_children()]
-        if not saved[name] or not children:
-            continue
-        is_container = isinstance(module, (ModuleList, ModuleDict))
-        is_flat = all(not [*one.children()] for _, one in children)
-        if not is_container and (saved[name] <= _LARGEST * saved[""] or is_flat):
-            found[name] = module
-        else:
-            todo += reversed(children)
-    if not found:
-        raise ValueError(
-            f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of what "
-            "backward needs. Pass blocks=..., module classes or names as apply_checkpointing takes them."
-        )
-    return found
-
-
-def _selected(model: Module, select: Any) -> dict[str, Module]:
-    found = {name: module for name, (module, _) in select_modules(model, select, None).items()}
-    if len(found) > 1:
-        found.pop("", None)  # which the pattern of all its children names as well
-    outer = {id(inner): name for name, module in found.items() for inner in module.modules() if inner is not module}
-    for name, module in found.items():
-        if id(module) in outer:
-            raise ValueError(f"Block {name!r} is inside of block {outer[id(module)]!r}. Leave out one of the two.")
-    return found
 
 
 def _check(model: Any, step: Any) -> None:
@@ -245,7 +193,9 @@ class _Search:
     def _measured(self, chosen: Sequence[int]) -> dict[str, Any]:
         plan = self._plan(chosen)
         with as_before(self.model), apply_checkpointing(self.model, runners_of(plan["blocks"])):
-            plan["measured_peak"] = memory_ledger(lambda: self.step(self.model)).peak.nbytes
+            peak = memory_ledger(lambda: self.step(self.model)).peak
+        plan["measured_peak"] = peak.nbytes
+        plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self.problem.blocks)
         return plan
 
     def _plan(self, chosen: Sequence[int]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import by_seconds, profile_step
 from ckpt_hooks.planner.simulating import effect_of, natural_ends, peak_of
 from tests.measure import Watch
-from tests.planner.models import MODELS, VARIANTS, after_a_step, as_before, built, same, state_of
+from tests.planner.models import MODELS, VARIANTS, GPTBlock, after_a_step, as_before, built, same, state_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -227,6 +227,42 @@ def test_blocks_are_found():
     plan = plan_memory(model, step, 0.5)
     assert [block.name for block in plan.blocks] == [f"blocks.{number}" for number in range(4)]
     assert plan.measured_peak <= plan.budget
+
+
+def test_blocks_below_a_large_head():
+    """Logits are of no block: the trunk, which saves less than a quarter of all, is not the block."""
+
+    class Trunk(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.blocks = nn.Embedding(4000, 32), nn.ModuleList(GPTBlock(32) for _ in range(6))
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.head = Trunk(), nn.Linear(32, 4000)
+
+        def forward(self, ids):
+            return F.cross_entropy(self.head(self.trunk(ids)).flatten(0, 1), ids.flatten())
+
+    torch.manual_seed(0)
+    model, ids = Headed(), torch.randint(0, 4000, (2, 64))
+
+    def step(model):
+        model(ids).backward()
+
+    plan = plan_memory(model, step, 0.3)
+    assert [block.name for block in plan.blocks] == [f"trunk.blocks.{number}" for number in range(6)]
+    assert plan.measured_peak / 2 < plan.outside_bytes < plan.measured_peak
+    assert "of the peak are outside of all blocks, most of Headed: no plan of these blocks lowers that. A loss" in str(plan)
+    small, step, blocks = built("gpt")
+    assert "outside of all blocks" not in str(plan_memory(small, step, 0.5, blocks=blocks))
 
 
 def test_budgets_in_bytes_words_and_of_all_memory():
