@@ -10,9 +10,10 @@ from typing import Any
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
 from ckpt_hooks.report.ledger.pictures import Picture, figure_of, scale_of
 
-from .choosing import Problem, choose
-from .profiling import BlockCall, OpRun, Profile
-from .simulating import Effect, effect_of, peak_of
+from .choosing import choose
+from .profiling import BlockCall, OpRun
+from .searching import Search
+from .simulating import effect_of, peak_of
 
 _BUDGETS = 24
 
@@ -26,12 +27,14 @@ class ParetoPoint:
         peak: The peak in bytes, above the memory in use when a step begins.
         recomputed: The part of forward that runs again, by cost.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
+        plan: The :class:`Plan`, as predicted; None for choices of torch's.
     """
 
     name: str
     peak: int
     recomputed: float
     recomputed_seconds: float
+    plan: Any = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,44 +105,38 @@ class ParetoFront(Printed):
             yield Table(["peak", "again", "ms", title], rows, (0, 1, 2), (3,))
 
 
-def front_of(
-    profile: Profile, problem: Problem, natural: Sequence[int], plain: int
-) -> tuple[list[ParetoPoint], list[ParetoPoint]]:
-    """Returns the plans of budgets from the least to that of no regions, and torch's choices."""
+def budgets_of(search: Search) -> Iterator[tuple[int, list[int]]]:
+    """Yields budgets from the least to that of no regions, with the choice for each; equal choices once."""
+    least, seen = search.least, list[list[int]]()
+    for number in range(_BUDGETS):
+        budget = least + (max(search.plain_peak, least) - least) * number / (_BUDGETS - 1)
+        chosen = choose(search.problem, budget) or search.problem.least
+        if chosen not in seen:
+            seen.append(chosen)
+            yield int(budget), chosen
+
+
+def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:
+    """Returns torch's choices."""
+    profile = search.profile
     whole = sum(op.cost for entry in profile.entries for op in entry.ops)
 
-    def point(name: str, effects: Sequence[tuple[BlockCall, Effect]]) -> ParetoPoint:
-        again = [entry.ops[at] for entry, effect in effects for at in effect.again]
-        return ParetoPoint(
-            name,
-            peak_of(profile, [effect for _, effect in effects], natural),
-            sum(op.cost for op in again) / whole if whole else 0.0,
-            sum(op.seconds for op in again),
-        )
+    def point(name: str, keeps: Callable[[BlockCall], list[int]], blocks: frozenset[str]) -> ParetoPoint:
+        effects = [
+            effect_of(profile, entry, keeps(entry), is_plain=False)
+            if entry.block in blocks
+            else effect_of(profile, entry, (), is_plain=True)
+            for entry in profile.entries
+        ]
+        again = [entry.ops[at] for entry, effect in zip(profile.entries, effects, strict=True) for at in effect.again]
+        cost, seconds = sum(op.cost for op in again), sum(op.seconds for op in again)
+        return ParetoPoint(name, peak_of(profile, effects, search.natural), cost / whole if whole else 0.0, seconds)
 
-    least = problem.peak(problem.least)
-    plans: dict[tuple[int, ...], ParetoPoint] = {}
-    for number in range(_BUDGETS):
-        budget = least + (max(plain, least) - least) * number / (_BUDGETS - 1)
-        chosen = choose(problem, budget) or problem.least
-        if tuple(chosen) not in plans:
-            effects = [
-                pair
-                for name, of, option in zip(problem.blocks, problem.options, chosen, strict=True)
-                for pair in zip((entry for entry in profile.entries if entry.block == name), of[option].effects, strict=True)
-            ]
-            plans[tuple(chosen)] = point(f"of {format_bytes(int(budget))}", effects)
-
-    def effect(entry: BlockCall, keeps: Callable[[BlockCall], list[int]], blocks: frozenset[str]) -> Effect:
-        is_plain = entry.block not in blocks
-        return effect_of(profile, entry, () if is_plain else keeps(entry), is_plain=is_plain)
-
-    torch = [
-        point(f"{kept} kept, {where}", [(entry, effect(entry, keeps, blocks)) for entry in profile.entries])
+    return tuple(
+        point(f"{kept} kept, {where}", keeps, blocks)
         for kept, keeps in _POLICIES.items()
-        for where, blocks in _selections(problem.blocks)
-    ]
-    return sorted(plans.values(), key=lambda one: one.peak), torch
+        for where, blocks in _selections(search.problem.blocks)
+    )
 
 
 def _is_product(op: OpRun) -> bool:

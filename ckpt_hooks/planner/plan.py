@@ -13,9 +13,9 @@ from torch.nn import Module
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 
-from .pareto import ParetoFront, ParetoPoint
-from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
-from .searching import Budget, searched
+from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch
+from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of, shapes_in_words
+from .searching import Budget, Search, check_step, searched
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -32,7 +32,7 @@ class Plan(Printed):
         blocks: The blocks.
         budget: The bytes given.
         predicted_peak: The peak predicted from the profile.
-        measured_peak: The peak of a step under the plan.
+        measured_peak: The peak of a step under the plan; the predicted one if ``is_measured`` is false.
         least_peak: The least peak of any plan, as predicted.
         plain_peak: The peak of a step without regions, as measured.
         recomputed: The part of forward that runs again, by cost: floating-point operations, and ten for each byte moved.
@@ -41,6 +41,7 @@ class Plan(Printed):
         cost: What is the least: ``"operations"`` or ``"seconds"``.
         outside_bytes: What lives at the peak and comes from outside of all blocks, but for gradients of parameters.
         outside_module: The module which made the most of this, with its class; ``""`` outside of any.
+        is_measured: Whether a step was run under the plan.
         others: The plans of other shapes, for the same budget.
     """
 
@@ -56,9 +57,10 @@ class Plan(Printed):
     cost: str = "operations"
     outside_bytes: int = 0
     outside_module: str = ""
+    is_measured: bool = True
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
-    _front: Callable[[], tuple[list[ParetoPoint], list[ParetoPoint]]] | None = dataclasses.field(default=None, compare=False)
+    _search: Search | None = dataclasses.field(default=None, compare=False)
 
     def apply(self, model: Module | None = None) -> AppliedCheckpointing:
         """Makes the blocks of a model regions which keep what the plan says.
@@ -96,28 +98,56 @@ class Plan(Printed):
         self.others.append(found)
         return found
 
+    def replan(self, memory_budget: Budget, step: Callable[[Module], Any] | None = None, model: Module | None = None) -> Plan:
+        """Finds a plan for another budget from the same profile, in a fraction of the time of :func:`ckpt_hooks.plan_memory`.
+
+        Args:
+            memory_budget: The peak allowed, as for :func:`ckpt_hooks.plan_memory`.
+            step: A step to measure the plan, and to correct it; None for the peak as predicted, which the plan says.
+            model: The model, without regions of a plan; None for the one that was planned.
+
+        Returns:
+            The plan, for the shapes of the profile alone.
+
+        Raises:
+            BudgetTooSmallError: If no plan fits.
+            ValueError: If the plan comes from a file, or the model is gone.
+        """
+        search = self._profiled("replan")
+        if step is not None:
+            check_step(step)
+            return Plan(**search.plan(memory_budget, self._found(model, "replan"), step))
+        return Plan(**{**search.plan(memory_budget), "_model": self._model})
+
     def pareto(self) -> ParetoFront:
         """Finds the costs of other budgets, from the profile, which the plan holds.
 
         Returns:
             The :class:`ParetoFront`: its ``plot()`` draws what runs again against the peak for all budgets, torch's choices,
-            and this plan.
+            and this plan; the ``plan`` of each point of ``plans`` is one to apply, or to measure by :meth:`replan`.
 
         Raises:
             ValueError: If the plan comes from a file.
         """
-        if self._front is None:
+        search = self._profiled("pareto")
+        points = []
+        for budget, chosen in budgets_of(search):
+            attributes = {**search.attributes(chosen), "budget": budget, "is_measured": False, "_model": self._model}
+            points.append(_point(f"of {format_bytes(budget)}", Plan(**attributes)))
+        points.sort(key=lambda one: one.peak)
+        return ParetoFront(tuple(points), points_of_torch(search), _point("this plan", self), self.budget)
+
+    def _profiled(self, method: str) -> Search:
+        if self._search is None:
             raise ValueError(
-                "The profile of this plan is not there: the plan comes from a file. Call pareto() where the plan is made."
+                f"The profile of this plan is not there: the plan comes from a file. Call {method}() where the plan is made."
             )
-        plans, torchs = self._front()
-        chosen = ParetoPoint("this plan", self.measured_peak, self.recomputed, self.recomputed_seconds)
-        return ParetoFront(tuple(plans), tuple(torchs), chosen, self.budget)
+        return self._search
 
     def _found(self, model: Module | None, method: str) -> Module:
         found = model if model is not None else None if self._model is None else self._model()
         if found is None:
-            arguments = "model" if method == "apply" else "step, model"
+            arguments = {"apply": "model", "add": "step, model"}.get(method, "budget, step, model")
             raise ValueError(
                 f"The model of this plan is gone, or the plan comes from a file. Pass a model: `plan.{method}({arguments})`."
             )
@@ -128,9 +158,10 @@ class Plan(Printed):
         return runners_of(block for plan in (self, *self.others) for block in plan.blocks)
 
     def _headline(self) -> str:
+        words = f"{format_bytes(self.predicted_peak)} predicted" if self.is_measured else "predicted, not measured"
         return (
-            f"peak {format_bytes(self.measured_peak)} of {format_bytes(self.budget)}, {format_bytes(self.predicted_peak)} "
-            f"predicted; {self.recomputed:.1%} of forward runs again, in {self.recomputed_seconds * 1e3:.1f} ms; from "
+            f"peak {format_bytes(self.measured_peak)} of {format_bytes(self.budget)}, {words}; "
+            f"{self.recomputed:.1%} of forward runs again, in {self.recomputed_seconds * 1e3:.1f} ms; from "
             f"{format_bytes(self.least_peak)} at least to {format_bytes(self.plain_peak)} without regions"
         )
 
@@ -184,6 +215,10 @@ class Plan(Printed):
             blocks.append(PlannedBlock(**{**block, "kept": kept, "shapes": shapes}))
         others = [cls.from_json(one) for one in values["others"]]
         return cls(**{**values, "blocks": tuple(blocks), "others": others})
+
+
+def _point(name: str, plan: Plan) -> ParetoPoint:
+    return ParetoPoint(name, plan.measured_peak, plan.recomputed, plan.recomputed_seconds, plan)
 
 
 def _in_words(run: KeptRun) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import weakref
@@ -20,7 +19,6 @@ from ckpt_hooks.report.ledger import memory_ledger
 from .blocks import blocks_of, outside_of
 from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
-from .pareto import front_of
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
 from .profiling import Profile, profile_step
 from .restoring import as_before
@@ -44,13 +42,14 @@ def searched(
     cost: str = "operations",
 ) -> dict[str, Any]:
     """Returns the attributes of the plan that is found."""
-    budget = _parsed(memory_budget)
+    parsed(memory_budget)
     checked_flag(total, "total")
     if cost not in _COSTS:
         raise ValueError(f"cost={cost!r} is none. Pass 'operations' or 'seconds'.")
     if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
         raise ValueError(f"margin={margin!r} is no part of a budget. Pass a number from 0.0 up to 1.0, as 0.03.")
-    _check(model, step)
+    check_model(model)
+    check_step(step)
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
         plain = memory_ledger(lambda: step(model))
@@ -72,29 +71,9 @@ def searched(
         )
     if cost == "seconds":
         profile.cost_by_seconds()
-    natural = natural_ends(profile)
-    firsts = {
-        entry.block: (entry, lasting) for entry, lasting in reversed([*zip(profile.entries, lasting_in(profile), strict=True)])
-    }
-    choices = {name: choices_of(profile, *firsts[name]) for name in found}
-    problem = Problem(profile, block_options(profile, choices), natural)
-    least = problem.peak(problem.least)
-    if isinstance(budget, float):
-        budget = int(least + budget * max(0.0, plain.peak.nbytes - least))
-    elif total:
-        budget -= base
-    is_part = isinstance(memory_budget, float)
-    target = int(budget * (1 - margin))
-    if least > target:
-        raise _too_small(budget, int(least), base, margin, problem)
-    common = {"budget": budget, "plain_peak": plain.peak.nbytes, "least_peak": int(least), "margin": margin, "cost": cost}
-    search = _Search(model, step, profile, problem, natural, shapes, common)
-    plan = search.corrected(target, tolerance)
-    if plan["measured_peak"] > target and is_part:
-        plan["budget"] = math.ceil(plan["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
-    elif plan["measured_peak"] > target:
-        raise _too_small(budget, plan["measured_peak"], 0, margin, problem)
-    return plan
+    kinds = {name: type(module).__name__ for name, module in found.items()}
+    search = Search(profile, kinds, shapes, plain.peak.nbytes, base, {"margin": margin, "cost": cost})
+    return search.plan(memory_budget, model, step, tolerance)
 
 
 #: Bytes as an integer, or a part as a float.
@@ -106,7 +85,7 @@ for _power, _letter in enumerate("kmgt", 1):
 _WORDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
-def _parsed(budget: Budget) -> int | float:
+def parsed(budget: Budget) -> int | float:
     """Returns a budget as bytes, or as a part from 0.0 to 1.0."""
     if isinstance(budget, str):
         found = _WORDS.fullmatch(budget)
@@ -126,11 +105,16 @@ def _parsed(budget: Budget) -> int | float:
     return budget
 
 
-def _check(model: Any, step: Any) -> None:
-    if not isinstance(model, Module):
-        raise TypeError(f"model should be a torch.nn.Module, but got {described_as(model)}. Pass the model, then the step.")
+def check_step(step: Any) -> None:
+    """Raises unless a step can be called."""
     if not callable(step):
         raise TypeError(f"step should be a function of the model, but got {described_as(step)}. Write `lambda model: ...`.")
+
+
+def check_model(model: Any) -> None:
+    """Raises unless a model can be planned."""
+    if not isinstance(model, Module):
+        raise TypeError(f"model should be a torch.nn.Module, but got {described_as(model)}. Pass the model, then the step.")
     if any(getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod") for one in model.modules()):
         raise ValueError(
             "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, "
@@ -158,21 +142,54 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
     )
 
 
-class _Search:
+class Search:
+    """A profiled step, from which plans of any budget are made."""
+
     def __init__(
         self,
-        model: Module,
-        step: Callable[[Module], Any],
         profile: Profile,
-        problem: Problem,
-        natural: Sequence[int],
+        kinds: Mapping[str, str],
         shapes: Mapping[str, Iterable[Shapes]],
+        plain_peak: int,
+        base: int,
         common: dict[str, Any],
     ) -> None:
-        self.model, self.step, self.profile, self.problem, self.natural = model, step, profile, problem, natural
-        self.shapes, self.common = shapes, common
+        self.profile, self.plain_peak = profile, plain_peak
+        self.natural = natural_ends(profile)
+        lasting = lasting_in(profile)
+        firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
+        choices = {name: choices_of(profile, *firsts[name]) for name in kinds}
+        self.problem = Problem(profile, block_options(profile, choices), self.natural)
+        self.least = self.problem.peak(self.problem.least)
+        self._kinds, self._shapes, self._base, self._margin = kinds, shapes, base, common["margin"]
+        self._common = {**common, "plain_peak": plain_peak, "least_peak": int(self.least)}
 
-    def corrected(self, budget: int, tolerance: float) -> dict[str, Any]:
+    def plan(
+        self,
+        memory_budget: Budget,
+        model: Module | None = None,
+        step: Callable[[Module], Any] | None = None,
+        tolerance: float = 0.01,
+    ) -> dict[str, Any]:
+        """Returns the attributes of the plan of a budget: measured, or without a step as predicted."""
+        budget, margin = parsed(memory_budget), self._margin
+        is_part = isinstance(budget, float)
+        budget = int(self.least + budget * max(0.0, self.plain_peak - self.least)) if is_part else int(budget) - self._base
+        target = int(budget * (1 - margin))
+        if self.least > target:
+            raise _too_small(budget, int(self.least), self._base, margin, self.problem)
+        if model is None or step is None:
+            found = {**self.attributes(choose(self.problem, target) or self.problem.least), "is_measured": False}
+        else:
+            found = self._corrected(model, step, target, tolerance)
+        found["budget"] = budget
+        if found["measured_peak"] > target and is_part:
+            found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
+        elif found["measured_peak"] > target:
+            raise _too_small(budget, found["measured_peak"], 0, margin, self.problem)
+        return found
+
+    def _corrected(self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float) -> dict[str, Any]:
         """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
         target, seen = float(budget), list[list[int]]()
         best: dict[str, Any] | None = None
@@ -181,25 +198,25 @@ class _Search:
             if chosen is None or chosen in seen:
                 break
             seen.append(chosen)
-            plan = self._measured(chosen)
+            plan = self._measured(model, step, chosen)
             measured = plan["measured_peak"]
             if measured <= budget and (best is None or plan["recomputed"] < best["recomputed"]):
                 best = plan
             if budget * (1 - tolerance) <= measured <= budget:
                 break
             target = budget + plan["predicted_peak"] - measured
-        return self._measured(self.problem.least) if best is None else best
+        return self._measured(model, step, self.problem.least) if best is None else best
 
-    def _measured(self, chosen: Sequence[int]) -> dict[str, Any]:
-        plan = self._plan(chosen)
-        with as_before(self.model), apply_checkpointing(self.model, runners_of(plan["blocks"])):
-            peak = memory_ledger(lambda: self.step(self.model)).peak
-        plan["measured_peak"] = peak.nbytes
+    def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int]) -> dict[str, Any]:
+        plan = self.attributes(chosen)
+        with as_before(model), apply_checkpointing(model, runners_of(plan["blocks"])):
+            peak = memory_ledger(lambda: step(model)).peak
         plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self.problem.blocks)
-        return plan
+        return {**plan, "measured_peak": peak.nbytes, "_model": weakref.ref(model)}
 
-    def _plan(self, chosen: Sequence[int]) -> dict[str, Any]:
-        profile, problem, modules = self.profile, self.problem, dict(self.model.named_modules())
+    def attributes(self, chosen: Sequence[int]) -> dict[str, Any]:
+        """Returns the attributes of a plan, as predicted."""
+        profile, problem = self.profile, self.problem
         blocks, effects = [], []
         forward = again = 0.0
         for name, of, number in zip(problem.blocks, problem.options, chosen, strict=True):
@@ -216,13 +233,13 @@ class _Search:
             blocks.append(
                 PlannedBlock(
                     name=name,
-                    kind=type(modules[name]).__name__,
+                    kind=self._kinds[name],
                     kept=kept,
                     kept_bytes=sum(run.nbytes for run in kept or ()) * len(entries),
                     recomputed=option.cost / whole if whole else 0.0,
                     recomputed_seconds=sum(op.seconds for op in ran),
                     recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
-                    shapes=tuple(self.shapes[name]),
+                    shapes=tuple(self._shapes[name]),
                 )
             )
             forward, again = forward + whole, again + option.cost
@@ -233,7 +250,6 @@ class _Search:
             "measured_peak": predicted,
             "recomputed": again / forward if forward else 0.0,
             "recomputed_seconds": sum(block.recomputed_seconds for block in blocks),
-            "_model": weakref.ref(self.model),
-            "_front": functools.partial(front_of, self.profile, self.problem, self.natural, self.common["plain_peak"]),
-            **self.common,
+            "_search": self,
+            **self._common,
         }

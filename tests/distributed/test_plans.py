@@ -64,7 +64,7 @@ def planned(options: dict[str, Any], parts: tuple[float, ...]) -> tuple[int, lis
         plan = plan_memory(model, step, int(by_hand * part), blocks=blocks, tolerance=1.0)
         with plan.apply():
             is_same = all(map(torch.equal, gradients(), plain))
-        plans.append((dataclasses.replace(plan, _front=None, _model=None), is_same))
+        plans.append((dataclasses.replace(plan, _search=None, _model=None), is_same))
     return by_hand, plans
 
 

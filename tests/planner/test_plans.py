@@ -513,6 +513,42 @@ def test_the_front_of_a_plan():
         Plan.from_json(plan.to_json()).pareto()
 
 
+def test_other_budgets_from_the_same_profile():
+    model, step, blocks = built("gpt")
+    first = plan_memory(model, step, 0.3, blocks=blocks)
+    for part in (0.1, 0.6):
+        fresh, measured, quick = plan_memory(model, step, part, blocks=blocks), first.replan(part, step), first.replan(part)
+        for plan in (measured, quick):
+            assert plan.blocks[0].shapes == fresh.blocks[0].shapes
+            assert (plan.budget, plan.least_peak, plan.plain_peak) == (fresh.budget, fresh.least_peak, fresh.plain_peak)
+            assert plan.measured_peak == pytest.approx(fresh.measured_peak, rel=5e-3)
+            assert plan.recomputed == pytest.approx(fresh.recomputed, abs=5e-3)
+        assert (measured.is_measured, quick.is_measured) == (True, False)
+        assert "predicted, not measured" in str(quick)
+        assert Plan.from_json(quick.to_json()) == quick
+        with quick.apply(), as_before(model):
+            assert memory_ledger(lambda: step(model)).peak.nbytes == pytest.approx(quick.predicted_peak, rel=1e-3)
+    with pytest.raises(BudgetTooSmallError):
+        first.replan(1000)
+    with pytest.raises(TypeError, match="step should be a function of the model"):
+        first.replan(0.5, 3)
+    with pytest.raises(ValueError, match=r"the plan comes from a file\. Call replan\(\) where the plan is made"):
+        Plan.from_json(first.to_json()).replan(0.5)
+
+
+def test_points_of_a_front_are_plans():
+    model, step, blocks = built("mlp")
+    plan, plain = plan_memory(model, step, 0.4, blocks=blocks), after_a_step(model, step)
+    front = plan.pareto()
+    assert front.chosen.plan is plan
+    assert {point.plan for point in front.torch} == {None}
+    for point in front.plans[::6]:
+        with point.plan.apply():
+            assert same(after_a_step(model, step), plain)
+            with as_before(model):
+                assert memory_ledger(lambda: step(model)).peak.nbytes == pytest.approx(point.peak, rel=1e-3)
+
+
 @pytest.mark.integrations
 def test_the_picture_of_a_front(tmp_path):
     pytest.importorskip("matplotlib")
