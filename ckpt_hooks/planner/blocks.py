@@ -72,6 +72,26 @@ def _can_be_block(module: Module) -> bool:
     return not isinstance(module, (ModuleList, ModuleDict)) and any(True for _ in module.children())
 
 
+#: The attributes in which wrappers of modules have these: of FSDP1, torch's own checkpointing, and torch.compile.
+_WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
+    """Returns the names of a plan's blocks in a model, which wrappers (DDP, FSDP, PEFT) may be around, or may have been."""
+    # Of a wrapper and what is in it, of one name then, the latter is the block: a region belongs inside of FSDP1's gathers.
+    found = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
+    outers = sorted(found, key=lambda name: name.count(".") + bool(name))
+    for cut in range(min(name.count(".") for name in blocks) + 1):
+        inner = {name: ".".join(name.split(".")[cut:]) for name in blocks}
+        if len({name.removesuffix(one) for name, one in inner.items()}) > 1:
+            break
+        for outer in outers:
+            names = {name: f"{outer}.{one}".strip(".") for name, one in inner.items()}
+            if all(one in found for one in names.values()):
+                return {name: found[one] for name, one in names.items()}
+    return {name: name for name in blocks}  # of which apply_checkpointing says that there are none
+
+
 def outside_of(holders: Iterable[Holder], blocks: Collection[str]) -> tuple[str, int]:
     """Returns the module outside of blocks whose results take the most, as in ``"head Linear"``, and the bytes of all such."""
     # Gradients of parameters are there whatever is kept.

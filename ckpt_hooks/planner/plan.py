@@ -13,6 +13,7 @@ from torch.nn import Module
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 
+from .blocks import names_in
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of, shapes_in_words
 from .searching import Budget, Search, check_step, searched
@@ -66,7 +67,8 @@ class Plan(Printed):
         """Makes the blocks of a model regions which keep what the plan says.
 
         Args:
-            model: The model; None for the one that was planned, which the plan holds weakly.
+            model: The model, in wrappers (DDP, FSDP, PEFT) or not; None for the one that was planned, which the plan holds
+                weakly.
 
         Returns:
             A handle which undoes, as that of :func:`ckpt_hooks.apply_checkpointing`.
@@ -74,7 +76,9 @@ class Plan(Printed):
         Raises:
             ValueError: If the model is gone, or has no such blocks.
         """
-        return apply_checkpointing(self._found(model, "apply"), self.runners())
+        found, runners = self._found(model, "apply"), self.runners()
+        names = names_in(found, runners)
+        return apply_checkpointing(found, {names[name]: runner for name, runner in runners.items()})
 
     def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:
         """Measures a step of other shapes, and finds a plan for it with the same blocks and the same budget.
@@ -92,9 +96,10 @@ class Plan(Printed):
             BudgetTooSmallError: If no plan fits.
             ValueError: If the model is gone, or its blocks are regions now.
         """
-        blocks = [block.name for block in self.blocks]
         model = self._found(model, "add")
-        found = Plan(**searched(model, step, self.budget, blocks=blocks, margin=self.margin, cost=self.cost))
+        own = {there: name for name, there in names_in(model, [block.name for block in self.blocks]).items()}
+        found = Plan(**searched(model, step, self.budget, blocks=list(own), margin=self.margin, cost=self.cost))
+        found = dataclasses.replace(found, blocks=tuple(dataclasses.replace(one, name=own[one.name]) for one in found.blocks))
         self.others.append(found)
         return found
 

@@ -14,7 +14,7 @@ from torch.nn import Module
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
 from ckpt_hooks._tensors.containers import instances_in
-from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
@@ -97,6 +97,14 @@ class OtherShapes:
             )
 
 
+@while_tracing
+def _warn_of_compilers() -> None:
+    warn_user(
+        "A plan is for steps that run eagerly. torch.compile keeps other results, and a step may take more than the budget. "
+        "Measure a compiled step: `memory_ledger(step)`, and give plan_memory a budget that is less by the excess."
+    )
+
+
 class PlannedRunner(RegionRunner):
     """Calls a block as its plan says: as a region which keeps some results, or plainly; of other shapes it keeps nothing."""
 
@@ -115,7 +123,9 @@ class PlannedRunner(RegionRunner):
         shapes = shapes_of(function, args, kwargs)
         kept = self._kept.get(shapes, ())
         is_traced = torch.compiler.is_dynamo_compiling()
-        if not kept and not is_traced and shapes not in self._kept:
+        if is_traced:
+            _warn_of_compilers()
+        elif not kept and shapes not in self._kept:
             self._on_other(self._name, shapes)
         if kept is None:
             return function(*args, **kwargs)

@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks.device_states import get_device_states, set_device_states
 
 _CONTAINERS = (list, dict, set, collections.deque)
@@ -33,7 +34,7 @@ def as_before(model: Module) -> Iterator[None]:
         notes.add(tensor)
     flags = [(one, one.requires_grad) for one in model.parameters()]
     gradients = [(one, one.grad, None if one.grad is None else _Copy(one.grad)) for one in model.parameters()]
-    for owner in (*model.modules(), *_trainers_of(model)):
+    for owner in (*model.modules(), *trainers_of(model)):
         notes.add(vars(owner))
     streams = _Streams(model)
     try:
@@ -123,7 +124,7 @@ def _is_same(value: Any, entries: Any) -> bool:
     return all(one is other for one, other in zip(value, entries, strict=True))
 
 
-def _trainers_of(model: Module) -> list[Any]:
+def trainers_of(model: Module) -> list[Any]:
     """Returns the optimizers in the process which have a parameter of a model, their schedulers, and gradient scalers."""
     own = {id(parameter) for parameter in model.parameters()}
     objects = gc.get_objects()
@@ -159,3 +160,13 @@ class _Streams:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def optimizer_state(model: Module) -> dict[int, tuple[str, int]]:
+    """Returns the classes of a model's optimizers, and the bytes of their states, by identity."""
+    found = {}
+    for one in trainers_of(model):
+        if isinstance(one, Optimizer):
+            tensors = instances_in([list(state.values()) for state in one.state.values()], torch.Tensor)
+            found[id(one)] = type(one).__name__, sum(tensor.nbytes for tensor in tensors)
+    return found

@@ -11,9 +11,11 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules import apply_checkpointing
+from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 
 from .blocks import blocks_of, outside_of
@@ -21,7 +23,7 @@ from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
 from .profiling import Profile, profile_step
-from .restoring import as_before
+from .restoring import as_before, optimizer_state
 from .simulating import natural_ends, peak_of
 
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
@@ -52,7 +54,9 @@ def searched(
     check_step(step)
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
+        before = optimizer_state(model)
         plain = memory_ledger(lambda: step(model))
+        _warn_of_cold(before, optimizer_state(model))
     if not any(phase.name == "backward" for phase in plain.phases):
         raise ValueError(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
@@ -74,6 +78,15 @@ def searched(
     kinds = {name: type(module).__name__ for name, module in found.items()}
     search = Search(profile, kinds, shapes, plain.peak.nbytes, base, {"margin": margin, "cost": cost})
     return search.plan(memory_budget, model, step, tolerance)
+
+
+def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tuple[str, int]]) -> None:
+    for number, (name, nbytes) in after.items():
+        if (born := nbytes - before.get(number, (name, 0))[1]) > 0:
+            warn_user(
+                f"The step makes the state of {name}, {format_bytes(born)}, which the plan counts in each step. Later "
+                "steps have it from before: run one step before plan_memory."
+            )
 
 
 #: Bytes as an integer, or a part as a float.
