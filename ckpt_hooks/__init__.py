@@ -18,6 +18,7 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
 from ._ambient.named_random_sources import track_rng
 from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
 from ._checkpoint.chunks import checkpoint_chunks
+from ._checkpoint.loop import checkpoint_loop
 from ._checkpoint.sequential import checkpoint_sequential
 from ._core.frame import is_recomputing
 from ._core.scopes import GraphExecGroup
@@ -66,6 +67,7 @@ __all__ = [
     "apply_checkpointing",
     "checkpoint",
     "checkpoint_chunks",
+    "checkpoint_loop",
     "checkpoint_module",
     "checkpoint_name",
     "checkpoint_region",

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ckpt_hooks._core.misuse import Misuse, checked_flag, described_as, name_of_callable
-from ckpt_hooks._function.callables import check_runs
-from ckpt_hooks._function.contexts import noop_context_fn
-from ckpt_hooks._function.options import DEFAULT_OPTIONS
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
 from ckpt_hooks._torch.compiling import skipped
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried

@@ -15,8 +15,8 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import Misuse, name_of_callable
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._function.callables import name_of_function
 from ckpt_hooks._function.journal import Loan, journal_of
+from ckpt_hooks._function.options import name_of_function
 from ckpt_hooks._operators.draws import DrawWatch
 
 #: Rows of each half.

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import linecache
 import os
+import re
 import sys
 import types
 import warnings
@@ -46,15 +47,26 @@ def site_of(frame: types.FrameType | None) -> str | None:
     return None if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def called_modules(frame: types.FrameType | None) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """Returns the innermost and the outermost module whose call runs; None without one."""
-    innermost = outermost = None
+def name_expression(pattern: str) -> str:
+    """Returns a regular expression for a name pattern: ``*`` for a part of a name, ``**`` for any number of parts."""
+    parts = (".*" if part == "**" else "[^.]*".join(map(re.escape, part.split("*"))) for part in pattern.split("."))
+    return r"\.".join(parts)
+
+
+def running_modules(frame: types.FrameType | None) -> list[torch.nn.Module]:
+    """Returns the modules whose calls run, from the innermost."""
+    found = []
     while frame is not None:
         if frame.f_code is MODULE_CALL:
-            outermost = frame.f_locals["self"]
-            innermost = outermost if innermost is None else innermost
+            found.append(frame.f_locals["self"])
         frame = frame.f_back
-    return innermost, outermost
+    return found
+
+
+def called_modules(frame: types.FrameType | None) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """Returns the innermost and the outermost module whose call runs; None without one."""
+    found = running_modules(frame)
+    return (found[0], found[-1]) if found else (None, None)
 
 
 def module_in_call(module: torch.nn.Module | None) -> str | None:

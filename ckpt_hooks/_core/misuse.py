@@ -30,6 +30,11 @@ class Misuse(enum.Enum):
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
     STEPS = "checkpoint_sequential takes a sequence of callables, but got {given}. For one, write `checkpoint(function, x)`."
     SEGMENTS = "segments should be an integer from 1 to the number of functions ({count}), but got {given}. Pass one of these."
+    COUNT = "{name} should be an integer from {least}, but got {given}. Pass one."
+    OTHER_STATE = (
+        "step {number} of checkpoint_loop returned {found}, but got {expected}. Return a state of the same structure: the next "
+        "step gets it."
+    )
     NOT_OPEN = (
         "region {region!r} is left, but is not open on this thread: it was left before, or never entered. Write "
         "`with checkpoint_region():`, or call __exit__ once for each __enter__."
@@ -80,7 +85,7 @@ class Misuse(enum.Enum):
         return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
 
 
-_WRONG_VALUES = {"REENTRANT", "SEGMENTS", "CHUNKS", "NO_CHUNKS", "NO_DIM", "REDUCE", "NO_NAME"}
+_WRONG_VALUES = {"REENTRANT", "SEGMENTS", "COUNT", "CHUNKS", "NO_CHUNKS", "NO_DIM", "REDUCE", "NO_NAME"}
 _WRONG_VALUES |= {"OTHER_ROWS", "RESULT_ROWS", "RESULT_SHAPES", "DEPENDENT_ROWS"}
 
 
@@ -134,6 +139,13 @@ def checked_flag(value: Any, name: str, *, or_none: bool = False) -> bool:
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise Misuse.FLAG.error(value, name=name, or_none=" or None" if or_none else "")
+
+
+def checked_count(value: Any, name: str, least: int = 0) -> int:
+    """Returns a number of things, or raises."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise Misuse.COUNT.error(value, name=name, least=least)
+    return value
 
 
 def flag_or_none(value: Any, name: str) -> bool | None:

@@ -35,7 +35,7 @@ from ckpt_hooks._torch.autograd import graph_task_id, pop_saved_tensors_hooks, p
 from ckpt_hooks._torch.functions import APPLY_CODE
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_address, storage_of
-from ckpt_hooks.policies.decisions import RECOMPUTE
+from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
 from .function_rerun import FunctionFacts, is_without_state, memory_of, parts_of
@@ -295,6 +295,9 @@ class FunctionCall(RunningFunction):
         facts = FunctionFacts(function)
         RunningFunction.__init__(self, tape, facts)
         self._made: list[Value] = []
+        # Whether the policy keeps all results, also those that kernels have made.
+        policy = None if tape.decisions is None or self._task != tape.task else tape.decisions.policy
+        self._keeps = policy is not None and policy.for_function(function)
         facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, facts.objects, reason = taken_apart(args, kwargs)
         if facts.objects:
             parts = parts_of(facts.objects)
@@ -437,7 +440,7 @@ class FunctionCall(RunningFunction):
         for place, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
             if isinstance(tensor, _Tensor):
                 self._note(tensor, False, place)
-        if self._decisions or not self._made:
+        if self._decisions or self._keeps or not self._made:
             self._tape.cut(self._op, self._made)
 
     def _settle(self) -> None:
@@ -520,6 +523,6 @@ class FunctionCall(RunningFunction):
         tables.register(tensor, value)
         self._facts.results.append((number, is_saved, place, tensor.shape, tensor.dtype))
         self._made.append(value)
-        if address in self._decisions and address in self._born:
-            cause = Cause(Reason.POLICY, f"as a result of {self._facts.name}")
-            tape.keep(value, tensor, self._decisions[address], cause)
+        decision = SAVE if self._keeps else self._decisions.get(address, RECOMPUTE) if address in self._born else RECOMPUTE
+        if decision != RECOMPUTE:
+            tape.keep(value, tensor, decision, Cause(Reason.POLICY, f"as a result of {self._facts.name}"))

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.traceback import annotate
+from torch.fx.traceback import annotate, preserve_node_meta, set_current_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.call_sites import warn_user
@@ -150,13 +150,14 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
     if not isinstance(node.target, OVERLOAD):
         return False
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
-    with torch.enable_grad():  # without, operators are taken for those of compiled code at work
+    # Without gradients operators are taken for those of compiled code at work. A policy may ask for the node's modules.
+    with torch.enable_grad(), preserve_node_meta(), set_current_meta(node):
         facts, output = facts_of(node.target), node.meta.get("val")
         return decisions.decide(SelectiveCheckpointContext(), facts, args, kwargs, output) != RECOMPUTE
 
 
 #: What policies learn from the regions that ask them.
-_LEARNED = frozenset({"decisions", "expected_names", "expects", "has_views", "looked_through"})
+_LEARNED = frozenset({"decisions", "expected_names", "expects", "has_views", "looked_through", "tables"})
 
 
 def _key_of(value: Any) -> str:

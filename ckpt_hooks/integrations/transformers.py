@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import checked_flag
+from ckpt_hooks._core.misuse import checked_count, checked_flag
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
@@ -29,6 +29,8 @@ def enable_in_transformers(
     plan: Any = None,
     every_n_layers: int = 1,
     recorded: bool = False,
+    keep_first: int = 0,
+    keep_last: int = 0,
     input_require_grads: bool = False,
     **options: Any,
 ) -> EnabledCheckpointing:
@@ -53,6 +55,9 @@ def enable_in_transformers(
         every_n_layers: Makes each n-th layer a region, beginning with the first, as Transformers counts them.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
             the layer again, as :func:`ckpt_hooks.checkpoint` does.
+        keep_first: How many of these layers are left without regions, from the first, as in
+            :func:`ckpt_hooks.apply_checkpointing`.
+        keep_last: How many, from the last.
         input_require_grads: Whether the outputs of input embeddings require grad, as after Transformers' own switch. Reentrant
             checkpointing needs that to train adapters on a frozen model. The regions of this package do not. Without it,
             frozen layers below the first trained one keep nothing and take no part in backward.
@@ -65,8 +70,8 @@ def enable_in_transformers(
 
     Raises:
         TypeError: If ``model`` is no Transformers model, or an option has a value of another kind.
-        ValueError: If the model has no layer which can be checkpointed so, an option has a wrong value, or a block of the plan
-            is no layer.
+        ValueError: If the model has no layer which can be checkpointed so, or none is left; if an option has a wrong value, or
+            a block of the plan is no layer.
         RuntimeError: If the model has regions of this package already, or a switch which takes no function and not these
             options.
 
@@ -88,19 +93,21 @@ def enable_in_transformers(
     if "name" in options:
         raise ValueError("enable_in_transformers got name, but names each region after its module. Leave it out.")
     recorded = checked_flag(recorded, "recorded")
+    keep = checked_count(keep_first, "keep_first"), checked_count(keep_last, "keep_last")
     input_require_grads = checked_flag(input_require_grads, "input_require_grads")
-    if plan is not None and (policy is not None or every_n_layers != 1 or options):
+    if plan is not None and (policy is not None or every_n_layers != 1 or any(keep) or options):
         raise ValueError(
             "enable_in_transformers got plan, and options of regions, which the plan has itself. Leave out policy, "
-            f"every_n_layers{''.join(f', {name}' for name in options)}."
+            f"every_n_layers, keep_first, keep_last{''.join(f', {name}' for name in options)}."
         )
     options["policy"] = policy
     planned = None if plan is None else planned_layers(plan, model, owner)
     taken = Taken(recorded or plan is not None, options, planned)
+    taken.keep = keep
     taken.runner(type(owner).__name__)  # checks the options before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     if switch_of(owner) is None:
-        return _enable_by_patch(owner, flagged, every_n_layers, recorded, options)
+        return _enable_by_patch(owner, flagged, every_n_layers, recorded or any(keep), options)
     check_support(owner, flagged)
     for module in owner.modules():  # regions that were switched off since
         earlier = vars(module).get(SWITCH)
@@ -198,7 +205,8 @@ class EnabledCheckpointing(Printed):
     def _headline(self) -> str:
         regions = self.regions
         count = count_of(len(regions), "region") if regions else "switched off"
-        return f"{self._model}, {count if self._before else 'undone'}"
+        kept = f", {fold_names(names)} kept" if self._switches and (names := self._switches[0].kept) else ""
+        return f"{self._model}, {count if self._before else 'undone'}{kept}"
 
     def _tables(self) -> list[Table]:
         rows = [(times(names), fold_names(names)) for names in alike(self.regions, name_pattern)]
@@ -218,13 +226,13 @@ def _put_back(module: Module, attributes: dict[str, Any]) -> None:
 
 
 def _enable_by_patch(
-    owner: Any, flagged: dict[str, Module], n: int, recorded: bool, options: dict[str, Any]
+    owner: Any, flagged: dict[str, Module], n: int, is_more: bool, options: dict[str, Any]
 ) -> EnabledCheckpointing:
     """Calls the model's public switch, and diverts torch's checkpoint."""
     public = next((word for word in ("activation", "gradient") if hasattr(owner, f"{word}_checkpointing_enable")), None)
     enable = getattr(owner, f"{public}_checkpointing_enable", None)
     known = inspect.signature(enable).parameters if enable is not None else {}
-    if enable is None or recorded or len(options) > 1 or (n > 1 and "every_n_layers" not in known):
+    if enable is None or is_more or len(options) > 1 or (n > 1 and "every_n_layers" not in known):
         raise RuntimeError(
             f"The method {SWITCH} of {type(owner).__name__} takes no gradient_checkpointing_func, as it does in Transformers "
             "4.35 to 5.23. The public switch, under patch_torch, takes policy alone. Leave other options out, or write "

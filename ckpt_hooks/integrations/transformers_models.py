@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module, ModuleList
@@ -18,6 +18,7 @@ from ckpt_hooks._core.misuse import described_as
 from ckpt_hooks.modules import apply_checkpointing, every
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_of
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
+from ckpt_hooks.modules.selecting import ends_of
 
 #: The attribute of a module whose layers are checkpointed while it is True.
 FLAG = "gradient_checkpointing"
@@ -25,6 +26,8 @@ FLAG = "gradient_checkpointing"
 
 class Taken:
     """The functions for ``gradient_checkpointing_func`` of one model, by names of modules."""
+
+    keep = 0, 0  # how many layers are left without regions, from the first and from the last
 
     def __init__(self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None = None) -> None:
         self.recorded, self.options, self.planned = recorded, options, planned
@@ -43,12 +46,13 @@ class TakenSwitch:
     """Stands in a model's attributes for the method by which Transformers switches checkpointing on and off."""
 
     # So a trainer that calls the public switch switches these regions. Copies and pickles belong to the copied model.
-    __slots__ = ("_before", "_n", "_name", "_owner", "handle", "taken")
+    __slots__ = ("_before", "_n", "_name", "_owner", "handle", "kept", "taken")
 
     def __init__(self, owner: Module, name: str, n: int, taken: Taken) -> None:
         self._owner = weakref.ref(owner)  # which holds this object
         self._name, self._n, self.taken = name, n, taken
         self._before: Any = None
+        self.kept: Sequence[str] = ()  # names of the layers left without regions
         self.handle: Callable[[], Any] = lambda: None  # the handle of the regions; none in copies
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,7 +94,7 @@ class TakenSwitch:
         n = self._n if every_n_layers == 1 else every_n_layers
         if enable:
             _warn_of_options(gradient_checkpointing_func)
-            _switch_on(owner, switch, runner, n, flagged.values())
+            _switch_on(owner, switch, taken, runner, n, flagged.values())
         else:
             switch(owner, enable=False, gradient_checkpointing_func=runner)
         for name, module in flagged.items():
@@ -104,6 +108,22 @@ class TakenSwitch:
         if enable and entries and taken.planned is None:
             select = every(n, of=lambda name, module: module in entries)
             apply_checkpointing(owner, select, recorded=taken.recorded, **taken.options)
+        self.kept = self._keep(owner, entries) if enable else ()
+
+    def _keep(self, owner: Module, entries: set[Module]) -> list[str]:
+        """Leaves the first and the last layers without regions; returns their names."""
+        on = [
+            (name, module)
+            for name, module in owner.named_modules()
+            if (region_forward_of(module) if module in entries else getattr(module, FLAG, False) and calls_function(module))
+        ]
+        kept = ends_of(on, *self.taken.keep)
+        for _, module in kept:
+            if module in entries:
+                _make_plain([module])
+            else:
+                setattr(module, FLAG, False)
+        return [self._path(name) for name, _ in kept]
 
     def _path(self, name: str) -> str:
         return ".".join(part for part in (self._name, name) if part)
@@ -230,9 +250,9 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
     return found
 
 
-def _switch_on(owner: Module, switch: Callable[..., Any], runner: RegionRunner, n: int, flagged: Collection[Module]) -> None:
+def _switch_on(owner: Module, switch: Any, taken: Taken, runner: RegionRunner, n: int, flagged: Collection[Module]) -> None:
     """Calls the switch for each n-th layer."""
-    if n == 1:
+    if n == 1 and not any(taken.keep):
         switch(owner, enable=True, gradient_checkpointing_func=runner)
     elif "every_n_layers" in inspect.signature(switch).parameters:  # in 5.18 and 5.23, not yet in 5.0
         switch(owner, enable=True, gradient_checkpointing_func=runner, every_n_layers=n)
@@ -241,8 +261,9 @@ def _switch_on(owner: Module, switch: Callable[..., Any], runner: RegionRunner, 
         classes = ((module, {kind.__name__ for kind in type(module).__mro__}) for module in flagged)
         layers = [module for module, names in classes if "GradientCheckpointingLayer" in names]
         if not layers and any(calls_function(module) for module in flagged):
+            keep = "keep_first={}, keep_last={}".format(*taken.keep)
             raise ValueError(
-                f"every_n_layers={n}, but the switch of {type(owner).__name__} knows no layers: there is no "
+                f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} knows no layers: there is no "
                 "GradientCheckpointingLayer, which Transformers has since 4.52. Write "
                 f"`ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
             )

@@ -18,7 +18,7 @@ from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_n
 
 from .forward import RegionForward, RegionRunner, forward_of_class, region_forward_of
 from .own_switches import own_switches
-from .selecting import Select, select_modules
+from .selecting import Select, ends_of, select_modules
 
 AModule = TypeVar("AModule", bound=Module)
 
@@ -109,11 +109,12 @@ class AppliedRegion(NamedTuple):
 class AppliedCheckpointing(Printed):
     """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
 
-    As a context manager, undoes itself at the end of the block. Holds no module.
+    As a context manager, undoes itself at the end of the block. Holds no module. ``kept`` names what ``keep_first`` and
+    ``keep_last`` left without regions.
     """
 
-    def __init__(self, regions: Iterable[AppliedRegion], forwards: Iterable[RegionForward]) -> None:
-        self.regions = tuple(regions)
+    def __init__(self, regions: Iterable[AppliedRegion], forwards: Iterable[RegionForward], kept: Iterable[str] = ()) -> None:
+        self.regions, self.kept = tuple(regions), tuple(kept)
         self._forwards = tuple(map(weakref.ref, forwards))
 
     def undo(self) -> None:
@@ -136,7 +137,7 @@ class AppliedCheckpointing(Printed):
         return len(self.regions)
 
     def _headline(self) -> str:
-        return count_of(len(self), "region")
+        return count_of(len(self), "region") + (f", {fold_names(self.kept)} kept" if self.kept else "")
 
     def _tables(self) -> list[Table]:
         cells = [(region.name, *region[1:3], _in_words(region.policy)) for region in self]
@@ -146,7 +147,14 @@ class AppliedCheckpointing(Printed):
 
 
 def apply_checkpointing(
-    model: Module, select: Select, *, policy: Any = None, recorded: bool = False, **options: Any
+    model: Module,
+    select: Select,
+    *,
+    policy: Any = None,
+    recorded: bool = False,
+    keep_first: int = 0,
+    keep_last: int = 0,
+    **options: Any,
 ) -> AppliedCheckpointing:
     """Makes modules of a model regions, each as :func:`checkpoint_module` does.
 
@@ -166,6 +174,10 @@ def apply_checkpointing(
               first argument of a call into slices, as :func:`ckpt_hooks.checkpoint_chunks` does.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
+        keep_first: How many of the selected modules are left without regions, from the first in the model's order. These keep
+            their activations, and do not run again.
+        keep_last: How many, from the last. Backward begins with these, so that a region there lowers no peak, unless that of a
+            loss after them.
         **options: Other options, as for :func:`checkpoint_module`.
 
     Returns:
@@ -173,8 +185,8 @@ def apply_checkpointing(
 
     Raises:
         TypeError: If ``select`` is nothing of the kind, or an option has a value of another kind.
-        ValueError: If nothing is selected, or a selected module is checkpointed already or has no ``forward``. No module is
-            changed then.
+        ValueError: If nothing is selected or left, or a selected module is checkpointed already or has no ``forward``. No
+            module is changed then.
 
     Example:
         >>> import torch
@@ -198,6 +210,7 @@ def apply_checkpointing(
     if "name" in options:
         raise ValueError("apply_checkpointing got name, but names each region after its module. Leave it out.")
     selected = select_modules(model, select, policy)
+    kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
     common = {"recorded": recorded, **options}
     runners = {
         name: value if isinstance(value, RegionRunner) else _runner_for(name or type(module).__qualname__, common, value)
@@ -216,7 +229,7 @@ def apply_checkpointing(
         AppliedRegion(name, type(module).__name__, _form_of(runners[name]), runners[name].policy)
         for name, (module, _) in selected.items()
     ]
-    return AppliedCheckpointing(regions, forwards)
+    return AppliedCheckpointing(regions, forwards, kept)
 
 
 def _form_of(runner: RegionRunner) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch.nn import Module, ModuleList
 
-from ckpt_hooks._core.misuse import described_as
+from ckpt_hooks._core.call_sites import name_expression
+from ckpt_hooks._core.misuse import checked_count, described_as
+
+T = TypeVar("T")
 
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
 Select = Any
@@ -68,6 +71,15 @@ def select_modules(model: Module, select: Select, policy: Any) -> Selected:
     return {name: (module, policy) for name, module in found.items()}
 
 
+def ends_of(selected: Sequence[T], keep_first: int, keep_last: int) -> list[T]:
+    """Returns the first and the last of what was selected, which are left without regions."""
+    if 0 < len(selected) <= checked_count(keep_first, "keep_first") + checked_count(keep_last, "keep_last"):
+        raise ValueError(
+            f"keep_first={keep_first} and keep_last={keep_last} leave no region of {len(selected)} modules selected. Pass less."
+        )
+    return [*selected[:keep_first], *selected[len(selected) - keep_last :]]
+
+
 def _predicate(select: Any) -> Callable[[str, Module], Any]:
     kinds = tuple(select) if isinstance(select, (list, tuple, set, frozenset)) else (select,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, Module) for kind in kinds):
@@ -120,8 +132,7 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[str, Any]) -> Sel
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"select should map name patterns to policies, but has {described_as(pattern)}. Give its name.")
-        parts = (".*" if part == "**" else "[^.]*".join(map(re.escape, part.split("*"))) for part in pattern.split("."))
-        expression = re.compile(r"\.".join(parts))
+        expression = re.compile(name_expression(pattern))
         matches = [name for name in modules if expression.fullmatch(name)]
         if not matches:
             near = difflib.get_close_matches(pattern, modules, 1) or [next((name for name in modules if name), "")]

@@ -10,8 +10,8 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks.modules.selecting import select_modules
-from ckpt_hooks.report.ledger.data import Holder
 from ckpt_hooks.report.ledger import MemoryLedger
+from ckpt_hooks.report.ledger.data import Holder
 
 #: A block saves at most this part of all that blocks may save: larger ones leave a plan too little to choose from.
 _LARGEST = 0.25

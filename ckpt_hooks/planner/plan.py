@@ -15,7 +15,7 @@ from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, form
 
 from .blocks import names_in
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch
-from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of, shapes_in_words
+from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
 from .searching import Budget, Search, check_step, searched
 
 

@@ -22,12 +22,15 @@ from __future__ import annotations
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .base import Policy, PolicyFn
+from .by_module import save_modules
 from .context import SelectiveCheckpointContext
 from .indices import save_indices
 from .ready_made import (
+    attention_saveable,
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     everything_saveable,
+    norms_recomputed,
     nothing_saveable,
     offload_dot_with_no_batch_dims,
     offload_ops,
@@ -46,9 +49,11 @@ __all__ = [
     "Policy",
     "PolicyFn",
     "SelectiveCheckpointContext",
+    "attention_saveable",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
+    "norms_recomputed",
     "nothing_saveable",
     "offload_dot_with_no_batch_dims",
     "offload_ops",
@@ -59,6 +64,7 @@ __all__ = [
     "save_every",
     "save_from_both_policies",
     "save_indices",
+    "save_modules",
     "save_only_these_names",
     "save_ops",
 ]

@@ -67,9 +67,15 @@ class Policy(abc.ABC):
     title: str = ""
     meaning: str = ""
 
-    #: Operators named by the user, until one of them has run or some regions were looked through. A list of operators which
-    #: never run is a mistake mostly.
+    #: Operators (or ``kind``) named by the user, until one of them has run or some regions were looked through. A list of
+    #: operators which never run is a mistake mostly.
     expects: frozenset[Any] = frozenset()
+    kind: str = "operators"
+    advice: str = (
+        "Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for "
+        "each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function that prints "
+        "the operators which it is asked for."
+    )
 
     #: Names given by the user, and the names which no tensor has had yet.
     names: frozenset[str] = frozenset()
@@ -103,6 +109,10 @@ class Policy(abc.ABC):
     @abc.abstractmethod
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         """Returns the decision on an operator; None if the decision depends on arguments or on a count."""
+
+    def for_function(self, function: Any) -> bool:
+        """Whether the results of a call of a custom function are kept, whatever made them."""
+        return False
 
     def for_name(self, name: str) -> CheckpointPolicy | None:
         """Returns the decision on a tensor named by ``checkpoint_name``; None to treat the tensor like others."""
@@ -275,7 +285,7 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
 #: Operators, which can be called and are no policies.
 _CALLABLE: Any = (*OPERATORS, OPERATOR_PACKET)
 #: The modules whose functions return policies.
-_FACTORIES = (f"{__package__}.ready_made", f"{__package__}.indices")
+_FACTORIES = (f"{__package__}.ready_made", f"{__package__}.indices", f"{__package__}.by_module")
 
 
 def _no_policy(policy: Any, argument: str) -> TypeError:

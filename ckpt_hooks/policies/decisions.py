@@ -167,10 +167,8 @@ def _warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
         names = ", ".join(sorted(map(str, expected)))
         policy.expects = frozenset()
         warn_user(
-            f"{policy!r} names operators that did not run in the first {_LOOKED_THROUGH} regions under it, not one of them: "
-            f"{names}. Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has "
-            "a name for each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function "
-            "that prints the operators which it is asked for."
+            f"{policy!r} names {policy.kind} that did not run in the first {_LOOKED_THROUGH} regions under it, not one of "
+            f"them: {names}. {policy.advice}"
         )
     policy.expects = frozenset()
 

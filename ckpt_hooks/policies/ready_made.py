@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._tensors.containers import tensors_in
+from ckpt_hooks._torch.tensors import storage_of
 
 from .base import (
     OpsPolicy,
@@ -86,6 +90,7 @@ _ATTENTION = [
     "_scaled_dot_product_attention_math_for_mps",
     "_flash_attention_forward",
     "_efficient_attention_forward",
+    "_cudnn_attention_forward",
 ]
 _CONVOLUTIONS = ["convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution"]
 _COLLECTIVES = [
@@ -111,6 +116,71 @@ save_compute_and_communication: Policy = OpsPolicy(
     "keeps the outputs of matrix products, attention, convolutions, collectives and top-k",
     names=["flex_attention"],
 )
+
+
+class _Attention(Policy):
+    """Keeps the results of kernels for attention; where attention is written out, of the product with a softmax."""
+
+    title = "attention_saveable"
+    meaning = "keeps the outputs of attention (scaled_dot_product_attention, flex_attention, softmax(...) @ v, ...)"
+
+    def for_op(self, op: Any) -> CheckpointPolicy | None:
+        facts = facts_of(op)
+        if _ATTENTION_KERNEL.search(facts.full_name):
+            return _SAVE
+        return None if facts.name in _SOFTMAX + _AFTER_SOFTMAX or op in _PRODUCTS else _RECOMPUTE
+
+    def for_function(self, function: Any) -> bool:
+        return _ATTENTION_KERNEL.search(function.__name__.lower()) is not None
+
+    def start(self) -> PolicyFn:
+        latest: weakref.ref[torch.Tensor] | None = None  # softmax, or dropout or cast of one; weakly, for memory is used again
+
+        def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            nonlocal latest
+            weights = None if latest is None else latest()
+            reads_weights = weights is not None and storage_of(args[0]) == storage_of(weights)
+            if reads_weights and op in _PRODUCTS:
+                return _SAVE
+            if reads_weights or facts_of(op).name in _SOFTMAX:
+                latest = weakref.ref(tensors_in(ctx.op_output)[0])
+            return _RECOMPUTE
+
+        return decide
+
+
+_ATTENTION_KERNEL = re.compile("attention|attn|flash")
+_SOFTMAX, _AFTER_SOFTMAX = ("_softmax", "_safe_softmax"), ("_to_copy", "mul", "native_dropout")
+_PRODUCTS = frozenset(_named([*_BATCHED_DOTS, "mm"]))
+
+#: Keeps the outputs of attention: of ``scaled_dot_product_attention`` of every kind, ``flex_attention``, operators and custom
+#: functions with ``attention``, ``attn`` or ``flash`` in their names, and of the product with a softmax, where attention is
+#: written out. A kernel runs once then; a softmax runs again, since backward reads it.
+attention_saveable: Policy = _Attention()
+
+
+class _Norms(Policy):
+    """Keeps everything but what costs next to nothing."""
+
+    title = "norms_recomputed"
+    meaning = "keeps the output of every operator but norms, activations and dropouts"
+    has_views = True
+
+    def for_op(self, op: Any) -> CheckpointPolicy:
+        name = facts_of(op).name
+        return _RECOMPUTE if name in _IN_NORMS or _CHEAP.search(name) else _SAVE
+
+    def for_function(self, function: Any) -> bool:
+        return _CHEAP.search(function.__name__.lower()) is None
+
+
+_CHEAP = re.compile("norm|dropout|bernoulli|elu|glu|silu|swish|mish|sigmoid|tanh|softplus|shrink|threshold")
+_IN_NORMS = frozenset({"_to_copy", "div", "mean", "mul", "pow", "rsqrt", "sqrt", "sub", "var", "var_mean"})
+
+#: Keeps the outputs of every operator but norms, activations and dropouts, which cost next to nothing to compute, and as many
+#: bytes to keep as products (Megatron's "output discarding"). Other operators that these are written of run again too: products
+#: by element, quotients, differences, means, powers, roots, casts. Custom functions go by their names.
+norms_recomputed: Policy = _Norms()
 
 
 class _Routing(Policy):
@@ -241,6 +311,9 @@ class _Both(Policy):
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         first, second = self._one.for_op(op), self._other.for_op(op)
         return None if first is None or second is None else _stronger(first, second)
+
+    def for_function(self, function: Any) -> bool:
+        return self._one.for_function(function) or self._other.for_function(function)
 
     def for_name(self, name: str) -> CheckpointPolicy | None:
         decisions = [decision for policy in (self._one, self._other) if (decision := policy.for_name(name)) is not None]
