@@ -252,8 +252,8 @@ class _Reader:
         for handle in self._handles.values():
             handle.let_go = min(handle.let_go, len(rows))
         for entry in self._entries.values():
-            for number, row in entry.outside().items():
-                self._allocations[number].is_lent |= self._allocations[number].freed < row
+            for number, first in entry.outside().items():
+                self._allocations[number].is_lent |= self._allocations[number].freed < first
         found = Profile(len(rows), self._allocations, list(self._entries.values()), self._freed)
         found.smooth()
         return found
