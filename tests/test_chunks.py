@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import re
 import warnings
 from collections import Counter
 
@@ -12,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ckpt_hooks import (
     MutationError,
@@ -368,77 +369,6 @@ def test_a_module_of_a_loss():
     torch.testing.assert_close(head(x, labels=labels), total / count)
 
 
-# ------------------------------------------------------------------------------------------------------------------- errors
-
-WRONG = {
-    "chunks": ({"chunks": 0}, ValueError, "chunks should be a positive integer, but got 0 of type int."),
-    "chunks by words": ({"chunks": "8"}, ValueError, "chunks should be a positive integer, but got '8' of type str."),
-    "dim": (
-        {"dim": 3},
-        ValueError,
-        "dim should be a dimension of the tensor to cut (a tensor, float32[2, 6, 4] on cpu)",
-    ),
-    "negative dim": ({"dim": -4}, ValueError, "but got -4 of type int. Pass that of the rows"),
-    "dim by words": ({"dim": "rows"}, ValueError, "but got 'rows' of type str"),
-    "reduce": ({"reduce": "max"}, ValueError, "reduce should be None, 'sum' or 'mean', but got 'max' of type str."),
-    "chunked": ({"chunked": 1}, TypeError, "chunked should be names of arguments, but got 1 of type int."),
-    "no such name": ({"chunked": "mask"}, ValueError, "chunked has 'mask' of type str, but 'function' gets no argument"),
-    "check_rows": ({"check_rows": "yes"}, TypeError, "check_rows should be True or False, but got 'yes'"),
-    "rows of another": (
-        {"labels": torch.ones(3), "chunked": "labels"},
-        ValueError,
-        "labels should be a tensor with 2 rows in dimension 0, as the first argument, but got a tensor, float32[3]",
-    ),
-    "another that is none": ({"labels": [1, 2], "chunked": "labels"}, ValueError, "labels should be a tensor with 2 rows"),
-}
-
-
-@pytest.mark.parametrize("name", list(WRONG))
-def test_wrong_options(name):
-    options, kind, message = WRONG[name]
-
-    def function(x, **kwargs):
-        return x.sin()
-
-    with pytest.raises(kind, match=re.escape(message)):
-        checkpoint_chunks(function, torch.ones(2, 6, 4), **options)
-
-
-@pytest.mark.parametrize(
-    ("function", "reduce", "kind", "message"),
-    [
-        (lambda x: {"y": x}, None, TypeError, "should return a tensor, or a tuple of as many tensors as for others"),
-        (lambda x: (), None, TypeError, "but returned () of type tuple"),
-        (lambda x: (x, None), None, TypeError, "but returned a tuple of 2. Return tensors alone"),
-        (lambda x: (x,) * (1 + int(x[0, 0])), None, TypeError, "a tuple of as many tensors as for others"),
-        (lambda x: x.sum(), None, ValueError, "For a slice of 3 rows in dimension 0 the function should return as many"),
-        (lambda x: x[1:], None, ValueError, "returned a tensor, float32[2, 2]"),
-        (lambda x: x.sum(1), "sum", ValueError, "Results to add up should have one shape, (3,), but got a tensor, float32[2]"),
-        (lambda x: x.sum(), "mean", TypeError, "the function should return (sum, count) of its slice, but returned a tensor"),
-        (lambda x: (x.sum(), None), "mean", TypeError, "(sum, count) of its slice, but returned a tuple of 2"),
-    ],
-)
-def test_wrong_results(function, reduce, kind, message):
-    x = torch.tensor([[0.0], [0.0], [0.0], [1.0], [1.0]]).expand(5, 2)
-    with pytest.raises(kind, match=re.escape(message)):
-        checkpoint_chunks(function, x, chunks=2, reduce=reduce)
-
-
-def test_wrong_calls():
-    with pytest.raises(TypeError, match=re.escape("The argument to cut should be a tensor, but got [1] of type list.")):
-        checkpoint_chunks(torch.sin, [1])
-    with pytest.raises(TypeError, match="checkpoint_chunks takes a function first, but got a tensor"):
-        checkpoint_chunks(torch.ones(3), torch.sin)
-    with pytest.raises(TypeError, match="does not run when it is called"):
-        checkpoint_chunks(lambda x: (yield x), torch.ones(3))
-    with pytest.raises(ValueError, match=r"dim is an option of chunks, whose number is missing. Write chunks=8"):
-        checkpoint_module(mlp(), dim=1)
-    with pytest.raises(ValueError, match="chunks should be a positive integer"):
-        apply_checkpointing(nn.Sequential(mlp()), {"0": {"chunks": 0}})
-    with pytest.raises(TypeError, match="The argument to cut should be a tensor, but got None"):
-        checkpoint_module(mlp(), chunks=2)()
-
-
 # --------------------------------------------------------------------------------------------------------- rows looked at
 
 
@@ -535,13 +465,41 @@ def test_rows_of_a_function_that_draws():
     """Cannot be compared, which a warning says; numbers drawn are those of a program without."""
     model, x = nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(0.5)), torch.randn(20, WIDTH)
     state = torch.get_rng_state()
-    with pytest.warns(UserWarning, match=r"check_rows compares nothing: Sequential draws random numbers \(aten.bernoulli_"):
+    with pytest.warns(UserWarning, match=r"check_rows compares nothing: 'Sequential' draws random numbers \(aten.bernoulli_"):
         y = checkpoint_chunks(model, x, check_rows=True)
     torch.set_rng_state(state)
     assert same_bits(y, loop(model, x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint_chunks(nn.Sequential(nn.Dropout(0.5), nn.Tanh()).eval(), x, check_rows=True)
+
+
+def test_rows_without_values_are_not_looked_at():
+    model, x = nn.Linear(WIDTH, 4), torch.randn(20, WIDTH)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert checkpoint_chunks(model, torch.ones(20, WIDTH), check_rows=True).shape == (20, 4)
+    on_meta = nn.Linear(WIDTH, 4, device="meta")
+    assert checkpoint_chunks(on_meta, x.to("meta"), check_rows=True).shape == (20, 4)
+    make_fx(lambda x: checkpoint_chunks(lambda x: x.cumsum(0), x, check_rows=True), tracing_mode="fake")(x)
+
+
+def test_rows_looked_at_under_autocast():
+    """Leave no cast of a weight that has no gradient."""
+    model, x = nn.Linear(WIDTH, 4), torch.randn(20, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = checkpoint_chunks(model, x, check_rows=True)
+        assert torch.is_autocast_cache_enabled()
+    y.sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_slices_of_slices():
+    x, model = torch.randn(6, 10, WIDTH, requires_grad=True), mlp()
+    found = []
+    for run in (checkpoint_chunks, loop):
+        y = run(lambda x, run=run: run(model, x, chunks=3, dim=1), x, chunks=2)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+    assert all(map(same_bits, *found))
 
 
 def test_modes_do_not_see_the_comparison():

@@ -44,6 +44,23 @@ def test_charlm_trains_alike_in_every_mode():
     assert all(set(row) == {"mode", "losses", "peak_bytes", "seconds_per_step"} for row in rows.values())
 
 
+@pytest.mark.slow
+def test_long_context_in_the_memory_of_slices(capsys):
+    """Of a vocabulary of 32,000, by modes: slices hold a sixth of what layers as regions hold, bitwise the loop's."""
+    import long_context
+
+    tiny = ["--layers", "2", "--width", "32", "--context", "256"]
+    peaks = {found.mode: found.peak_bytes for found in long_context.main(tiny)}
+    assert list(peaks) == list(long_context.MODES)
+    assert peaks["chunks"] < peaks["torch"] / 5 < peaks["none"] / 5
+    *table, verdict = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table] == ["mode", *long_context.MODES]
+    assert verdict == "loss and gradients of chunks bitwise those of the loop: yes"
+    with pytest.raises(SystemExit):
+        long_context.main(["--mode", "nothing"])
+    assert "choose from none, torch, loop, chunks" in capsys.readouterr().err
+
+
 @pytest.mark.distributed
 def test_fsdp_trains_alike_in_every_mode():
     """In two processes, with a region for each unit and with one for all."""

@@ -41,6 +41,7 @@ from ckpt_hooks import (
     OverlapError,
     apply_checkpointing,
     checkpoint,
+    checkpoint_chunks,
     checkpoint_module,
     checkpoint_name,
     checkpoint_region,
@@ -824,6 +825,12 @@ def wrong_values():
         yield ValueError, phrase, functools.partial(checkpoint_sequential, [block, block], value, x), f"{value!r} segments"
 
 
+def chunked(function=torch.sin, *args, chunks=2, **options):
+    """Calls a function on slices of three rows and of two, of ones and twos."""
+    rows = torch.tensor([[1.0], [1.0], [1.0], [2.0], [2.0]]).expand(5, 2)
+    return checkpoint_chunks(function, rows, *args, chunks=chunks, **options)
+
+
 #: Wrong calls, by the class and a pattern of the message.
 CALLS = {
     TypeError: {
@@ -864,6 +871,19 @@ CALLS = {
         r"a tensor.* for segments\. Write `checkpoint_sequential\(f\w+, 2, x\)`": lambda: checkpoint_sequential([block], x, 2),
         "got a tuple of 2 for segments": lambda: checkpoint_sequential([block], (x, x), 2),
         r"got a module, Linear\..*`checkpoint\(function, x\)`": lambda: checkpoint_sequential(block, 1, x),
+        # Functions on slices
+        "checkpoint_chunks takes a function first, but got a tensor": lambda: chunked(x),
+        r"does not run when it is called.*lambda|lambda.*does not run when it is called": lambda: chunked(lambda x: (yield x)),
+        r"The argument to cut should be a tensor, but got \[1\] of type list": lambda: checkpoint_chunks(torch.sin, [1]),
+        "The argument to cut should be a tensor, but got None": lambda: checkpoint_module(nn.Tanh(), chunks=2)(),
+        "chunked should be names of arguments, but got 1 of type int": lambda: chunked(chunked=1),
+        "check_rows should be True or False, but got 'yes'": lambda: chunked(check_rows="yes"),
+        "the function should return a tensor, or a tuple of .* but returned {'y": lambda: chunked(lambda x: {"y": x}),
+        r"as many tensors as for others, but returned \(\) of type tuple": lambda: chunked(lambda x: ()),
+        "but returned a tuple of 2. Return tensors alone": lambda: chunked(lambda x: (x, None)),
+        "a tuple of as many tensors as for others": lambda: chunked(lambda x: (x,) * int(x[0, 0])),
+        r"return \(sum, count\) of its slice, but returned a tensor": lambda: chunked(torch.sum, reduce="mean"),
+        r"of its slice, but returned a tuple of 2": lambda: chunked(lambda x: (x.sum(), None), reduce="mean"),
         # Modules
         "of the class Slotted, of which it can make no subclass": lambda: checkpoint()(Slotted()),
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
@@ -898,6 +918,20 @@ CALLS = {
         "numbers from 0": lambda: policies.save_indices([("", MM, -1)]),
         # Sequences and modules
         "checkpoint_sequential takes preserve_rng_state only": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
+        "chunks should be a positive integer, but got 0 of type int": lambda: chunked(chunks=0),
+        "chunks should be a positive integer, but got '8'": lambda: checkpoint_module(nn.Tanh(), chunks="8"),
+        "dim is an option of chunks, whose number is missing. Write chunks=8": lambda: checkpoint_module(nn.Tanh(), dim=1),
+        r"of the tensor to cut \(a tensor, float32\[5, 2\] on cpu\), but got 2": lambda: chunked(dim=2),
+        "but got -3 of type int. Pass that of the rows": lambda: chunked(dim=-3),
+        "dim should be .* but got 'rows' of type str": lambda: chunked(dim="rows"),
+        "reduce should be None, 'sum' or 'mean', but got 'max'": lambda: chunked(reduce="max"),
+        "chunked has 'mask' of type str, but 'sin' gets no argument": lambda: chunked(chunked="mask"),
+        r"y should be a tensor with 5 rows in dimension 0.*float32\[3\]": lambda: chunked(scaled, chunked="y", y=torch.ones(3)),
+        "y should be a tensor with 5 rows .* but got 3": lambda: chunked(scaled, chunked="y", y=3),
+        "For a slice of 3 rows in dimension 0 the function": lambda: chunked(torch.sum),
+        r"as many, but returned a tensor, float32\[2, 2\]": lambda: chunked(lambda x: x[1:]),
+        r"one shape, \(3,\), but got a tensor, float32\[2\]": lambda: chunked(lambda x: x.sum(1), reduce="sum"),
+        "returns something else for 2 rows of dimension 0": lambda: chunked(lambda x: x.cumsum(0), check_rows=True),
         "Write the policy into select": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
         "apply_checkpointing got name, but names each region after": lambda: apply_checkpointing(block, "", name="x"),
         "early_stop. With recorded=True there are": lambda: checkpoint_module(nn.Tanh(), recorded=True, early_stop=True),
@@ -945,6 +979,7 @@ CALLS = {
     ReferenceError: {"holds its module weakly": lambda: checkpoint_module(nn.Tanh()).forward(x)},
     AttributeError: {"no attribute 'nothing'": lambda: ckpt_hooks.nothing},
     UserWarning: {
+        r"check_rows compares nothing: 'dropout' draws": lambda: chunked(nn.functional.dropout, check_rows=True),
         "under a torch.func transform": lambda: torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.rand(3)),
         "did not run in the first 3 regions": lambda: [checkpoint(policy=[ERFINV])(torch.sin)(leaf(3)) for _ in range(3)],
         "has: 'hidden'. Names in the region: 'other'": lambda: named_region(save_only_these_names("hidden")),

@@ -13,7 +13,7 @@ import torch
 from ckpt_hooks import _ambient
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import Misuse, name_of_callable
-from ckpt_hooks._core.modes import past_modes
+from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._function.journal import Loan, journal_of
 from ckpt_hooks._function.options import name_of_function
@@ -37,7 +37,7 @@ def compare_rows(
     owner = function.__self__ if isinstance(function, MethodType) else function
     rows = cut[0].shape[dim]
     half = min(rows // 2, _MOST_ROWS)
-    if not half or _compared.get(id(owner)) is owner:
+    if not half or cut[0].is_meta or is_without_values() or _compared.get(id(owner)) is owner:
         return
     with contextlib.suppress(TypeError):  # of no weak references
         _compared[id(owner)] = owner
@@ -56,8 +56,8 @@ def compare_rows(
     if drawn is None:
         raise Misuse.DEPENDENT_ROWS.error(name=name_of_callable(function), dim=dim, rows=half)
     warn_user(
-        f"check_rows compares nothing: {name_of_callable(function)} draws random numbers ({drawn}), so that its rows differ "
-        "in any case. Check it once without, in eval() say."
+        f"check_rows compares nothing: {name_of_callable(function)!r} draws random numbers ({drawn}), so that its rows differ "
+        "in any case. Call it once without, in eval() say."
     )
 
 
@@ -68,7 +68,9 @@ def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
     region = (name_of_function(function),)
     loan = Loan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
     before = _ambient.enter(_ambient.capture(preserve_rng_state=True, generators=journal.generators if journal else ()))
+    caches_casts = torch.is_autocast_cache_enabled()
     try:
+        torch.set_autocast_cache_enabled(False)  # which would have casts of weights without gradients, before 2.13
         if loan is not None:
             loan.begin()
         try:
@@ -77,6 +79,7 @@ def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
             if loan is not None:
                 loan.end()
     finally:
+        torch.set_autocast_cache_enabled(caches_casts)
         _ambient.leave(before)
 
 
