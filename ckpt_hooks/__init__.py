@@ -7,6 +7,7 @@ from here. No region of this package has a part in torch's reentrant engine.
 from __future__ import annotations
 
 import sys as _sys
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lambda: True)():
@@ -15,31 +16,31 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
         "and those are not exact without the global interpreter lock. Use the default build of Python."
     )
 
-from ._ambient.named_random_sources import track_rng
-from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
-from ._checkpoint.chunks import checkpoint_chunks
-from ._checkpoint.loop import checkpoint_loop
-from ._checkpoint.sequential import checkpoint_sequential
-from ._core.frame import is_recomputing
-from ._core.scopes import GraphExecGroup
-from ._function.options import noop_context_fn
+from ._core.lazy_names import names_of as _names_of
 from ._tensors.refilling import register_finder as _register_finder
-from .device_states import DefaultDeviceType, get_device_states, set_device_states
-from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
-from .policies import CheckpointPolicy, SelectiveCheckpointContext
-from .region import checkpoint_name, checkpoint_region
-from .report.debug import set_checkpoint_debug_enabled
-from .selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 if _TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
     from torch.utils.checkpoint import check_backward_validity as check_backward_validity
     from torch.utils.checkpoint import detach_variable as detach_variable
 
-    from ._tensors.refilling import Finder as _Finder
+    from . import errors as errors
+    from . import policies as policies
+    from ._ambient.named_random_sources import track_rng
+    from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
+    from ._checkpoint.chunks import checkpoint_chunks
+    from ._checkpoint.loop import checkpoint_loop
+    from ._checkpoint.sequential import checkpoint_sequential
+    from ._core.frame import is_recomputing
+    from ._core.scopes import GraphExecGroup
+    from ._function.options import noop_context_fn
+    from .device_states import DefaultDeviceType, get_device_states, set_device_states
+    from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
     from .planner import plan_memory
+    from .policies import CheckpointPolicy, SelectiveCheckpointContext
+    from .region import checkpoint_name, checkpoint_region
     from .report import (
         format_saved_residuals,
         memory_ledger,
@@ -49,6 +50,8 @@ if _TYPE_CHECKING:
         saved_tensors_report,
         trace,
     )
+    from .report.debug import set_checkpoint_debug_enabled
+    from .selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 __version__ = "0.1.0"
 
@@ -94,47 +97,31 @@ __all__ = [
     "track_rng",
 ]
 
+_register_finder("torch.distributed.fsdp", lambda: _import_module(".integrations.fsdp", __name__).unit_of)
 
-def _finder_of_sharded() -> _Finder:
-    from .integrations.fsdp import unit_of
-
-    return unit_of
-
-
-_register_finder("torch.distributed.fsdp", _finder_of_sharded)
-
-
-#: Names of torch's reentrant engine, taken from there when asked for.
-_OF_TORCH = frozenset({"CheckpointFunction", "check_backward_validity", "detach_variable"})
-
-
-#: Names of the upper floors and of reports, imported when asked for.
-_LATER = {
-    name: room
-    for room, names in {
-        "modules": "apply_checkpointing checkpoint_module every remove_checkpointing",
-        "integrations": "enable_in_transformers patch_torch",
-        "report": "format_saved_residuals memory_ledger print_saved_residuals print_trace "
-        "saved_residuals saved_tensors_report trace",
-        "planner": "plan_memory",
-    }.items()
-    for name in names.split()
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _LATER:
-        import importlib
-
-        found: object = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-        globals()[name] = found
-        return found
-    if name in _OF_TORCH:
-        import torch.utils.checkpoint
-
-        return getattr(torch.utils.checkpoint, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_OF_TORCH})
+__getattr__, __dir__ = _names_of(
+    __name__,
+    {
+        "._ambient.named_random_sources": "track_rng",
+        "._checkpoint.checkpoint": "checkpoint set_checkpoint_early_stop",
+        "._checkpoint.chunks": "checkpoint_chunks",
+        "._checkpoint.loop": "checkpoint_loop",
+        "._checkpoint.sequential": "checkpoint_sequential",
+        "._core.frame": "is_recomputing",
+        "._core.scopes": "GraphExecGroup",
+        "._function.options": "noop_context_fn",
+        ".device_states": "DefaultDeviceType get_device_states set_device_states",
+        ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",
+        ".integrations": "enable_in_transformers patch_torch",
+        ".modules": "apply_checkpointing checkpoint_module every remove_checkpointing",
+        ".offload": "",
+        ".planner": "plan_memory",
+        ".policies": "CheckpointPolicy SelectiveCheckpointContext",
+        ".region": "checkpoint_name checkpoint_region",
+        ".report": "format_saved_residuals memory_ledger print_saved_residuals print_trace saved_residuals "
+        "saved_tensors_report trace",
+        ".report.debug": "set_checkpoint_debug_enabled",
+        ".selective": "SAC_IGNORED_OPS create_selective_checkpoint_contexts",
+        "torch.utils.checkpoint": "CheckpointFunction check_backward_validity detach_variable",
+    },
+)

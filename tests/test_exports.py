@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import json
 import pkgutil
+import pydoc
 import subprocess
 import sys
 
@@ -122,3 +125,226 @@ def test_the_package_is_typed():
     from importlib.resources import files
 
     assert files("ckpt_hooks").joinpath("py.typed").is_file()
+
+
+# Names found when asked for
+
+
+@pytest.mark.parametrize("package", [ckpt_hooks, ckpt_hooks.report], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_found_when_asked_for(package):
+    """The block for type checkers and the table have the same names, from the same modules."""
+    tree = ast.parse(inspect.getsource(package))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    seen = {}
+    for node in block.body:
+        for alias in node.names:
+            start = package.__name__ if node.level else ""
+            module = ".".join(filter(None, (start, node.module)))
+            seen[alias.asname or alias.name] = module
+    assert {*package.__all__, *(REENTRANT if package is ckpt_hooks else ())} <= {*seen}
+    for name, module in seen.items():
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
+        assert name in dir(package)
+
+
+def test_help_shows_names_found_when_asked_for():
+    text = pydoc.plain(pydoc.render_doc(ckpt_hooks))
+    for name in ckpt_hooks.__all__:
+        assert name in text
+
+
+def test_no_name_is_that_of_a_module_besides():
+    """``import ckpt_hooks.report.debug`` and the like put modules into packages: these hide no function."""
+    modules = {name for _, name, _ in pkgutil.walk_packages(ckpt_hooks.__path__, "ckpt_hooks.")}
+    for package in (ckpt_hooks, ckpt_hooks.report, ckpt_hooks.policies, ckpt_hooks.modules, ckpt_hooks.planner):
+        assert not modules & {f"{package.__name__}.{name}" for name in package.__all__}
+
+
+# Run in a process of its own, where torch alone is imported: each line of a program in a fork. A program may use what follows.
+PROCESS = '''
+import json, marshal, os, sys, threading, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+before, seen = set(sys.modules), []
+
+def region_step():
+    with checkpoint_region():
+        y = x.sin().cos()
+    y.sum().backward()
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        load()
+        return grad
+
+def load():
+    exec(program, globals())
+
+def within(block):
+    with block:
+        load()
+
+def traced(x):
+    load()
+    return x.sin()
+
+def compare():
+    """Steps of a module with weights, buffers and random numbers are what they are without regions."""
+    from ckpt_hooks import checkpoint, checkpoint_region
+    from ckpt_hooks._ambient import positions, switches
+    from ckpt_hooks._torch.tensors import num_holders
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.BatchNorm1d(4))
+    found = []
+    for form in (module, lambda x: checkpoint(module, x), checkpoint_region()(module)):
+        torch.manual_seed(0)
+        x = torch.ones(4, 4, requires_grad=True)
+        found.append([*torch.autograd.grad(form(x).pow(2).sum(), [x, *module.parameters()])])
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    assert positions.take_image() is not None and num_holders(torch.empty(3)) == 1
+    assert dict(zip(switches._DEVICE_TYPES, switches._OFF))["cpu"] == (False, torch.bfloat16)
+
+def loaded():
+    sizes = []
+    for name in set(sys.modules) - before:
+        file = sys.modules[name].__file__
+        with open(file) as source:  # as in a file of bytecode, but for 16 bytes
+            sizes.append(len(marshal.dumps(compile(source.read(), file, "exec"))) + 16)
+    print(json.dumps([len(sizes), sum(sizes) / 1024]), flush=True)
+
+for line in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            exec(line, globals())
+        except BaseException as error:
+            print(f"{line}: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, line
+'''
+
+
+def in_new_processes(*programs):
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", PROCESS, *programs], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_modules_loaded_by_a_first_step():
+    """Few: nothing of other packages, and of this package what the step needs."""
+    step = "x = torch.ones(4, requires_grad=True); "
+    found = in_new_processes(
+        "import ckpt_hooks; loaded()",
+        "from ckpt_hooks import checkpoint; loaded()",
+        f"from ckpt_hooks import checkpoint; {step}checkpoint(lambda x: x.sin().cos(), x).sum().backward(); loaded()",
+        f"from ckpt_hooks import checkpoint_region; {step}region_step(); loaded()",
+    )
+    limits = [(10, 60), (70, 750), (70, 750), (100, 1100)]
+    for line, (most_modules, most_kib) in zip(found, limits, strict=True):
+        modules, kib = json.loads(line)
+        assert modules <= most_modules
+        assert kib <= most_kib
+
+
+@pytest.mark.slow
+def test_a_plain_step_loads_no_other_rooms():
+    others = "_recorded planner integrations modules policies report selective offload region"
+    in_new_processes(
+        "from ckpt_hooks import checkpoint; x = torch.ones(4, requires_grad=True); module = torch.nn.Linear(4, 4); "
+        "[checkpoint(module, x).sum().backward() for _ in range(2)]; "
+        f"found = {{name.split('.')[1] for name in sys.modules if name.startswith('ckpt_hooks.')}} & {{*{others!r}.split()}}; "
+        "assert not found, found; assert 'torch._dynamo' not in sys.modules"
+    )
+
+
+# What a program is under when it asks for names first.
+SURROUNDINGS = {
+    "dispatch mode": "within(DispatchMode())",
+    "function mode": "within(FunctionMode())",
+    "meta device": "within(torch.device('meta'))",
+    "default device": "torch.set_default_device('meta'); load(); torch.set_default_device(None)",
+    "fake tensors": "within(FakeTensorMode())",
+    "inference mode": "within(torch.inference_mode())",
+    "autocast": "within(torch.autocast('cpu', dtype=torch.float16))",
+    "backward": "InBackward.apply(torch.ones(3, requires_grad=True)).sum().backward()",
+    "vmap": "torch.func.vmap(traced)(torch.ones(3))",
+    "make_fx": "assert len(make_fx(traced)(torch.ones(3)).graph.nodes) == 3",
+    "make_fx before dispatch": "assert len(make_fx(traced, pre_dispatch=True)(torch.ones(3)).graph.nodes) == 3",
+    "torch.jit.trace": "assert 'rand' not in str(torch.jit.trace(traced, torch.ones(3)).graph)",
+}
+
+
+LOADS = {
+    "checkpoint": "from ckpt_hooks import checkpoint",
+    "submodules": "import ckpt_hooks; ckpt_hooks.policies.dots_saveable; ckpt_hooks.errors.MutationError",
+    "every module": "import ckpt_hooks, pkgutil; [__import__(found[1]) for found in pkgutil.walk_packages(ckpt_hooks.__path__, "
+    "'ckpt_hooks.')]; exec('from ckpt_hooks import *', {})",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_names_asked_for_first_under_something(load):
+    """Nothing made on import is seen by a mode, lands on another device, in inference mode or in a trace."""
+    in_new_processes(*(f"program = {load!r}; {run}; assert not seen, seen; compare()" for run in SURROUNDINGS.values()))
+
+
+@pytest.mark.slow
+def test_threads_that_ask_for_names_at_once():
+    names = [
+        "checkpoint",
+        "checkpoint_region",
+        "policies",
+        "errors",
+        "apply_checkpointing",
+        "trace",
+        "patch_torch",
+        "plan_memory",
+    ]
+    in_new_processes(
+        *8
+        * [
+            "sys.setswitchinterval(1e-6); import ckpt_hooks; failed = []; threading.excepthook = failed.append; "
+            f"threads = [threading.Thread(target=getattr, args=(ckpt_hooks, name)) for name in {names!r}]; "
+            "[thread.start() for thread in threads]; [thread.join() for thread in threads]; assert not failed, failed"
+        ]
+    )
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return ckpt_hooks.checkpoint(name='a', policy=ckpt_hooks.policies.dots_saveable)(torch.sin)(x)",
+        "from ckpt_hooks import checkpoint; return checkpoint(torch.sin, x)",
+        "with ckpt_hooks.checkpoint_region(): return x.sin()",
+    ],
+)
+def test_dynamo_asks_for_names_first(body):
+    """The function is traced as a whole, and once."""
+    in_new_processes(
+        f"program = 'def function(x):\\n import ckpt_hooks; x = x + 0\\n ' + {body!r}; load(); "
+        "graphs = []; count = lambda graph, _: graphs.append(graph) or graph; "
+        "compiled = torch.compile(function, backend=count, fullgraph=True); "
+        "x = torch.ones(3, requires_grad=True); [compiled(x).sum().backward() for _ in range(2)]; "
+        "assert len(graphs) == 1, graphs; assert torch.equal(x.grad, 2 * torch.ones(3).cos()); compare()"
+    )

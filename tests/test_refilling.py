@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ckpt_hooks import MutationError, checkpoint, checkpoint_region
-from ckpt_hooks._checkpoint import running
 from ckpt_hooks._tensors import refilling
 from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
 from tests.measure import Frames
@@ -216,7 +215,7 @@ class Emptied:
 
 @pytest.mark.parametrize("swaps", [False, True])
 def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, monkeypatch):
-    monkeypatch.setattr(running, "_takers", set())
+    monkeypatch.setattr("ckpt_hooks.selective._takers", set())
 
     def steps(form):
         torch.manual_seed(0)

@@ -14,6 +14,7 @@ from torch.autograd import grad
 import ckpt_hooks._torch.autograd
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._core import scopes
+from ckpt_hooks._torch.tensors import num_holders
 from tests.measure import Calls, Log, Token, leaf
 
 # Callbacks at the end of a backward
@@ -172,3 +173,14 @@ def test_buffers_of_gradients(monkeypatch, run, function, reads_first):
         return
     assert torch.equal(buffered(RUNS[run], called), expected)
     assert called.count == (1 if run == "region" else 2)
+
+
+def test_holders_of_memory_are_counted():
+    x = torch.ones(3)
+    assert num_holders(x) == 1
+    view = x[1:]
+    assert num_holders(x) == num_holders(view) == 2
+    storage = x.untyped_storage()
+    assert num_holders(x) == 2
+    del view, storage
+    assert num_holders(x) == 1

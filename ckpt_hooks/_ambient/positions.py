@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from ckpt_hooks._torch.modes import address_of_generator
+from ckpt_hooks._torch.modes import address_of_generator, made_apart
 
 from . import streams
 from .streams import TORCH_NAMES, device_streams, find_devices
@@ -93,7 +96,7 @@ def _find_views() -> list[Any] | None:
         return None
 
 
-_found = _find_views()
+_found = made_apart(_find_views)
 #: The views of the default generator: ``(HEAD.raw, TAIL.raw)`` is its present image, if there is an image.
 HEAD, TAIL = _found or (_Bytes, _Bytes)
 
@@ -144,3 +147,33 @@ def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
     moving = [stream for stream in (device_streams(needed=False) if find_devices() else ()) if stream.has_offset()]
     generators = [stream.generator for stream in moving if stream.generator is not None]
     return _WithDevices(generators) if generators else _CPU
+
+
+def are_other_threads_alive() -> bool:
+    return len(threading._active) > 1  # type: ignore[attr-defined]
+
+
+def have_several_drawn() -> bool:
+    """Whether the generators of several accelerators have moved: threads may train on one each."""
+    generators: Sequence[torch.Generator] = getattr(where_streams_are(), "generators", ())
+    return sum(generator.get_offset() > 0 for generator in generators) > 1
+
+
+def devices_between(one: Position, other: Position, where: Where) -> set[torch.device]:
+    """Returns the devices whose streams stand elsewhere in one position than in the other."""
+    cpu = torch.device("cpu")
+    devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
+    firsts = [first if isinstance(first, tuple) else (first,) for first in (one[0], other[0])]
+    found = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
+    return found | {cpu} if one[1] != other[1] else found
+
+
+def moves_by_itself(devices: set[torch.device]) -> bool:
+    """Whether a stream of some devices moves while this thread does nothing, for a twentieth of a second at most."""
+    where = where_streams_are()
+    begin = where[0], where[1]
+    for _ in range(50):
+        time.sleep(0.001)
+        if devices & devices_between(begin, (where[0], where[1]), where):
+            return True
+    return False

@@ -231,7 +231,7 @@ _NONE: States = ()
 TRACKED: list[Stream] = []
 
 read_cpu, write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
-_latest = read_cpu()
+_latest: torch.Tensor | None = None
 _latest_devices: States = _NONE
 
 
@@ -288,7 +288,7 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
         streams = (*TRACKED, *map(stream_of_generator, generators))
         others = tuple((stream, stream.read()) for stream in streams)
     state, latest = read_cpu(), _latest  # read once: another thread may replace it
-    if is_same_state(state, latest):
+    if latest is not None and is_same_state(state, latest):
         state = latest
     else:
         _latest = state

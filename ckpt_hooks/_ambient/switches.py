@@ -30,6 +30,7 @@ from ckpt_hooks._torch.modes import (
     function_mode_at,
     global_device_mode,
     is_any_autocast_enabled,
+    made_apart,
     num_function_modes,
     pop_function_mode,
     push_function_mode,
@@ -388,9 +389,12 @@ _DEVICE_TYPES = tuple(
 )
 # Whether casts of weights are cached, and (enabled, dtype) for each device type in order.
 _Casts = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+
+
+_read_off: Callable[[], Any] = lambda: tuple((False, torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES)  # noqa: E731
 # The default dtype of each type. A region outside of autocast may enter autocast without a dtype, and gets this one, in a
-# backward under autocast too.
-_OFF = tuple((False, torch.get_autocast_dtype(device_type)) for device_type in _DEVICE_TYPES)
+# backward under autocast too. (In a block of autocast, the present dtype is that of the block.)
+_OFF = made_apart(_read_off) if is_any_autocast_enabled() else _read_off()
 
 
 def _read_casts() -> _Casts:

@@ -24,7 +24,6 @@ from ckpt_hooks._function.options import (
 )
 from ckpt_hooks._torch.compiling import run_traced, skipped
 
-from .curried import curried
 from .running import run
 
 P = ParamSpec("P")
@@ -241,6 +240,8 @@ def checkpoint(
                 "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
                 "`checkpoint(...)(function)(*args)` to give options first."
             )
+        from .curried import curried
+
         return curried(options, context_fn, kwargs)
     if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):
         check_swallowed(function, _CURRIED_ONLY, kwargs)

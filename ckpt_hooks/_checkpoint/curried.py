@@ -30,10 +30,8 @@ from ckpt_hooks._function.options import (
     values_of,
 )
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks.policies.base import Policy, key_for, policy_from
-from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
-from .running import own_contexts, run
+from .running import run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,6 +161,8 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_o
     """Checks the options of the curried form: options of the direct form, made already, and further options by name."""
     policy = own_options.pop("policy", None)
     if policy is not None:
+        from ckpt_hooks.policies.base import Policy, key_for, policy_from
+
         is_traced = torch.compiler.is_dynamo_compiling() and not isinstance(policy, Policy)
         context_fn = _with_policy(context_fn, key_for(policy) if is_traced else policy_from(policy))
     known = {name: value for name, value in own_options.items() if name in _PASSED_ON}
@@ -177,7 +177,9 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_o
     return Curried(options, context_fn)
 
 
-def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy | str) -> Callable[[], ContextPair]:
+def _with_policy(context_fn: Callable[[], ContextPair], policy: Any) -> Callable[[], ContextPair]:
+    from ckpt_hooks.selective import create_selective_checkpoint_contexts, own_contexts
+
     if context_fn is noop_context_fn:
         return functools.partial(create_selective_checkpoint_contexts, policy)
 

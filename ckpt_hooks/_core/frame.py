@@ -10,17 +10,19 @@ import abc
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from ckpt_hooks.errors import MutationError, OverlapError
 
 from .descriptions import RegionPath, format_path, region_in_words
-from .events import Observer, Watch
 from .holdings import Holding, Kept, Reason, Saved, cause_of_kept, size_of
 from .mutation import Why, mutated
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
+
+if TYPE_CHECKING:
+    from .events import Observer, Watch
 
 R = TypeVar("R")
 
@@ -117,6 +119,8 @@ class Frame(abc.ABC):
         # Devices and streams of forward; None without an accelerator in use.
         self.current: Any = None
         if observers:
+            from .events import Watch
+
             outer = None if parent is None else parent.watch
             self.watch = Watch(self, self.path, outer, observers, module, in_recompute=is_in_recompute(parent))
 

@@ -1,16 +1,17 @@
-"""Errors for tensors changed since forward: a table of words, and the function that fills in a row."""
+"""Tensors changed since forward: the errors, by a table of words; and writes by fused optimizers, which no version counts."""
 
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway
+from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_of
 from ckpt_hooks.errors import MutationError
 
-from .call_sites import name_in_models
 from .descriptions import describe_kind
 
 #: In place of a version: the tensor of forward is gone, and another one stands in its place.
@@ -112,6 +113,8 @@ def mutated(
         slots["change"], slots["advice"] = (words.format(**slots) for words in change.value)
         if change is _Change.MODIFIED and is_kept_anyway(tensor):
             slots["advice"] += " Usual causes: an optimizer's step before backward, and a hook of forward which writes to it."
+        from .call_sites import name_in_models
+
         kind = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
         known = name or name_in_models(tensor)
         slots["tensor"] = f"{known}, {kind}," if known else kind
@@ -123,3 +126,40 @@ def mutated(
         expected=None if expected == GONE else expected,
         found=None if tensor is None or expected is None else tensor._version,
     )
+
+
+# Steps of fused optimizers
+
+# Other optimizers count versions when they write to parameters; ``fused=True`` does not, and a
+# recompute would take such a parameter for forward's. Torch's counters stay as they are: plain autograd takes no notice either.
+_num_steps = 0
+# The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
+# address of a dead parameter is younger than that step, which does not count for it.
+_latest_steps: dict[int | None, int] = {}
+
+
+@functools.cache  # one hook is enough
+def watch_fused_steps() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def num_fused_steps() -> int:
+    return _num_steps
+
+
+def stepped_since(tensor: torch.Tensor, count: int) -> bool:
+    """Whether a step after the first ``count`` ones has written to a tensor, or to its storage."""
+    return _num_steps > count and (_latest_steps.get(id(tensor), 0) > count or _latest_steps.get(storage_of(tensor), 0) > count)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _num_steps
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            _num_steps += 1
+            written = [parameter for parameter in group["params"] if parameter.grad is not None]
+            _latest_steps.update(dict.fromkeys(map(id, written), _num_steps))
+            _latest_steps.update(dict.fromkeys(map(storage_of, written), _num_steps))
+            _latest_steps.pop(None, None)  # of those without a storage

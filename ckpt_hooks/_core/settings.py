@@ -9,9 +9,10 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .events import Observer
+if TYPE_CHECKING:
+    from .events import Observer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,18 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckpt_hooks._core.descriptions import RegionPath, describe_kind, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
-from ckpt_hooks._core.mutation import GONE, Why, mutated
+from ckpt_hooks._core.mutation import GONE, Why, mutated, num_fused_steps, stepped_since
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
-from ckpt_hooks._tensors.copies import (
-    alias_with_history,
-    as_kind,
-    is_dense,
-    is_theirs,
-    layout_of,
-    restore_layout,
-    tensor_in,
-)
-from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
+from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, is_theirs, layout_of, restore_layout, tensor_in
 from ckpt_hooks._torch.autograd import (
     SavedTensor,
     has_tangent,

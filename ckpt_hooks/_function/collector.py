@@ -30,14 +30,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_hooks._ambient.positions import Position, Where, where_streams_are
+from ckpt_hooks._ambient.positions import Position, Where, are_other_threads_alive, devices_between, where_streams_are
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.hooks import StopRecompute
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._operators.draws import are_other_threads_alive, devices_between
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import is_jit_tracing

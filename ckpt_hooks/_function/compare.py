@@ -15,8 +15,7 @@ from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._tensors.determinism import Check, may_be_unfilled, version_of
-from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint
+from ckpt_hooks._tensors.checks import Check, version_of
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
@@ -127,6 +126,8 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
 def _first_difference(
     collector: Collector, fingerprint: Callable[[torch.Tensor], Any], expected: list[Any]
 ) -> tuple[int | None, list[Any]]:
+    from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint
+
     found = [
         None if one is None or value is MISSING else fingerprint(value)
         for one, value in zip(expected, collector.values, strict=True)
@@ -138,6 +139,8 @@ def _first_difference(
 
 def _is_unfilled(collector: Collector, index: int) -> bool:
     """Whether a tensor is memory saved but never filled by an operator, without a sign in the operator's results."""
+    from ckpt_hooks._tensors.determinism import may_be_unfilled
+
     return index in collector.without_grad and may_be_unfilled(node_of(collector.frame, index), collector.values[index])
 
 

@@ -12,17 +12,16 @@ from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar, copy_context
 from itertools import count
 from sys import getrefcount
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.positions import Position, where_streams_are
+from ckpt_hooks._ambient.positions import Position, devices_between, moves_by_itself, where_streams_are
 from ckpt_hooks._ambient.streams import seed_masks_anew
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
-from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame, unpack_kept
@@ -31,10 +30,7 @@ from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_mo
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
-from ckpt_hooks._operators.draws import DrawWatch, devices_between, moves_by_itself
-from ckpt_hooks._tensors import determinism
-from ckpt_hooks._tensors.determinism import Fingerprints
-from ckpt_hooks._tensors.offloaded import hooks_for_inputs
+from ckpt_hooks._tensors.checks import NOTHING, check_of
 from ckpt_hooks._torch.autograd import (
     graph_exec_group,
     graph_task_id,
@@ -67,6 +63,10 @@ from .rerun import rerun
 from .trees import Tree
 from .words import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
 
+if TYPE_CHECKING:
+    from ckpt_hooks._core.events import Watch
+    from ckpt_hooks._operators.draws import DrawWatch
+
 #: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
 #: users, and the count of their holders would tell nothing.
 _FIRST = 1 << 20
@@ -79,6 +79,9 @@ Handle = tuple["FunctionFrame", int]
 
 # The result of ``getrefcount`` for a number held by a list of numbers alone.
 _UNHELD = next(map(getrefcount, [_FIRST + 1]))
+
+if TYPE_CHECKING:
+    from ckpt_hooks._operators.draws import DrawWatch
 
 
 # ------------------------------------------------------------------------------------------------------------------- passes
@@ -254,6 +257,8 @@ class FunctionFrame(Frame):
         inside = None if parent is None else (parent, self.path)
         try:
             if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
+                from ckpt_hooks._tensors.offloaded import hooks_for_inputs
+
                 push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch, options.offload_from))
                 try:
                     self.arguments = Arguments(args, kwargs)
@@ -306,8 +311,8 @@ class FunctionFrame(Frame):
         check, modes = self.options.check, users_modes()
         if is_without_values():  # while torch traces
             check = dataclasses.replace(check, fingerprint=None)
-        elif modes and check.fingerprint is None and check is not determinism.NOTHING:
-            check = determinism.VALUES
+        elif modes and check.fingerprint is None and check is not NOTHING:
+            check = check_of("values")
         if check is not self.options.check:
             self.options = dataclasses.replace(self.options, check=check)
         self.modes = None if check.fingerprint is None else modes
@@ -384,6 +389,8 @@ class FunctionFrame(Frame):
         """Returns hooks which note values, and tell observers."""
         note, watch, numbers = None, self.watch, self.numbers
         if fingerprint is not None:
+            from ckpt_hooks._tensors.determinism import Fingerprints
+
             # Tensors to which an operator writes after it has saved them are not compared.
             fingerprints = Fingerprints(fingerprint, () if self.state is None else self.state.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
@@ -547,7 +554,7 @@ class FunctionFrame(Frame):
         Under the frame's lock; leaves the frame as it was, whether it returns or raises. MISSING stands for a tensor not
         wanted, or modified in the course of the recompute, which has to be asked for alone.
         """
-        watch = DrawWatch() if is_beside_drawing_thread() else None
+        watch = _draw_watch() if is_beside_drawing_thread() else None
         values, moved_otherwise = (
             rerun(self, wanted, watch) if self.watch is None else self.observed(rerun, self, wanted, watch)
         )
@@ -562,7 +569,8 @@ class FunctionFrame(Frame):
             # One more rerun on this rank alone would run the region's collectives without the other ranks.
             if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
                 raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
-            watch = DrawWatch()
+
+            watch = _draw_watch()
             rerun(self, wanted, watch, compares=False)
         if watch.unknown is not None or moved & watch.devices:
             raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
@@ -611,6 +619,12 @@ class FunctionFrame(Frame):
 
     def owners(self) -> list[Frame]:
         return owners_in(self.arguments, Frame, (Tree,))
+
+
+def _draw_watch() -> DrawWatch:
+    from ckpt_hooks._operators.draws import DrawWatch
+
+    return DrawWatch()
 
 
 # --------------------------------------------------------------------------------------------------------------- TorchScript

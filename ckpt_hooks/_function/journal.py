@@ -20,9 +20,8 @@ import torch
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
-from ckpt_hooks._core.mutation import GONE
+from ckpt_hooks._core.mutation import GONE, num_fused_steps, stepped_since
 from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
-from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
 from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of, version_of
 
 from .contents import WRITES, Complain, Contents, Undo

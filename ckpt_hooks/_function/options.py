@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch.utils.checkpoint
 from torch.nn import Module
@@ -24,14 +24,13 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.misuse import checked_flag, flag_or_none
 from ckpt_hooks._core.modes import QuietDispatchMode, reusable
-from ckpt_hooks._operators.operator_events import OperatorWatch, wants_operators
-from ckpt_hooks._tensors import transfers
-from ckpt_hooks._tensors.determinism import Check, check_of
+from ckpt_hooks._tensors.checks import Check, check_of
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks._torch.modes import active_fake_mode
-from ckpt_hooks.policies.base import Policy
-from ckpt_hooks.policies.decisions import asks_for_torch
+
+if TYPE_CHECKING:
+    from ckpt_hooks.policies.base import Policy
 
 
 class Form(enum.Flag):
@@ -46,7 +45,11 @@ _EVERY = _CALLS | Form.RECORDED
 
 
 def _offload_from(is_on: Any, name: str) -> int | None:
-    return transfers.DEFAULT_MIN_OFFLOAD_SIZE if checked_flag(is_on, name) else None
+    if not checked_flag(is_on, name):
+        return None
+    from ckpt_hooks._tensors import transfers
+
+    return transfers.DEFAULT_MIN_OFFLOAD_SIZE
 
 
 class Option(NamedTuple):
@@ -167,6 +170,8 @@ def under_modes(contexts: ContextPair | None) -> ContextPair:
 
 def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
     """Returns the contexts of a region with observers of operators, which the mode of an outer frame may serve."""
+    from ckpt_hooks._operators.operator_events import OperatorWatch, wants_operators
+
     in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
     if contexts is None:
         return in_forward, OperatorWatch()
@@ -249,6 +254,8 @@ class PolicyContext(AbstractContextManager[None]):
     def __enter__(self) -> None:
         _refuse_hidden()
         if not self._of_torch:
+            from ckpt_hooks.policies.decisions import asks_for_torch
+
             create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
             self._of_torch += create(asks_for_torch(self.policy))
         self._of_torch[not self.is_forward].__enter__()
@@ -333,6 +340,8 @@ def is_policy(value: Any) -> bool:
     """Whether a value is one of the package's policies, or a list of operators. A function may be anything else as well."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
+    from ckpt_hooks.policies.base import Policy
+
     return isinstance(value, Policy)
 
 

@@ -6,7 +6,7 @@ Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
 from typing import Any
 
@@ -14,14 +14,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_streams_lock
+from ckpt_hooks._ambient.positions import are_other_threads_alive, have_several_drawn
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, StopRecompute, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, reusable, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._operators.draws import DrawWatch, OwnDraws, are_other_threads_alive, have_several_drawn
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
 from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
 from ckpt_hooks.errors import DeterminismError, MutationError
@@ -39,7 +38,7 @@ _UNCHANGED: list[tuple[torch.Tensor, int]] = []
 
 
 def rerun(
-    frame: Any, wanted: Collection[int] | None, watch: DrawWatch | None, *, compares: bool = True
+    frame: Any, wanted: Collection[int] | None, watch: AbstractContextManager[Any] | None, *, compares: bool = True
 ) -> tuple[list[torch.Tensor], set[torch.device]]:
     """Calls the function of a frame again, under a watch of its random draws if asked for.
 
@@ -111,7 +110,9 @@ def rerun(
             undo(frame.current.leave, place)
 
 
-def _call_in_ambient(frame: Any, restored: Restored, loan: Loan | None, watch: DrawWatch | None, *, borrows: bool) -> None:
+def _call_in_ambient(
+    frame: Any, restored: Restored, loan: Loan | None, watch: AbstractContextManager[Any] | None, *, borrows: bool
+) -> None:
     """Calls the function under the random streams, autocast and switches of forward."""
     ambient = frame.ambient
     if borrows and watch is None and not ambient.has_streams:
@@ -121,6 +122,9 @@ def _call_in_ambient(frame: Any, restored: Restored, loan: Loan | None, watch: D
         finally:
             undo(_ambient.leave, before)
         return
+    from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_streams_lock
+    from ckpt_hooks._operators.draws import OwnDraws
+
     with ExitStack() as undone:  # with explicit streams, or beside another recompute with the generators
         if ambient.has_streams:
             undone.enter_context(shared_streams_lock)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.positions import Position, Where, where_streams_are
 from ckpt_hooks._ambient.streams import Snapshot, default_generator, is_capturing, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
@@ -357,33 +355,3 @@ class DrawWatch(WatchesUnseen):
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
         self.unknown = f"the kernel {writer}, which may draw"
         return super().run_unseen(writer, args, call)
-
-
-def are_other_threads_alive() -> bool:
-    return len(threading._active) > 1  # type: ignore[attr-defined]
-
-
-def have_several_drawn() -> bool:
-    """Whether the generators of several accelerators have moved: threads may train on one each."""
-    generators: Sequence[torch.Generator] = getattr(where_streams_are(), "generators", ())
-    return sum(generator.get_offset() > 0 for generator in generators) > 1
-
-
-def devices_between(one: Position, other: Position, where: Where) -> set[torch.device]:
-    """Returns the devices whose streams stand elsewhere in one position than in the other."""
-    cpu = torch.device("cpu")
-    devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
-    firsts = [first if isinstance(first, tuple) else (first,) for first in (one[0], other[0])]
-    found = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
-    return found | {cpu} if one[1] != other[1] else found
-
-
-def moves_by_itself(devices: set[torch.device]) -> bool:
-    """Whether a stream of some devices moves while this thread does nothing, for a twentieth of a second at most."""
-    where = where_streams_are()
-    begin = where[0], where[1]
-    for _ in range(50):
-        time.sleep(0.001)
-        if devices & devices_between(begin, (where[0], where[1]), where):
-            return True
-    return False

@@ -18,19 +18,13 @@ from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, Track
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
+from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._operators.operator_events import watch_forward
 from ckpt_hooks._tensors.copies import copies_of, is_plain
-from ckpt_hooks._tensors.held_tensors import watch_fused_steps
 from ckpt_hooks._tensors.offloaded import hooks_for_inputs
-from ckpt_hooks._torch.autograd import (
-    Hooks,
-    graph_exec_group,
-    graph_task_id,
-    push_saved_tensors_hooks,
-    top_saved_tensors_hooks,
-)
+from ckpt_hooks._torch.autograd import Hooks, graph_exec_group, graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import num_dispatch_modes
 from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, num_holders, storage_address, storage_of, version_of

@@ -21,10 +21,11 @@ from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import Frame, Label
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.mutation import num_fused_steps
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
-from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor, HeldWithFaces, hold_tensor, num_fused_steps
+from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor, HeldWithFaces, hold_tensor
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.refilling import owner_of
 from ckpt_hooks._tensors.transfers import transfers_for

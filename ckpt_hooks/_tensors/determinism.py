@@ -1,15 +1,12 @@
-"""The comparison of a recompute with its forward: facts of each saved tensor, and fingerprints of values where asked for.
+"""Fingerprints of saved tensors, by which the values of a recompute are compared with those of its forward.
 
-For facts no value is read and no device waits. Fingerprints which are tensors stay on their device and are compared at once, so
-that a recompute waits for a device once.
+Fingerprints which are tensors stay on their device and are compared at once, so that a recompute waits for a device once.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +18,7 @@ from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import nested_parts, parts_of, storage_of
 
-
-@dataclass(frozen=True)
-class Check:
-    # Shape, dtype, device and version, or the version alone, which is compared in any case: a saved value modified afterwards
-    # is wrong, and plain autograd raises as well.
-    facts: Callable[[Any], Any]
-    fingerprint: Callable[[torch.Tensor], Any] | None = None  # None: no values
-
-
-_metadata = operator.attrgetter("shape", "dtype", "device", "_version")
-
+from .checks import METADATA, Check
 
 # Fingerprints
 
@@ -152,43 +139,10 @@ def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int]
     return sizes, strides, offset
 
 
-DEFAULT_CHECK = Check(_metadata)
-NOTHING = Check(operator.attrgetter("_version"))
-VALUES = Check(_metadata, hash_of)
-
-_CHECKS: dict[str, Check] = {
-    "default": DEFAULT_CHECK,
-    "none": NOTHING,
-    "values": VALUES,
-    "sampled_values": Check(_metadata, sample_of),
-}
-
-
-def check_of(determinism_check: Any) -> Check:
-    try:
-        check = _CHECKS.get(determinism_check)
-    except TypeError:  # not hashable
-        check = None
-    if check is not None:
-        return check
-    if callable(determinism_check):
-        return Check(_metadata, determinism_check)
-    choices = ", ".join(repr(choice) for choice in _CHECKS)
-    raise ValueError(
-        f"determinism_check should be one of {choices}, or a function of a tensor, but got {determinism_check!r}. 'default' "
-        "compares shape, dtype and device of what forward and recompute saved; 'values' compares a hash of all values too, "
-        "'sampled_values' some of the values, and a function what it returns; 'none' compares nothing. Leave it out "
-        "for 'default'."
-    )
+CHECKS = {"values": Check(METADATA, hash_of), "sampled_values": Check(METADATA, sample_of)}
 
 
 # Comparing
-
-
-def version_of(facts: Any) -> int:
-    """Returns the version among noted facts, or noted alone."""
-    version: int = facts[-1] if isinstance(facts, tuple) else facts
-    return version
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -6,24 +6,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import RegionPath, describe_kind, dtype_and_shape, format_path, kind_in_words
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
-from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.mutation import Why, mutated, num_fused_steps, stepped_since
 from ckpt_hooks._core.tensor_numbers import storage_and_size
-from ckpt_hooks._torch.autograd import (
-    Hooks,
-    graph_task_id,
-)
+from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.tensors import (
     counted_detach,
     dense_parts,
@@ -359,40 +354,3 @@ def recomputes(unpack: Callable[[Any], Any]) -> bool:
     """Whether an unpack hook belongs to a region, torch's included, which runs operators again."""
     # Torch makes its hook anew in each call: only the module tells whose it is.
     return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
-
-
-# Steps of fused optimizers
-
-# Other optimizers count versions when they write to parameters; ``fused=True`` does not, and a
-# recompute would take such a parameter for forward's. Torch's counters stay as they are: plain autograd takes no notice either.
-_num_steps = 0
-# The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
-# address of a dead parameter is younger than that step, which does not count for it.
-_latest_steps: dict[int | None, int] = {}
-
-
-@functools.cache  # one hook is enough
-def watch_fused_steps() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-def num_fused_steps() -> int:
-    return _num_steps
-
-
-def stepped_since(tensor: torch.Tensor, count: int) -> bool:
-    """Whether a step after the first ``count`` ones has written to a tensor, or to its storage."""
-    return _num_steps > count and (_latest_steps.get(id(tensor), 0) > count or _latest_steps.get(storage_of(tensor), 0) > count)
-
-
-def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _num_steps
-    if torch.compiler.is_compiling():
-        return
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            _num_steps += 1
-            written = [parameter for parameter in group["params"] if parameter.grad is not None]
-            _latest_steps.update(dict.fromkeys(map(id, written), _num_steps))
-            _latest_steps.update(dict.fromkeys(map(storage_of, written), _num_steps))
-            _latest_steps.pop(None, None)  # of those without a storage

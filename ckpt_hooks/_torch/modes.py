@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
+
+R = TypeVar("R")
 
 # The dispatch modes that are active on this thread, from the outermost. 2.11 to 2.15. Goes when the public way is as quick.
 # Entering a mode by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under one.
@@ -137,3 +140,9 @@ cuda_stream_data: Callable[[int], tuple[int, int, int]] | None = getattr(torch._
 # The name under which a backend outside of torch has registered, ``"privateuseone"`` if none has. 2.11 to 2.15. Goes with a
 # public way.
 private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
+
+
+def made_apart(make: Callable[[], R]) -> R:
+    """Returns what a function makes on a thread of its own, where nothing of the above is in force: on import, say."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .modes import exclude_key, is_key_excluded, num_dispatch_modes
+from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15. Goes when the public way is as quick.
@@ -168,15 +168,19 @@ def dense_parts(value: Any) -> list[torch.Tensor]:
     return [value] if parts is None else [inner for part in parts for inner in dense_parts(part)]
 
 
-# How many tensors are in a storage, those of C++ and of other threads included. 2.11 to 2.15. Goes with a public way.
-_count_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
+def _count(tensor: torch.Tensor) -> int:
+    """Returns how many hold a tensor's storage, C++ and other threads included. 2.11 to 2.15. Goes with a public way."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
 # What the count is for a tensor that alone has its memory: it, and the object made to ask.
-_ALONE = _count_of_storage(torch.empty(1).untyped_storage()._cdata)
+_ALONE = made_apart(lambda: _count(torch.empty(1)))
 
 
 def num_holders(tensor: torch.Tensor) -> int:
     """Returns the number of tensors in the memory of a tensor, C++ and other threads included."""
-    return _count_of_storage(tensor.untyped_storage()._cdata) - _ALONE + 1
+    return _count(tensor) - _ALONE + 1
 
 
 # A weak reference to the object of a tensor's storage: no other storage takes its address as long as there is the reference.

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ckpt_hooks._checkpoint.running import frame_of_call, own_contexts
+from ckpt_hooks._checkpoint.running import frame_of_call
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import flag_or_none
+from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
@@ -30,11 +31,10 @@ from ckpt_hooks._function.options import (
     policy_of,
     values_of,
 )
-from ckpt_hooks._tensors.held_tensors import watch_fused_steps
 from ckpt_hooks._torch.checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks.policies.base import policy_from
-from ckpt_hooks.selective import create_selective_checkpoint_contexts
+from ckpt_hooks.selective import create_selective_checkpoint_contexts, own_contexts
 
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 

@@ -15,17 +15,7 @@ from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._tensors.containers import tensors_in
 from ckpt_hooks._torch.tensors import storage_of
 
-from .base import (
-    OpsPolicy,
-    Policy,
-    PolicyFn,
-    checked_operators,
-    decision_of,
-    in_words,
-    makes_policies,
-    policy_from,
-    saving,
-)
+from .base import OpsPolicy, Policy, PolicyFn, checked_operators, decision_of, in_words, makes_policies, policy_from, saving
 
 _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpt_hooks._core.lazy_names import names_of
+
 if TYPE_CHECKING:
     from ckpt_hooks._core.holdings import Reason
 
@@ -54,17 +56,16 @@ __all__ = [
     "trace",
 ]
 
-# Imported when one of their names is asked for, those that import least first: a first checkpoint needs none.
-_MODULES = ("entries", "steps", "tracing", "residuals", "ledger.data", "ledger.pictures", "ledger")
-
-
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        import importlib
-
-        for module in _MODULES:
-            found: object = getattr(importlib.import_module(f"{__name__}.{module}"), name, None)
-            if found is not None:
-                globals()[name] = found
-                return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = names_of(
+    __name__,
+    {
+        "ckpt_hooks._core.holdings": "Reason",
+        ".entries": "Advice Maker Origin Residual Waste",
+        ".ledger": "MemoryLedger memory_ledger",
+        ".ledger.data": "Allocation Change Hold Holder LedgerPeak Need Phase RegionEntry",
+        ".ledger.pictures": "Picture compare",
+        ".residuals": "SavedResiduals format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
+        ".steps": "Drift RegionTrace StepTrace",
+        ".tracing": "Trace format_trace print_trace trace",
+    },
+)

@@ -1,0 +1,54 @@
+"""What is compared of a recompute and its forward: facts of each saved tensor, and fingerprints of values where asked for.
+
+For facts no value is read and no device waits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Check:
+    # Shape, dtype, device and version, or the version alone, which is compared in any case: a saved value modified afterwards
+    # is wrong, and plain autograd raises as well.
+    facts: Callable[[Any], Any]
+    fingerprint: Callable[[torch.Tensor], Any] | None = None  # None: no values
+
+
+METADATA = operator.attrgetter("shape", "dtype", "device", "_version")
+
+NOTHING = Check(operator.attrgetter("_version"))
+
+_CHECKS = {"default": Check(METADATA), "none": NOTHING}
+_OF_VALUES = ("values", "sampled_values")
+
+
+def check_of(determinism_check: Any) -> Check:
+    if isinstance(determinism_check, str):
+        if determinism_check in _CHECKS:
+            return _CHECKS[determinism_check]
+        if determinism_check in _OF_VALUES:
+            from . import determinism
+
+            return determinism.CHECKS[determinism_check]
+    elif callable(determinism_check):
+        return Check(METADATA, determinism_check)
+    choices = ", ".join(repr(choice) for choice in (*_CHECKS, *_OF_VALUES))
+    raise ValueError(
+        f"determinism_check should be one of {choices}, or a function of a tensor, but got {determinism_check!r}. 'default' "
+        "compares shape, dtype and device of what forward and recompute saved; 'values' compares a hash of all values too, "
+        "'sampled_values' some of the values, and a function what it returns; 'none' compares nothing. Leave it out "
+        "for 'default'."
+    )
+
+
+def version_of(facts: Any) -> int:
+    """Returns the version among noted facts, or noted alone."""
+    version: int = facts[-1] if isinstance(facts, tuple) else facts
+    return version
