@@ -9,13 +9,14 @@ import torch
 
 pytest.importorskip("torch.distributed.fsdp")
 
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_chunks, checkpoint_region, policies
-from tests.chunked import loop
-from tests.distributed.sharding import SHARDINGS, counted
+from tests.chunked import PROGRAMS, loop
+from tests.distributed.sharding import SHARDINGS, counted, mesh_of
 from tests.distributed.test_ddp import OPTIONS
-from tests.distributed.training import WIDTH, Model, assert_equal, trained
+from tests.distributed.training import WIDTH, Model, assert_equal, local, trained
 
 
 def in_a_region(function: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -49,6 +50,47 @@ def model_of(form: str) -> Model:
 
 
 FORMS = [*RUNS, "option"]
+
+
+class Runs(torch.nn.Module):
+    """A program of tests/chunked.py as a module."""
+
+    def __init__(self, name: str, run: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model, self.call, self.run = PROGRAMS[name].make(), PROGRAMS[name].call, run
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Returns what the program returns."""
+        return self.call(self.run, self.model, x)
+
+
+def programs(kind: str) -> None:
+    """Outputs, gradients, and how often hooks of parameters are called."""
+    for name in PROGRAMS:
+        found = []
+        for run in (loop, checkpoint_chunks):
+            model: torch.nn.Module = Runs(name, run)
+            if kind == "DDP":
+                model = DistributedDataParallel(model)
+            else:
+                fully_shard(model, mesh=mesh_of())
+            called: list[torch.Tensor] = []
+            for one in model.parameters():
+                one.register_post_accumulate_grad_hook(lambda one, called=called: called.append(local(one.grad)))
+            torch.manual_seed(2 + torch.distributed.get_rank())
+            x = torch.randn(3, 10, 6, requires_grad=True)
+            results = model(x)
+            results = results if isinstance(results, tuple) else (results,)
+            torch.stack([one.square().sum() for one in results]).sum().backward()
+            gradients = [local(one.grad) for one in model.parameters()]
+            found.append([*map(local, results), x.grad, *gradients, *called, *map(local, model.buffers()), torch.rand(1)])
+        assert_equal(found[1], found[0], name)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_programs(ranks, kind):
+    ranks.run(programs, kind)
 
 
 def replicated(options: dict[str, Any]) -> None:
