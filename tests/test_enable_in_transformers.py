@@ -116,6 +116,47 @@ def test_a_switch_that_counts_layers_is_asked_to():
     assert model.asked == 3
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kind", [Model, TorchCaller])
+def test_the_first_and_the_last_layers_are_left_without_regions(kind, recorded):
+    model = kind()
+    expected, before = trained(model), attributes(model)
+    handle = enable_in_transformers(model, keep_first=1, keep_last=2, recorded=recorded)
+    for _ in range(2):
+        assert handle.regions == ("layers.1", "layers.2")
+        assert str(handle).splitlines()[0] == f"{kind.__name__}, 2 regions, layers.0,3-4 kept"
+        assert_same(trained(model), expected)
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=torch.utils.checkpoint.checkpoint)
+    model._set_gradient_checkpointing(enable=False)
+    assert (handle.regions, str(handle)) == ((), f"{kind.__name__}, switched off")
+    handle.undo()
+    assert attributes(model) == before
+
+
+def test_those_left_count_among_the_layers_that_would_be_regions():
+    model = Model(7)
+    handle = enable_in_transformers(model, every_n_layers=2, keep_last=1)
+    assert handle.regions == ("layers.0", "layers.2", "layers.4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep", "error", "match"),
+    [
+        (Model, {"keep_last": 5}, ValueError, "keep_first=0 and keep_last=5 leave no region of 5 modules"),
+        (TorchCaller, {"keep_first": 4, "keep_last": 1}, ValueError, "leave no region of 5 modules"),
+        (Model, {"keep_last": -1}, ValueError, "keep_last should be an integer from 0, but got -1"),
+        (StackModel, {"keep_last": 1}, ValueError, "every_n_layers=1, keep_first=0, keep_last=1, but the switch of StackModel"),
+        (OldModel, {"keep_last": 1}, RuntimeError, "takes policy alone"),
+    ],
+)
+def test_layers_that_cannot_be_left_without_regions(kind, keep, error, match):
+    model = kind()
+    before = attributes(model)
+    with pytest.raises(error, match=match):
+        enable_in_transformers(model, **keep)
+    assert attributes(model) == before
+
+
 # Undoing
 
 

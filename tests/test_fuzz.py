@@ -92,7 +92,15 @@ def test_programs_have_what_they_are_made_of():
     assert len(set(re.findall(r"\w+(?=\()", text))) > 250
     modules = {constructor.split("(")[0] for made in statements.MODULES.values() for _, constructor, _ in made}
     blocks = {header.split("(")[0] for made in statements.BLOCKS.values() for header, _ in made}
-    marks = ["except", ".apply(", "torch.autograd.grad(", "generator=g", "in_segments(run, ", "in_chunks(run, "]
+    marks = [
+        "except",
+        ".apply(",
+        "torch.autograd.grad(",
+        "generator=g",
+        "in_segments(run, ",
+        "in_chunks(run, ",
+        "in_loop(run, ",
+    ]
     if "python_random" not in ABSENT:
         marks += ["random.random", 'track_rng("python")', "run(Noisy(g", "track_rng(g"]
     if "numpy_random" not in ABSENT and importlib.util.find_spec("numpy") is not None:

@@ -42,6 +42,7 @@ from ckpt_hooks import (
     apply_checkpointing,
     checkpoint,
     checkpoint_chunks,
+    checkpoint_loop,
     checkpoint_module,
     checkpoint_name,
     checkpoint_region,
@@ -855,6 +856,7 @@ CALLS = {
         "names should be strings, but got 3": lambda: save_only_these_names(3),
         "a region has one": lambda: checkpoint(policy=[MM], context_fn=selective_pair)(torch.sin)(leaf(3)),
         "runs should name submodules, but has 1": lambda: policies.save_indices([(1, MM, 0)]),
+        "takes names of modules and module classes, but got a module, Linear": lambda: policies.save_modules(block),
         "runs should have integers": lambda: policies.save_indices([("", MM, "first")]),
         # Regions as blocks, and sequences
         r"`with checkpoint_region\(\):`, with parentheses": with_class,
@@ -869,6 +871,8 @@ CALLS = {
         "name should be a string, but got 3 of type int": lambda: checkpoint_name(x, 3),
         "checkpoint_sequential takes one input": lambda: checkpoint_sequential([block], 1, x, x),
         r"a tensor.* for segments\. Write `checkpoint_sequential\(f\w+, 2, x\)`": lambda: checkpoint_sequential([block], x, 2),
+        r"checkpoint_loop takes a function first, but got 3": lambda: checkpoint_loop(3, x, 4, 2),
+        "step 0 of checkpoint_loop returned NoneType, but got Tensor": lambda: checkpoint_loop(lambda x: None, x, 4, 2),
         "got a tuple of 2 for segments": lambda: checkpoint_sequential([block], (x, x), 2),
         r"got a module, Linear\..*`checkpoint\(function, x\)`": lambda: checkpoint_sequential(block, 1, x),
         # Functions on slices
@@ -915,6 +919,8 @@ CALLS = {
         "got: .*view.* of type list": lambda: save_ops([aten.view.default]),
         "n should be a positive integer, but got 0. Pass 2 to keep": lambda: save_every(MM, 0),
         "no name in common": lambda: save_or_offload(["a"], ["a"]),
+        "save_modules got no modules": policies.save_modules,
+        "slots should be an integer from 2, but got 1": lambda: checkpoint_loop(torch.sin, x, 4, 1),
         "numbers from 0": lambda: policies.save_indices([("", MM, -1)]),
         # Sequences and modules
         "checkpoint_sequential takes preserve_rng_state only": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
@@ -941,6 +947,7 @@ CALLS = {
         "n should be a positive integer, but got 0. Pass 2 to select": lambda: every(0),
         "selects no module of Linear. Its modules are of": lambda: apply_checkpointing(block, nn.Conv2d),
         "A name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
+        "leave no region of 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
         "options for '0' that are none": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),
         "switches nothing on": lambda: enable_in_transformers(fake.NothingToSwitch()),

@@ -733,6 +733,73 @@ def test_a_mapping_of_patterns_to_options():
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
+class Counted(nn.Module):
+    """A layer that counts its calls, also those of reruns."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), calls
+
+    def forward(self, x):
+        self.calls.append(1)
+        return self.linear(x).sin()
+
+
+@pytest.mark.parametrize(
+    ("keep", "reruns", "headline"),
+    [
+        ({}, 16, "16 regions"),
+        ({"keep_last": 1}, 15, "15 regions, layers.15 kept"),
+        ({"keep_first": 2}, 14, "14 regions, layers.0-1 kept"),
+        ({"keep_first": 1, "keep_last": 14}, 1, "1 region, layers.0,2-15 kept"),
+    ],
+)
+@pytest.mark.parametrize("select", ["layers.*", Counted, every(1), {"layers.*": None}], ids=str)
+def test_the_first_and_the_last_are_left_without_regions(select, keep, reruns, headline):
+    calls = Log()
+    model = nn.Module()
+    model.layers = nn.ModuleList(Counted(calls) for _ in range(16))
+    x = torch.randn(2, 4)
+    run = functools.partial(functools.reduce, lambda x, layer: layer(x), model.layers)
+    run(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    calls.clear()
+    handle = apply_checkpointing(model, select, **keep)
+    run(x).sum().backward()
+    assert len(calls) == 16 + reruns
+    assert all(map(torch.equal, [parameter.grad for parameter in model.parameters()], expected))
+    assert str(handle).splitlines()[0] == headline
+    assert len(handle) == reruns
+    assert sorted([*handle.kept, *(region.name for region in handle)]) == sorted(f"layers.{index}" for index in range(16))
+    handle.undo()
+    calls.clear()
+    run(x).sum().backward()
+    assert len(calls) == 16
+
+
+def test_those_left_count_among_the_selected():
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+    assert [region.name for region in apply_checkpointing(model, every(3), keep_last=1)] == ["0", "3"]
+    remove_checkpointing(model)
+    assert [region.name for region in apply_checkpointing(model, ["5", "2", "7"], keep_first=1)] == ["5", "7"]
+
+
+@pytest.mark.parametrize("keep", [{"keep_last": 3}, {"keep_first": 2, "keep_last": 1}, {"keep_first": 10}])
+def test_none_left(keep):
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    with pytest.raises(ValueError, match=r"leave no region of 3 modules selected\. Pass less"):
+        apply_checkpointing(model, nn.Linear, **keep)
+    assert not any("forward" in vars(module) for module in model)
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1", None])
+@pytest.mark.parametrize("name", ["keep_first", "keep_last"])
+def test_wrong_numbers_to_keep(name, value):
+    with pytest.raises(ValueError, match=f"{name} should be an integer from 0, but got"):
+        apply_checkpointing(nn.ModuleList([nn.Linear(4, 4)]), "*", **{name: value})
+
+
 def test_the_table():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
 

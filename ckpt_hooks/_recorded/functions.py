@@ -485,7 +485,7 @@ class FunctionCall(RunningFunction):
             )
             for store in written.values():
                 self._put_copies(store)
-                self._made += writes.after_inside(tape, op, store, bumped, RECOMPUTE)
+                self._made += writes.after_inside(tape, op, store, bumped, SAVE if self._keeps else RECOMPUTE)
 
     def _let_go(self, stores: Collection[Store], bumped: list[object]) -> None:
         """Takes written memory off the tape, as after an operator with unknown effects."""

@@ -73,6 +73,9 @@ class _SaveModules(Policy):
         return bool(found[1])
 
     def _is_meant(self, name: str, kind: Any) -> bool:
+        name = re.sub(
+            r"\.forward\._reference\(\)|\.__wrapped__", "", name
+        )  # how compiled code comes from a region to its module
         by_class = isinstance(kind, type) and issubclass(kind, self._classes)
         return by_class or re.fullmatch(self._expression, name) is not None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._tensors.containers import tensors_in
-from ckpt_hooks._torch.tensors import storage_of
 
 from .base import OpsPolicy, Policy, PolicyFn, checked_operators, decision_of, in_words, makes_policies, policy_from, saving
 
@@ -108,69 +105,60 @@ save_compute_and_communication: Policy = OpsPolicy(
 )
 
 
-class _Attention(Policy):
-    """Keeps the results of kernels for attention; where attention is written out, of the product with a softmax."""
+class _ByName(Policy):
+    """Keeps the results of operators and custom functions by their names."""
 
-    title = "attention_saveable"
-    meaning = "keeps the outputs of attention (scaled_dot_product_attention, flex_attention, softmax(...) @ v, ...)"
+    has_views = True
+
+    def __init__(self, title: str, meaning: str, names: str, *, keeps: bool) -> None:
+        self.title, self.meaning, self._expression, self._keeps = title, meaning, names, keeps
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
-        facts = facts_of(op)
-        if _ATTENTION_KERNEL.search(facts.full_name):
-            return _SAVE
-        return None if facts.name in _SOFTMAX + _AFTER_SOFTMAX or op in _PRODUCTS else _RECOMPUTE
+        return _SAVE if self._is_kept(facts_of(op).full_name) else _RECOMPUTE
 
     def for_function(self, function: Any) -> bool:
-        return _ATTENTION_KERNEL.search(function.__name__.lower()) is not None
+        return self._is_kept(function.__name__.lower())
+
+    def _is_kept(self, name: str) -> bool:
+        return (re.search(self._expression, name) is None) is not self._keeps
+
+
+class _Attention(_ByName):
+    """The same; where attention is written out, the first batched product after a softmax."""
+
+    def for_op(self, op: Any) -> CheckpointPolicy | None:
+        return None if op in _SOFTMAX or op in _BATCHED else super().for_op(op)
 
     def start(self) -> PolicyFn:
-        latest: weakref.ref[torch.Tensor] | None = None  # softmax, or dropout or cast of one; weakly, for memory is used again
+        has_weights = False
 
         def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            nonlocal latest
-            weights = None if latest is None else latest()
-            reads_weights = weights is not None and storage_of(args[0]) == storage_of(weights)
-            if reads_weights and op in _PRODUCTS:
-                return _SAVE
-            if reads_weights or facts_of(op).name in _SOFTMAX:
-                latest = weakref.ref(tensors_in(ctx.op_output)[0])
-            return _RECOMPUTE
+            nonlocal has_weights
+            is_kept, has_weights = has_weights and op in _BATCHED, op in _SOFTMAX or (has_weights and op not in _BATCHED)
+            return _SAVE if is_kept else super(_Attention, self).for_op(op) or _RECOMPUTE
 
         return decide
 
 
-_ATTENTION_KERNEL = re.compile("attention|attn|flash")
-_SOFTMAX, _AFTER_SOFTMAX = ("_softmax", "_safe_softmax"), ("_to_copy", "mul", "native_dropout")
-_PRODUCTS = frozenset(_named([*_BATCHED_DOTS, "mm"]))
+_SOFTMAX, _BATCHED = frozenset(_named(["_softmax", "_safe_softmax"])), frozenset(_named(["bmm", "baddbmm"]))
 
 #: Keeps the outputs of attention: of ``scaled_dot_product_attention`` of every kind, ``flex_attention``, operators and custom
-#: functions with ``attention``, ``attn`` or ``flash`` in their names, and of the product with a softmax, where attention is
-#: written out. A kernel runs once then; a softmax runs again, since backward reads it.
-attention_saveable: Policy = _Attention()
-
-
-class _Norms(Policy):
-    """Keeps everything but what costs next to nothing."""
-
-    title = "norms_recomputed"
-    meaning = "keeps the output of every operator but norms, activations and dropouts"
-    has_views = True
-
-    def for_op(self, op: Any) -> CheckpointPolicy:
-        name = facts_of(op).name
-        return _RECOMPUTE if name in _IN_NORMS or _CHEAP.search(name) else _SAVE
-
-    def for_function(self, function: Any) -> bool:
-        return _CHEAP.search(function.__name__.lower()) is None
-
-
-_CHEAP = re.compile("norm|dropout|bernoulli|elu|glu|silu|swish|mish|sigmoid|tanh|softplus|shrink|threshold")
-_IN_NORMS = frozenset({"_to_copy", "div", "mean", "mul", "pow", "rsqrt", "sqrt", "sub", "var", "var_mean"})
+#: functions with ``attention``, ``attn`` or ``flash`` in their names; where attention is written out, of the first batched
+#: product after a softmax. A kernel runs once then. A softmax runs again, since backward reads it.
+attention_saveable: Policy = _Attention(
+    "attention_saveable", "keeps the outputs of attention", "attention|attn|flash", keeps=True
+)
 
 #: Keeps the outputs of every operator but norms, activations and dropouts, which cost next to nothing to compute, and as many
 #: bytes to keep as products (Megatron's "output discarding"). Other operators that these are written of run again too: products
 #: by element, quotients, differences, means, powers, roots, casts. Custom functions go by their names.
-norms_recomputed: Policy = _Norms()
+norms_recomputed: Policy = _ByName(
+    "norms_recomputed",
+    "keeps the output of every operator but norms, activations and dropouts",
+    r"norm|dropout|bernoulli|elu|glu|silu|swish|mish|sigmoid|tanh|softplus|shrink|threshold"
+    r"|\.(_to_copy|div|mean|mul|pow|rsqrt|sqrt|sub|var|var_mean)\.",
+    keeps=False,
+)
 
 
 class _Routing(Policy):

@@ -32,6 +32,7 @@ CORE = frozenset(
         "places",  # containers and objects of several kinds that functions reach, and what they do there
         "sequential",  # functions in segments
         "chunks",  # functions on slices of a tensor
+        "loops",  # a function called again and again
         "nesting",  # regions in regions, to depth 4; without it all regions are siblings
         "inner_backward",  # autograd.grad and backward inside forward
         "hooks",  # the user's own saved-tensor hooks

@@ -142,7 +142,9 @@ class _Generator(Stateful):
             self.loop: 2.5 if any(map(self.has, ("loop_closures", "places", "function_attributes", *HOLDERS))) else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
-            self.call: 0.5 + self.has("generators") + self.has("chunks") if any(map(self.has, statements.CALLS)) else 0,
+            self.call: 0.5 + self.has("generators") + self.has("chunks") + self.has("loops")
+            if any(map(self.has, statements.CALLS))
+            else 0,
             self.hook_for_all: 0.7 if self.has("module_hooks") else 0,
         }
         while len(body) < number:
@@ -287,7 +289,11 @@ class _Generator(Stateful):
         for region in self.functions:
             exec("\n".join(region.definition()), self.values)
         self.freeze(x)
-        made = self.attempt(self.random.choice(statements.CALLS[feature]).format_map(Slots(self, x)))
+        text = self.random.choice(statements.CALLS[feature]).format_map(Slots(self, x))
+        for name in names_in(text) - {x}:
+            if name.startswith("v"):  # functions of loops close over it
+                self.freeze(name, closed=True)
+        made = self.attempt(text)
         for name in made[0].defines() if made else []:  # which functions in it may have given to regions of theirs
             self.freeze(name)
         return made

@@ -100,6 +100,9 @@ _READY_MADE = [
 _OF_OURS = [
     policies.everything_saveable,
     policies.dots_saveable,
+    policies.norms_recomputed,
+    policies.save_modules(torch.nn.Linear, torch.nn.Dropout),
+    policies.save_modules("0", "m*"),
     policies.save_every(torch.ops.aten.mul.Tensor, 2),
     policies.save_from_both_policies(
         policies.save_compute_and_communication, policies.save_every(torch.ops.aten.sin.default, 2)
@@ -184,6 +187,7 @@ def mixed() -> Run:
 
 #: What programs find beside the functions of this module.
 checkpoint_sequential, checkpoint_chunks = ckpt_hooks.checkpoint_sequential, ckpt_hooks.checkpoint_chunks
+checkpoint_loop = ckpt_hooks.checkpoint_loop
 
 _OURS = "from ckpt_hooks import checkpoint"
 _TORCH = "from torch.utils.checkpoint import checkpoint"

@@ -489,6 +489,21 @@ def in_chunks(run, function, x, chunks, dim, reduce=None):
     return tuple(joined) if len(joined) > 1 else joined[0]
 
 
+def in_loop(run, step, state, n, slots):
+    """Calls a function of a state again and again, by the checkpoint_loop that stands beside ``run``, if any."""
+    loop = _beside(run, "checkpoint_loop")
+    if loop is not None:
+        return loop(step, state, n, slots)
+    for _ in range(n):
+        state = step(state)
+    return state
+
+
+def _beside(run, name):
+    module = getattr(run, "func", run).__module__
+    return getattr(sys.modules[module.partition(".")[0] if module.startswith("ckpt_hooks.") else module], name, None)
+
+
 def step_in_backward(leaves):
     """Updates each leaf as soon as its gradient is there, as optimizers that run in backward do."""
 

@@ -221,6 +221,16 @@ CALLS = {
         "in_chunks(run, lambda v: (({step})(v).sum(), v.numel()), {x}, {chunks}, {d}, 'mean')",
         "in_chunks(run, lambda v: run({step}, v).sin(), {x}, {chunks}, {d})",
     ],
+    "loops": [
+        "in_loop(run, {step}, {x}, {times}, {slots})",
+        "in_loop(run, lambda s: (({step})(s[0]), s[1] + 1), ({x}, 0), {times}, {slots})[0]",
+        "in_loop(run, lambda s: [s[1], ({step})(s[0]) * {k}], [{x}, {y}], {times}, {slots})",
+        "in_loop(run, lambda s: {{'h': ({step})(s['h']), 'y': s['y'] * {k}}}, {{'h': {x}, 'y': {y}}}, {times}, {slots})['h']",
+        "in_loop(run, lambda s: (({step})(s) * {y}).tanh(), {x}, {times}, {slots})",
+        "in_loop(run, lambda s: run({step}, s) * {k}, {x}, {times}, {slots})",
+        "in_loop(run, lambda s: in_loop(run, {step}, s, 2, 2).sin(), {x}, {times}, {slots})",
+        "run(lambda v: in_loop(run, {step}, v, {times}, {slots}).sin(), {x})",
+    ],
 }
 
 #: Headers of blocks with what follows the body, by feature.

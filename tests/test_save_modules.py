@@ -1,0 +1,522 @@
+"""``save_modules``, ``attention_saveable`` and ``norms_recomputed``: what runs again, in regions of every form."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckpt_hooks import (
+    apply_checkpointing,
+    checkpoint,
+    checkpoint_module,
+    checkpoint_region,
+    create_selective_checkpoint_contexts,
+    trace,
+)
+from ckpt_hooks.policies import (
+    attention_saveable,
+    dots_saveable,
+    everything_saveable,
+    norms_recomputed,
+    nothing_saveable,
+    save_from_both_policies,
+    save_modules,
+)
+from ckpt_hooks.report import Reason
+from tests.fuzz.prelude import poke
+from tests.measure import Log, same_bits
+from tests.test_save_indices import Kept
+
+
+class Attention(nn.Module):
+    """Attention of two heads; four of the six products of a layer, a third of their cost."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.self_attn, self.norm, self.mlp_norm = Attention(width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        x = x + self.self_attn(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    """Layers, each called as ``call`` says."""
+
+    def __init__(self, layers=3, call=lambda layer, x: layer(x)):
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(Layer() for _ in range(layers)), call
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+def step(model, x):
+    """Returns the gradients, and the products of a step in floating-point operations."""
+    torch.manual_seed(1)
+    with FlopCounterMode(display=False) as counter:
+        model(x).square().sum().backward()
+    grads = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    return grads, counter.get_total_flops()
+
+
+def again(model, x, again=1):
+    """Returns the operators that run again in a step, by name."""
+    with Kept() as seen:
+        for _ in range(again):
+            model(x).square().sum().backward()
+    return {name.removeprefix("aten."): number for name, number in seen.again.items() if number}
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, 16, requires_grad=True)
+
+
+def region(policy, function, *args):
+    with checkpoint_region(policy=policy):
+        return function(*args)
+
+
+FORMS = {
+    "checkpoint": lambda policy: Model(call=lambda layer, x: checkpoint(policy=policy)(layer)(x)),
+    "function": lambda policy: Model(call=lambda layer, x: checkpoint(policy=policy)(lambda x: layer(x))(x)),
+    "contexts": lambda policy: Model(
+        call=lambda layer, x: checkpoint(layer, x, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    ),
+    "block": lambda policy: Model(call=lambda layer, x: region(policy, layer, x)),
+    "applied": lambda policy: applied(policy),
+    "recorded": lambda policy: applied(policy, recorded=True),
+    "in a checkpoint": lambda policy: Model(call=lambda layer, x: checkpoint(lambda x: region(policy, layer, x), x)),
+    "in a region": lambda policy: Model(call=lambda layer, x: region(None, checkpoint(policy=policy)(layer), x)),
+}
+ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def applied(policy, **options):
+    model = Model()
+    apply_checkpointing(model, Layer, policy=policy, **options)
+    return model
+
+
+WAYS = {
+    "end of a name": ("self_attn",),
+    "class": (Attention,),
+    "pattern": ("layers.*.self_attn",),
+    "of several": ("layers.0.self_attn", "layers.1.self_attn", "2.self_attn"),
+    "parts": ("self_attn.*", "self_attn"),
+    "any": ("layers.**.self_attn",),
+    "parts of a part": ("*_attn",),
+}
+
+
+def flops_of(form, policy, x):
+    torch.manual_seed(0)
+    return step(form(policy), x)
+
+
+@ALL
+def test_attention_is_kept(form, x):
+    """A step has 10 ninths of its products, for 11 ninths without a policy. The last product of a region is needed nowhere."""
+    torch.manual_seed(0)
+    plain, flops = step(Model(), x)
+    for policy, products in ((save_modules("self_attn"), 10), (everything_saveable, 9), (nothing_saveable, 11)):
+        grads, found = flops_of(form, policy, x)
+        assert all(map(same_bits, grads, plain))
+        if form is FORMS["in a checkpoint"]:  # which runs the layer once more, and brings the block back then
+            products = 13 - (products == 9)
+        assert found / flops == pytest.approx(products / 9), policy
+
+
+@pytest.mark.parametrize("names", WAYS.values(), ids=WAYS)
+def test_names(names, x):
+    _, flops = step(Model(), x)
+    for form in "checkpoint", "block", "applied":
+        assert flops_of(FORMS[form], save_modules(*names), x)[1] / flops == pytest.approx(10 / 9)
+
+
+@pytest.mark.filterwarnings("ignore:.*names modules that did not run")
+def test_names_of_others(x):
+    _, flops = step(Model(), x)
+    for name in "layers.0.self_attn", "0.self_attn":
+        assert flops_of(FORMS["applied"], save_modules(name), x)[1] / flops == pytest.approx(11 / 9 - 1 / 27)
+    for name in "attn", "self", "layers.self_attn", "*.*.*.self_attn":
+        assert flops_of(FORMS["applied"], save_modules(name), x)[1] / flops == pytest.approx(11 / 9)
+
+
+BOTH = save_from_both_policies(save_modules("mlp"), attention_saveable)
+
+
+@ALL
+@pytest.mark.parametrize("policy", [attention_saveable, norms_recomputed, BOTH, save_modules(nn.Linear)], ids=repr)
+def test_bitwise(form, policy, x):
+    torch.manual_seed(0)
+    models = Model(), form(policy)
+    models[1].load_state_dict(models[0].state_dict())
+    for cast in contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with cast:
+            (plain, _), (found, _) = (step(model, x) for model in models)
+        assert all(map(same_bits, found, plain))
+
+
+def ran_again(run, *args):
+    """Returns the operators that run again in backward, by name."""
+    with Kept() as seen:
+        run(*args).square().sum().backward()
+    return {name.removeprefix("aten."): number for name, number in seen.again.items() if number}
+
+
+SDPA = "_scaled_dot_product_flash_attention_for_cpu.default"
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "block", "applied", "recorded"])
+def test_what_runs_again_under_ready_made_policies(form, x):
+    assert ran_again(FORMS[form](None), x)[SDPA] == 3
+    found = ran_again(FORMS[form](attention_saveable), x)
+    assert SDPA not in found
+    assert found["addmm.default"] == 3 * 5
+    found = ran_again(FORMS[form](norms_recomputed), x)
+    assert {"native_layer_norm.default", "gelu.default"} <= set(found)
+    assert not {"addmm.default", "add.Tensor", SDPA} & set(found)
+
+
+def written_out(q, k, v):
+    return F.dropout((q @ k.mT / 2).softmax(-1), 0.1) @ v
+
+
+def by_math(q, k, v, **options):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+KINDS = {
+    "written out": written_out,
+    "math": by_math,
+    "math and dropout": lambda *given: by_math(*given, dropout_p=0.2),
+    "a mask with gradients": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=q @ k.mT),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_attention_without_a_kernel_of_its_own(kind):
+    """The product with the weights is kept. The weights, which backward reads, are computed again."""
+    q = torch.randn(2, 2, 5, 4, requires_grad=True)
+    found = {
+        policy: ran_again(checkpoint(policy=policy)(lambda q: kind(q, q, q).sin()), q) for policy in (None, attention_saveable)
+    }
+    assert found[None]["bmm.default"] - found[attention_saveable]["bmm.default"] == 1
+    assert any("softmax" in name for name in found[attention_saveable])
+
+
+def test_other_products_after_a_softmax_run_again():
+    x = torch.randn(2, 4, 4, requires_grad=True)
+    run = checkpoint(policy=attention_saveable)(lambda x: ((x.softmax(-1) @ x).sin() @ x).sin())
+    assert ran_again(run, x)["bmm.default"] == 1
+
+
+class RMSNorm(nn.Module):
+    """As in Llama: written of elementwise operators, with casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        h = x.to(torch.float32)
+        return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Gated(nn.Module):
+    """A gated MLP after a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.gate, self.down = RMSNorm(), nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def test_norms_and_gates_that_are_written_out_run_again(x):
+    cheap = {"silu.default", "mul.Tensor", "pow.Tensor_Scalar", "mean.dim", "rsqrt.default", "view.default", "t.default"}
+    found = ran_again(checkpoint(policy=norms_recomputed)(Gated()), x)
+    assert {"silu.default", "mul.Tensor"} <= set(found) <= cheap
+
+
+class Twice(nn.Module):
+    """Calls one part twice, a part of the part by hand, and itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.other = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 16)
+
+    def forward(self, x, depth=1):
+        x = self.part(self.part(x)).sin()
+        x = self.other.forward(x).sin()
+        return self(x, depth - 1) if depth else x
+
+
+@pytest.mark.parametrize(("name", "products"), [("part", 2), ("part.0", 2), ("part.1", 2), ("other", 6), (Twice, 0)])
+def test_modules_called_twice_by_hand_and_by_themselves(name, products, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ran_again(checkpoint(policy=save_modules(name))(Twice()), x).get("addmm.default", 0) == products
+
+
+class Around(nn.Module):
+    """Regions inside of the module named, and beside it."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.attention, self.policy = nn.Module(), policy
+        self.attention.forward = self.attend
+
+    def attend(self, x):
+        return checkpoint(policy=self.policy)(lambda x: self.inner(x).sin())(x)
+
+    def forward(self, x):
+        return checkpoint(policy=self.policy)(lambda x: self.outer(x).sin())(self.attention(x))
+
+
+def test_a_module_around_a_region(x):
+    assert ran_again(Around(save_modules("attention")), x)["addmm.default"] == 1
+    assert "addmm.default" not in ran_again(Around(save_modules(Around)), x)
+
+
+def test_a_function_of_torch_outside_of_any_module(x):
+    run = checkpoint(policy=save_modules(nn.Linear))(lambda x: F.linear(x, weight).sin())
+    weight = torch.randn(16, 16, requires_grad=True)
+    assert ran_again(run, x)["mm.default"] == 1
+
+
+class ByKernel(torch.autograd.Function):
+    """A custom function whose results a kernel writes, as Triton's do, and which saves what it got."""
+
+    calls = Log()
+
+    @staticmethod
+    def forward(ctx, x):
+        ByKernel.calls.append(1)
+        out, saved = torch.empty_like(x), torch.empty_like(x)
+        poke(out, x.sin())
+        poke(saved, x.cos())
+        ctx.save_for_backward(x, saved)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, saved = ctx.saved_tensors
+        return grad * saved + 0 * x
+
+
+class Kernels(nn.Module):
+    """Calls such a function, in a module and out of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Module()
+        self.inside.forward = lambda x: ByKernel.apply(x).exp()
+
+    def forward(self, x):
+        return ByKernel.apply(self.inside(x)).cos()
+
+
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        (None, 2),
+        (save_modules("inside"), 1),
+        (save_modules(Kernels), 0),
+        (save_from_both_policies(dots_saveable, save_modules("inside")), 1),
+        (attention_saveable, 2),
+        (norms_recomputed, 0),
+    ],
+    ids=repr,
+)
+def test_kernels_of_custom_functions(policy, again, x):
+    """An attention by Triton runs once a step, and not twice (FastVideo #1410)."""
+    module = Kernels()
+    module(x).sum().backward()
+    expected, x.grad = x.grad, None
+    for form in (lambda policy: checkpoint(policy=policy)(module), lambda policy: checkpoint_region(policy=policy)(module)):
+        ByKernel.calls.clear()
+        form(policy)(x).sum().backward()
+        assert len(ByKernel.calls) == 2 + again
+        assert same_bits(x.grad, expected)
+        x.grad = None
+
+
+class FlashAttnFunc(ByKernel):
+    """A name of a kernel for attention."""
+
+
+class FusedRMSNorm(ByKernel):
+    """A name of a kernel for norms."""
+
+
+@pytest.mark.parametrize("policy", [attention_saveable, norms_recomputed])
+def test_kernels_by_their_names(policy, x):
+    ByKernel.calls.clear()
+    checkpoint(policy=policy)(lambda x: FusedRMSNorm.apply(FlashAttnFunc.apply(x).exp()).exp())(x).sum().backward()
+    assert len(ByKernel.calls) == 3
+
+
+def test_exceptions_leave_nothing(x):
+    layer, policy = Layer(), save_modules("self_attn")
+    with pytest.raises(IndexError), checkpoint_region(policy=policy):
+        layer.self_attn(x)[7]
+    with pytest.raises(RuntimeError), checkpoint_region(policy=policy):
+        layer.self_attn(x[..., :3])
+    assert ran_again(checkpoint(policy=policy)(lambda x: layer.self_attn.q(x).sin()), x)["addmm.default"] == 1
+    for part in layer.modules():
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+    assert not torch.nn.modules.module._has_any_global_hook()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_threads_know_their_own_modules(x):
+    """One thread is in the module, and waits for the other one, which is not."""
+    started, ended, found = threading.Event(), threading.Event(), {}
+    policy = save_modules("0")
+
+    def wait(x):
+        started.set()
+        assert ended.wait(30)
+        return x
+
+    slow, quick = nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16)
+    slow[0].register_forward_pre_hook(lambda module, args: wait(args[0]))
+
+    def run(name, module):
+        found[name] = ran_again(checkpoint(policy=policy)(lambda x: module(x).sin()), x.detach().requires_grad_())
+
+    thread = threading.Thread(target=run, args=("slow", slow))
+    thread.start()
+    assert started.wait(30)
+    run("quick", quick)
+    ended.set()
+    thread.join()
+    assert "addmm.default" not in found["slow"]
+    assert found["quick"]["addmm.default"] == 1
+
+
+def test_writes_in_a_module_that_is_kept(x):
+    block = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Dropout(0.3, inplace=True))
+    model = nn.Sequential(block, nn.Tanh())
+    expected, _ = step(model, x)
+    for name in "0", "0.0", nn.ReLU, "0.2":
+        for recorded in False, True:
+            handle = apply_checkpointing(model, "", policy=save_modules(name), recorded=recorded)
+            assert all(map(same_bits, step(model, x)[0], expected)), name
+            handle.undo()
+
+
+def test_modules_inside_that_are_checkpointed(x):
+    """What ``checkpoint(...)`` makes of a module runs the module itself, of another identity."""
+    for name in "part", "0", "part.*":
+        policy = save_modules(name)
+        for wrap in checkpoint(policy=policy), functools.partial(checkpoint_module, policy=policy):
+            block = nn.Sequential()
+            block.part = wrap(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Sigmoid()))
+            assert ran_again(block, x).get("addmm.default", 0) == (name == "0")
+
+
+def test_modules_that_come_later(x):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    run = checkpoint(policy=save_modules("0"))(model)
+    assert "addmm.default" not in ran_again(run, x)
+    for _ in range(3):
+        model[0] = nn.Linear(16, 16)
+        assert "addmm.default" not in ran_again(run, x)
+    model.append(nn.Linear(16, 16))
+    model.append(nn.Tanh())
+    assert ran_again(run, x)["addmm.default"] == 1
+    del model[0]
+    model.insert(0, nn.Tanh())
+    assert ran_again(run, x)["addmm.default"] == 1
+
+
+def test_shared_modules_have_their_first_name(x):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    model.again = model[0]
+    assert "addmm.default" not in ran_again(checkpoint(policy=save_modules("0"))(model), x)
+
+
+def test_copies_and_pickles(x):
+    policy = save_modules("self_attn", nn.LayerNorm)
+    model = applied(policy)
+    model(x)
+    for other in pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy):
+        assert repr(other) == repr(policy) == "<save_modules: keeps the results of what runs in modules 'self_attn', LayerNorm>"
+    assert ran_again(copy.deepcopy(model), x)["addmm.default"] == 3
+    assert ran_again(pickle.loads(pickle.dumps(model.layers[0])), x)["addmm.default"] == 1
+
+
+def test_tables_and_traces_name_the_policy(x):
+    model = Model()
+    handle = apply_checkpointing(model, {"layers.0": save_modules("self_attn"), "layers.*": norms_recomputed}, recorded=True)
+    assert re.search(r"layers\.0 .* save_modules", str(handle))
+    assert re.search(r"layers\.1-2 .* norms_recomputed", str(handle))
+    with trace() as found:
+        model(x).sum().backward()
+    assert "modules 'self_attn'" in found.steps[0].regions[0].policy
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_what_is_kept_goes_with_its_last_use(x):
+    layer = Layer()
+    with checkpoint_region(policy=save_modules("self_attn")) as held:
+        y = layer(x)
+    # The attention's inputs and output, and the sum of its weights; its last product was not needed any more.
+    assert sum(kept.reason is Reason.POLICY for kept in held.kept()) == 6
+    y.sum().backward()
+    del y
+    assert held.kept() == []
+    with checkpoint_region(policy=save_modules("self_attn")) as held:
+        layer.self_attn(x)
+    assert held.kept() == []  # nobody needs it
+
+
+@pytest.mark.parametrize("policy", [save_modules("self_atn"), save_modules("q.", nn.Conv2d)])
+def test_modules_that_never_run_are_told_of(policy, x):
+    run = checkpoint(policy=policy)(Layer())
+    run(x)
+    run(x)
+    with pytest.warns(UserWarning, match="names modules that did not run in the first 3 regions under it, not one of them"):
+        run(x)
+    run(x)
+    run = checkpoint(policy=save_modules("mlp"))(Layer())
+    for _ in range(5):
+        run(x)
