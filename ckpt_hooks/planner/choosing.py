@@ -26,7 +26,8 @@ class BlockOption:
 
     choice: Choice
     effects: list[Effect]
-    cost: float  # of the operators which run again, in all calls
+    cost: float  # of the operators which run again, and of regions, in all calls
+    region_seconds: float = 0.0  # that recorded regions add to forward
 
 
 class Problem:
@@ -299,5 +300,7 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
             for entry in entries:
                 kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
                 effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
-            found[block].append(BlockOption(choice, effects, sum(effect.cost for effect in effects)))
+            seconds = 0.0 if runs is None else profile.region_seconds * sum(len(entry.ops) for entry in entries)
+            cost = sum(effect.cost for effect in effects) + seconds * profile.per_second
+            found[block].append(BlockOption(choice, effects, cost, seconds))
     return found

@@ -142,6 +142,8 @@ class Profile:
     allocations: list[ProfiledAllocation]
     entries: list[BlockCall]
     older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
+    region_seconds: float = 0.0  # that a recorded region adds to an operator of forward
+    per_second: float = 0.0  # the cost of a second
 
     def smooth(self) -> None:
         """Makes the seconds of each operator the median of its runs on tensors of the same sizes."""
@@ -155,9 +157,13 @@ class Profile:
             for op in ops:
                 op.seconds = seconds
 
-    def cost_by_seconds(self) -> None:
-        """Makes the cost of each operator its time, in the unit of the cost by operations."""
+    def cost_by_seconds(self, region_seconds: float, replay_seconds: float) -> None:
+        """Makes the cost of each operator its time with what a replay adds, in the unit of the cost by operations."""
         ops = [op for entry in self.entries for op in entry.ops]
+        for op in ops:
+            op.seconds += replay_seconds if op.cost else 0.0
+        total = sum(op.seconds for op in ops)
+        self.region_seconds, self.per_second = region_seconds, sum(op.cost for op in ops) / total if total else 0.0
         for op, cost in zip(ops, by_seconds([(op.cost, op.moved, op.seconds) for op in ops]), strict=True):
             op.cost = cost
 

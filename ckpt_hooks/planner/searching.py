@@ -22,6 +22,7 @@ from .blocks import blocks_of, outside_of
 from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
+from .pricing import region_prices
 from .profiling import Profile, profile_step
 from .restoring import as_before, optimizer_state
 from .simulating import natural_ends, peak_of
@@ -74,7 +75,7 @@ def searched(
             "call it."
         )
     if cost == "seconds":
-        profile.cost_by_seconds()
+        profile.cost_by_seconds(*region_prices(model, step, profile, [*found]))
     kinds = {name: type(module).__name__ for name, module in found.items()}
     search = Search(profile, kinds, shapes, plain.peak.nbytes, base, {"margin": margin, "cost": cost})
     return search.plan(memory_budget, model, step, tolerance)
@@ -205,7 +206,7 @@ class Search:
     def _corrected(self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float) -> dict[str, Any]:
         """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
         target, seen = float(budget), list[list[int]]()
-        best: dict[str, Any] | None = None
+        best, least = None, math.inf
         for _ in range(_CORRECTIONS):
             chosen = choose(self.problem, target)
             if chosen is None or chosen in seen:
@@ -213,8 +214,8 @@ class Search:
             seen.append(chosen)
             plan = self._measured(model, step, chosen)
             measured = plan["measured_peak"]
-            if measured <= budget and (best is None or plan["recomputed"] < best["recomputed"]):
-                best = plan
+            if measured <= budget and self.problem.cost(chosen) < least:
+                best, least = plan, self.problem.cost(chosen)
             if budget * (1 - tolerance) <= measured <= budget:
                 break
             target = budget + plan["predicted_peak"] - measured
@@ -236,7 +237,7 @@ class Search:
             option = of[number]
             effects += option.effects
             entries = [entry for entry in profile.entries if entry.block == name]
-            whole = sum(op.cost for entry in entries for op in entry.ops)
+            whole, cost = sum(op.cost for entry in entries for op in entry.ops), sum(one.cost for one in option.effects)
             ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
             kept = None
             if option.choice.kept is not None:
@@ -249,13 +250,13 @@ class Search:
                     kind=self._kinds[name],
                     kept=kept,
                     kept_bytes=sum(run.nbytes for run in kept or ()) * len(entries),
-                    recomputed=option.cost / whole if whole else 0.0,
+                    recomputed=cost / whole if whole else 0.0,
                     recomputed_seconds=sum(op.seconds for op in ran),
                     recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
                     shapes=tuple(self._shapes[name]),
                 )
             )
-            forward, again = forward + whole, again + option.cost
+            forward, again = forward + whole, again + cost
         predicted = peak_of(profile, effects, self.natural)
         return {
             "blocks": tuple(blocks),
@@ -263,6 +264,7 @@ class Search:
             "measured_peak": predicted,
             "recomputed": again / forward if forward else 0.0,
             "recomputed_seconds": sum(block.recomputed_seconds for block in blocks),
+            "region_seconds": sum(of[one].region_seconds for of, one in zip(problem.options, chosen, strict=True)),
             "_search": self,
             **self._common,
         }

@@ -294,7 +294,12 @@ def test_plans_travel(tmp_path):
 def test_costs_by_seconds():
     model, step, blocks = built("gpt")
     plain = after_a_step(model, step)
+    before = state_of(model)
     plan = plan_memory(model, step, 0.5, blocks=blocks, cost="seconds")
+    assert same(state_of(model), before)
+    assert plan.region_seconds > 0
+    assert "ms that regions take" in str(plan)
+    assert plan.replan(1.0).region_seconds == 0  # no region costs nothing
     assert plan.measured_peak <= plan.budget
     assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
     with plan.apply():
