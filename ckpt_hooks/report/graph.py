@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,7 +151,6 @@ class GraphReader:
         self._is_exact = True  # whether all of what is dropped is known, but for storages
         self._frames: dict[int, Frame] = {}
         self._names: dict[type, tuple[str, ...]] = {}  # of nodes, by their class
-        self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
         self._node: Any = None  # which is read
         self._views: list[torch.Size] | None = None  # the shapes of its views of parameters, once asked for
 
@@ -169,17 +168,10 @@ class GraphReader:
             for saved in frame.saved():
                 self._read_dropped(frame, saved, NOWHERE, ())
         for frame in self._frames.values():
-            region, origin = self._region_of(frame)
-            for holding in frame.held():
-                self._claim_holding(holding, region, origin)
-
-    def _region_of(self, frame: Frame) -> tuple[tuple[str, ...], Origin]:
-        found = self._regions.get(id(frame))
-        if found is None:
             watch = frame.watch
             origin = NOWHERE if watch is None else Origin(module=watch.region.module, line=watch.region.site)
-            found = self._regions[id(frame)] = format_path(frame.path), origin
-        return found
+            for holding in frame.held():
+                self._claim_holding(holding, format_path(frame.path), origin)
 
     def _read_node(self, node: Any) -> None:
         found, attributes = saved_in(node), attributes_of(node)
@@ -237,7 +229,7 @@ class GraphReader:
             storage, size = tensor.storage, tensor.storage_nbytes
             made = self._notes.made.get(storage, NOWHERE)
             operator, site, module = made.operator or operator, made.line or site, made.module or module
-        region = self._region_of(frame)[0]
+        region = format_path(frame.path)
         entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, ()))
         self._dropped.append((storage, entry))
 
@@ -348,17 +340,12 @@ class GraphReader:
             tensors.append(counts)
         # A tensor of unknown size has no dtype either.
         known = (storage is not None or (one.dtype is not None and not one.nbytes) for storage, one in self._dropped)
-        return tuple(tensors), tuple(self._distinct()), self._is_exact and all(known)
-
-    def _distinct(self) -> Iterator[Residual]:
-        """Yields dropped tensors, each storage once and without those that are held after all."""
-        seen: set[int] = set()
-        for storage, entry in self._dropped:
-            if storage is None:
-                yield entry
-            elif storage not in seen and storage not in self._claims and not self._notes.is_there_anyway(storage):
-                seen.add(storage)
-                yield entry
+        dropped, seen = [], set[int | None](self._claims)  # each storage once, and none that is held after all
+        for number, entry in self._dropped:
+            if number is None or not (number in seen or self._notes.is_there_anyway(number)):
+                dropped.append(entry)
+                seen.add(number)
+        return tuple(tensors), tuple(dropped), self._is_exact and all(known)
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -600,6 +600,8 @@ def test_the_picture_of_a_front(tmp_path):
     pytest.importorskip("matplotlib")
     model, step, blocks = built("mlp")
     picture = plan_memory(model, step, 0.4, blocks=blocks).pareto().plot(tmp_path / "front.svg")
+    (line,) = (one for one in picture.figure.axes[0].lines if one.get_label() == "plans")
+    assert line.get_drawstyle() == "steps-post"  # between two plans there is none
     assert (tmp_path / "front.svg").stat().st_size < 100_000
     (axes,) = picture.figure.axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [

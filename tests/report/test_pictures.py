@@ -174,6 +174,19 @@ def test_texts_lie_apart_and_in_the_picture(matplotlib, tmp_path):
 
 
 @pytest.mark.integrations
+def test_the_peak_stands_as_a_bar_beside_the_plot(matplotlib):
+    """However few moments a peak lasts: its bands are all of the memory, those that are seen with their names."""
+    ledger = found(12)
+    plot, beside = ledger.plot().figure.axes
+    unit = {"KiB": 2**10, "MiB": 2**20}[plot.get_ylabel().split()[0]]
+    heights = [patch.get_height() * unit for patch in beside.patches]
+    assert sum(heights) == pytest.approx(ledger.peak.total_nbytes)
+    words = [text.get_text() for text in beside.texts]
+    assert f"from before the step  {ledger.peak.older_nbytes / 1024:.1f} KiB" in words
+    assert 3 < len(words) <= len(heights)
+
+
+@pytest.mark.integrations
 def test_colours_are_told_apart_in_grey(matplotlib):
     from ckpt_hooks.report.ledger.pictures import _colours
 

@@ -26,7 +26,7 @@ from ckpt_hooks.report.formatting import (
 )
 
 from .data import Holder, LedgerData, Phase, maker_in_words
-from .pictures import Picture, panels
+from .pictures import Picture, compare
 from .rows import Marks, OlderMemory, rows_of, watch
 from .wastes import remedy_for, wastes_of
 
@@ -100,7 +100,7 @@ class MemoryLedger(LedgerData, Printed):
         Raises:
             ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
         """
-        return panels({"": self}, path)
+        return compare(path, **{"": self})  # without a title
 
     def _headline(self) -> str:
         peak = self.peak
@@ -151,9 +151,7 @@ class MemoryLedger(LedgerData, Printed):
 
 
 def _table_of_phases(phases: Sequence[Phase], peak: int) -> Table:
-    groups = [[phase] for phase in phases]
-    if len(groups) > _MOST_PHASES:
-        groups = alike(phases, lambda phase: phase.name)
+    groups = alike(phases, lambda phase: phase.name if len(phases) > _MOST_PHASES else phase.begin)
     most = max([1, *(phase.peak_nbytes for phase in phases)])
     rows = []
     for group in groups:

@@ -231,11 +231,6 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
     """
     if not ledgers:
         raise ValueError("compare got no ledgers. Give one or several by the titles of their panels: compare(plain=found).")
-    return panels(ledgers, path)
-
-
-def panels(ledgers: Mapping[str, LedgerData], path: str | os.PathLike[str] | None) -> Picture:
-    """Draws a panel for each ledger, of a title unless that is empty."""
     found = [*ledgers.values()]
     blocks = Blocks(found, _MOST_BLOCKS)
     figure = figure_of(10, 1.3 + 2.6 * len(found))
@@ -256,10 +251,7 @@ def panels(ledgers: Mapping[str, LedgerData], path: str | os.PathLike[str] | Non
         _draw_phases(axes, ledger)
         if ledger.peak.change in moments:
             _draw_peak(axes, ledger, size, width)
-            at = moments.index(ledger.peak.change)
-            _draw_bar(
-                beside, [(band, band.nbytes[at] / size) for band in bands if band.nbytes[at]], blocks.labels, colours, size
-            )
+            _draw_bar(beside, bands, moments.index(ledger.peak.change), blocks.labels, colours, size)
         beside.set_axis_off()
         axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
         axes.set_ylabel(f"{unit} in use")
@@ -354,27 +346,24 @@ def _draw_peak(axes: Any, ledger: LedgerData, size: int, width: int) -> None:
     axes.annotate(words, at, (0, 7), textcoords="offset points", ha=side, va="bottom", fontsize=9, bbox=box)
 
 
-def _draw_bar(
-    axes: Any, stack: list[tuple[Band, float]], labels: Sequence[str], colours: list[tuple[float, ...]], size: int
-) -> None:
+def _draw_bar(axes: Any, bands: list[Band], at: int, labels: list[str], colours: list[tuple[float, ...]], size: int) -> None:
     """Draws what is in use at the peak as a bar, from the bottom up, each band with its name and bytes beside it."""
     low, high = axes.get_ylim()
-    top, least = 0.0, max(_LEAST * (high - low), *sorted(height for _, height in stack)[-_MOST_LABELS:][:1])
+    top, least = 0.0, max(_LEAST * (high - low) * size, *sorted(band.nbytes[at] for band in bands)[-_MOST_LABELS:][:1])
     lines: list[tuple[float, str]] = []
-    for band, height in stack:
-        axes.bar(0.5, height, 1, top, linewidth=0.4, **_look_of(band.part, band.block, colours))
-        if height >= least and top + height > low:
-            name = band.part.value if band.block is None else labels[band.block]
+    for band in bands:
+        nbytes = band.nbytes[at]
+        below, top = top, top + nbytes / size
+        axes.bar(0.5, nbytes / size, 1, below, linewidth=0.4, **_look_of(band.part, band.block, colours))
+        if nbytes >= least and top > low:
+            name = cut(band.part.value if band.block is None else labels[band.block], _LONGEST)
             again = ", recomputed" if band.part is BandKind.AGAIN else ""
-            lines.append(
-                ((max(top, low) + top + height) / 2, f"{cut(name, _LONGEST)}{again}  {format_bytes(int(height * size))}")
-            )
-        top += height
+            lines.append(((max(below, low) + top) / 2, f"{name}{again}  {format_bytes(nbytes)}"))
     line, places = _LINE * (high - low), [middle for middle, _ in lines]
-    for at in range(1, len(places)):  # up, and then down where the uppermost have no room
-        places[at] = max(places[at], places[at - 1] + line)
-    for at in reversed(range(len(places))):
-        places[at] = min(places[at], high - (len(places) - at - 0.5) * line)
+    for number in range(1, len(places)):  # up, and then down where the uppermost have no room
+        places[number] = max(places[number], places[number - 1] + line)
+    for number in range(len(places)):
+        places[number] = min(places[number], high - (len(places) - number - 0.5) * line)
     for (middle, words), place in zip(lines, places, strict=True):
         axes.plot([1, 1.6], [middle, place], color="0.6", linewidth=0.6, clip_on=False)
         axes.text(1.7, place, words, va="center", fontsize=8)
