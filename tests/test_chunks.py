@@ -415,8 +415,10 @@ def test_rows_that_depend_on_each_other(name, around):
     module = Rows(DEPENDENT.get(name, F.silu))
     before, state = [one.clone() for one in module.buffers()], torch.get_rng_state()
     if name != "none":
-        with pytest.raises(ValueError, match="'Rows' returns something else for 8 rows of dimension 0 than for the same in a"):
-            around(checkpoint_chunks, module, x, check_rows=True)
+        for _ in range(2):
+            module.calls.clear()
+            with pytest.raises(ValueError, match="'Rows' returns something else for 8 rows of dimension 0 than for the"):
+                around(checkpoint_chunks, module, x, check_rows=True)
         assert all(map(same_bits, module.buffers(), before))
         assert (module.count, module.log, list(module.calls)) == (0, [], [16, 8, 8])
         assert torch.equal(torch.get_rng_state(), state)

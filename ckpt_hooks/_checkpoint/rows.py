@@ -39,8 +39,6 @@ def compare_rows(
     half = min(rows // 2, _MOST_ROWS)
     if not half or cut[0].is_meta or is_without_values() or _compared.get(id(owner)) is owner:
         return
-    with contextlib.suppress(TypeError):  # of no weak references
-        _compared[id(owner)] = owner
     # From the middle: the first labels of a sequence are ignored, more often than not.
     some = [tensor.narrow(dim, rows // 2 - half, 2 * half) for tensor in cut]
 
@@ -51,14 +49,15 @@ def compare_rows(
 
     drawn, whole, halves = past_modes(compared)
     pairs = zip(whole, halves, strict=True) if isinstance(whole, tuple) else [(whole, halves)]
-    if all(_are_close(one, other, cut[0]) for one, other in pairs):
-        return
-    if drawn is None:
-        raise Misuse.DEPENDENT_ROWS.error(name=name_of_callable(function), dim=dim, rows=half)
-    warn_user(
-        f"check_rows compares nothing: {name_of_callable(function)!r} draws random numbers ({drawn}), so that its rows differ "
-        "in any case. Call it once without, in eval() say."
-    )
+    if not all(_are_close(one, other, cut[0]) for one, other in pairs):
+        if drawn is None:
+            raise Misuse.DEPENDENT_ROWS.error(name=name_of_callable(function), dim=dim, rows=half)
+        warn_user(
+            f"check_rows compares nothing: {name_of_callable(function)!r} draws random numbers ({drawn}), so that its rows "
+            "differ in any case. Call it once without, in eval() say."
+        )
+    with contextlib.suppress(TypeError):  # of no weak references
+        _compared[id(owner)] = owner
 
 
 @contextlib.contextmanager
