@@ -18,6 +18,7 @@ from ckpt_hooks import (
     apply_checkpointing,
     checkpoint,
     checkpoint_chunks,
+    checkpoint_loop,
     checkpoint_module,
     checkpoint_name,
     checkpoint_region,
@@ -697,3 +698,117 @@ def test_a_first_step_imports_no_dynamo():
     )
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
     assert result.stdout == "[]\n"
+
+
+# Policies by module, and loops
+
+
+def products_again(model):
+    """Returns the number of products in the graph of backward that are forward's, after a check against the eager model."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    found = []
+
+    def count(graph, inputs):
+        found.append(sum(node.target is aten.addmm.default for node in graph.graph.nodes))
+        return graph
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: graph, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+    grads = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(grads, [x.grad, *(parameter.grad for parameter in model.parameters())])
+    return found
+
+
+class Deep(nn.Module):
+    """Four products in an attention, and one after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.mlp = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.mlp(self.self_attn(x).sin()).sin()
+
+
+class Stack(nn.Module):
+    """One layer, called by a function."""
+
+    def __init__(self, call=lambda layer, x: layer(x)):
+        super().__init__()
+        self.layers, self.call = nn.ModuleList([Deep()]), call
+
+    def forward(self, x):
+        return self.call(self.layers[0], x)
+
+
+def in_block(layer, x, policy):
+    with checkpoint_region(policy=policy):
+        return layer(x)
+
+
+def made_inside(layer, x, policy):
+    return checkpoint(policy=policies.save_modules("self_attn", nn.Tanh))(layer)(x)
+
+
+def applied(policy, **options):
+    model = Stack()
+    apply_checkpointing(model, "layers.*", policy=policy, **options)
+    return model
+
+
+def replaced(policy):
+    model = Stack()
+    model.layers[0] = checkpoint(policy=policy)(model.layers[0])
+    return model
+
+
+BY_MODULE = {
+    "call": lambda policy: Stack(lambda layer, x: checkpoint(policy=policy)(layer)(x)),
+    "made inside": lambda policy: Stack(functools.partial(made_inside, policy=policy)),
+    "block": lambda policy: Stack(functools.partial(in_block, policy=policy)),
+    "applied": applied,
+    "recorded": functools.partial(applied, recorded=True),
+    "replaced": replaced,
+}
+
+
+@pytest.mark.skipif(BEFORE_2_13, reason="before 2.13 Dynamo does not trace how options and policies are made")
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *((form, "layers.*.self_attn") for form in BY_MODULE),
+        ("call", "self_attn"),
+        ("block", nn.Sequential),
+        ("call", "**.self_attn.*"),
+    ],
+)
+def test_policies_by_module_know_the_modules_of_compiled_code(form, name):
+    """Of five products the one after the attention is computed again."""
+    assert products_again(BY_MODULE[form](policies.save_modules(name))) == [1]
+
+
+@pytest.mark.parametrize("form", ["call", "block"])
+def test_modules_of_other_names_in_compiled_code(form):
+    assert products_again(BY_MODULE[form](policies.save_modules("mlp"))) == [4]
+
+
+def looped(x):
+    def step(state):
+        h, t = state
+        return torch.nn.functional.dropout((h @ w).sin(), 0.3) * (t + 1), t + 1
+
+    return checkpoint_loop(step, (x, 0), 6, 2)[0]
+
+
+def test_loops_are_part_of_the_graph():
+    found = gradients(torch.compile(looped, backend="aot_eager", fullgraph=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(found, gradients(looped))

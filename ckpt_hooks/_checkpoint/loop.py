@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ckpt_hooks._core.misuse import Misuse, checked_count
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
@@ -91,16 +91,6 @@ class _Steps:
         return result
 
 
-def _structure(state: Any) -> str:
-    """Describes a state by its containers, keys and types."""
-    if isinstance(state, torch.Tensor):
-        return "Tensor"
-    if isinstance(state, (list, tuple)):
-        parts = list(map(_structure, state))
-    elif isinstance(state, dict):
-        parts = sorted(f"{key!r}: {_structure(value)}" for key, value in state.items())
-    elif dataclasses.is_dataclass(state) and not isinstance(state, type):
-        parts = [f"{field.name}: {_structure(getattr(state, field.name))}" for field in dataclasses.fields(state)]
-    else:
-        return type(state).__name__
-    return f"{type(state).__name__}({', '.join(parts)})"
+def _structure(state: Any) -> Any:
+    """Returns the containers of a state, with the names of types in them."""
+    return tree_map(lambda one: "Tensor" if isinstance(one, torch.Tensor) else type(one).__name__, state)

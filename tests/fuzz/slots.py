@@ -67,7 +67,7 @@ class Slots(dict):
         if key == "chunks":
             return choose.randint(1, 5)
         if key in ("times", "slots"):
-            return choose.randint(1, 7) if key == "times" else choose.randint(2, 4)
+            return choose.randint(2, 7) if key == "times" else choose.randint(2, 4)
         if key == "own":
             return draw.own() or "no_such_tensor"
         if key == "z":
