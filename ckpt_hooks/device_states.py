@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ._core.misuse import integer_in, wrong
+
 __all__ = ["DefaultDeviceType", "get_device_states", "set_device_states"]
 
 
@@ -33,8 +35,11 @@ class DefaultDeviceType:
 
         Args:
             device: A device type, without an index.
+
+        Raises:
+            ValueError: If torch knows no such type.
         """
-        DefaultDeviceType._default_device_type = device
+        DefaultDeviceType._default_device_type = _checked_type(device, "device")
 
     @staticmethod
     def get_device_type() -> str:
@@ -77,12 +82,32 @@ def set_device_states(devices: Sequence[int], states: Iterable[torch.Tensor], *,
         devices: Indices of the devices.
         states: One state a device, as :func:`get_device_states` gives them.
         device_type: Type of the devices; :class:`DefaultDeviceType`'s where none is given.
+
+    Raises:
+        TypeError: If ``devices`` or ``states`` has something else in it. No state is set then.
+        ValueError: If there is no such type of devices, or it has no states.
     """
-    if device_type is None:
-        device_type = DefaultDeviceType.get_device_type()
-    if device_type == "meta":
+    kind = DefaultDeviceType.get_device_type() if device_type is None else _checked_type(device_type, "device_type")
+    indices, found = ([*one] if isinstance(one, Iterable) else [None] for one in (devices, states))
+    if None in map(integer_in, indices) or not all(isinstance(one, torch.Tensor) for one in found):
+        wanted, advice = "indices of devices, and a state for each", "Pass both as get_device_states gives them."
+        raise wrong((devices, states), "devices and states", wanted, advice)
+    if kind == "meta" or not indices:
         return
-    module = getattr(torch, device_type)
-    for index, state in zip(devices, states, strict=False):
+    module: Any = getattr(torch, kind, None)
+    if not hasattr(module, "set_rng_state"):
+        wanted, advice = "a type of devices with states", "For the host write torch.set_rng_state(state)."
+        raise wrong(kind, "device_type", wanted, advice, ValueError)
+    for index, state in zip(indices, found, strict=False):
         with module.device(index):
             module.set_rng_state(state)
+
+
+def _checked_type(device: Any, name: str) -> str:
+    try:
+        found = torch.device(device).type if isinstance(device, str) else None
+    except RuntimeError:
+        found = None
+    if found is None or found != device:
+        raise wrong(device, name, "a device type without an index", "Pass one that torch.device knows, as 'cuda'.", ValueError)
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ._core.misuse import NeedsParentheses, checked_bytes, checked_integer
 from ._core.mutation import Why, mutated
 from ._tensors.offloaded import Moved, Shared
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
@@ -18,7 +19,9 @@ from ._torch.tensors import counted_detach, is_kept_anyway
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
 
 
-class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 -- a function to those who use it
+class offload_saved_tensors(  # noqa: N801 -- a function to those who use it
+    torch.autograd.graph.saved_tensors_hooks, metaclass=NeedsParentheses
+):
     """Moves tensors saved by autograd in a block to the host, and back for backward; no checkpointing needed.
 
     Parameters stay, since the model holds parameters anyway, and so do their views, autocast's casts, small tensors, and
@@ -30,13 +33,14 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
     in pinned memory, which torch hands out in blocks of 2, 4, 8, ... bytes: up to twice the size of the tensor.
 
     Args:
-        min_offload_size: Bytes below which a tensor stays on its device. At the default, 256 KiB, two copies take about as
-            long as their start.
+        min_offload_size: Bytes below which a tensor stays on its device: a number, or words such as ``"1MiB"``. At the default,
+            256 KiB, two copies take about as long as their start.
         max_fwd_stash_size: The number of tensors on their way to the host, and of tensors fetched ahead of their use. A larger
             number lets copies and computing overlap better, and takes more memory.
 
     Raises:
         ValueError: If ``min_offload_size`` is no number of bytes, or ``max_fwd_stash_size`` no number from 1.
+        TypeError: If ``min_offload_size`` is neither a number nor words.
         MutationError: In backward, for a tensor modified in place since it was saved, moved or not. Plain autograd raises too.
 
     Example:
@@ -48,18 +52,12 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
         >>> y.sum().backward()
     """
 
-    def __init__(self, min_offload_size: int = DEFAULT_MIN_OFFLOAD_SIZE, max_fwd_stash_size: int = MAX_STASH_SIZE) -> None:
-        if isinstance(min_offload_size, bool) or not isinstance(min_offload_size, int) or min_offload_size < 0:
-            raise ValueError(
-                f"min_offload_size should be a number of bytes, but got {min_offload_size!r}. Pass 0 to move tensors of "
-                "every size."
-            )
-        if isinstance(max_fwd_stash_size, bool) or not isinstance(max_fwd_stash_size, int) or max_fwd_stash_size < 1:
-            raise ValueError(
-                f"max_fwd_stash_size should be a number of tensors from 1, but got {max_fwd_stash_size!r}. Pass 1 to hold as "
-                f"little memory as can be, or leave it out for {MAX_STASH_SIZE}."
-            )
-
+    def __init__(
+        self, min_offload_size: int | str = DEFAULT_MIN_OFFLOAD_SIZE, max_fwd_stash_size: int = MAX_STASH_SIZE
+    ) -> None:
+        min_size = checked_bytes(min_offload_size, "min_offload_size")
+        advice = f"Pass 1 to hold as little memory as can be, or leave it out for {MAX_STASH_SIZE}."
+        stash_size = checked_integer(max_fwd_stash_size, "max_fwd_stash_size", advice)
         waiting = self._waiting = _Waiting()
         shared = self._shared = Shared()
 
@@ -71,17 +69,17 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
                 waiting.send(shared)
             if is_kept_anyway(tensor):
                 return [tensor, tensor._version]
-            transfers = transfers_for(tensor, min_offload_size)
+            transfers = transfers_for(tensor, min_size)
             if transfers is None:
                 # Without its history: it may be a result of the very operator that saves it, which would own itself.
                 return [counted_detach(tensor) if tensor.requires_grad else tensor, tensor._version]
             if not tensor.requires_grad:
-                saved = Moved(tensor, transfers, max_fwd_stash_size)
+                saved = Moved(tensor, transfers, stash_size)
                 waiting.add(saved)
                 return saved
             found = shared.find(tensor)
             if found is None:
-                found = Moved(tensor, transfers, max_fwd_stash_size)
+                found = Moved(tensor, transfers, stash_size)
                 found.send(shared)
             return found
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from typing_extensions import Never, ParamSpec, Self
@@ -15,8 +15,19 @@ from typing_extensions import Never, ParamSpec, Self
 from ._core.frame import stack
 from ._core.holdings import Holding
 from ._core.hooks import ThreadMark, close, mark_thread, rewind
-from ._core.misuse import Misuse, check_curried, described_as, name_of_callable
-from ._function.options import UNRUN, Form, check_runs, defaults_of, is_policy, refuse_unrun, values_of, warn_of_transform
+from ._core.misuse import Misuse, NeedsParentheses, check_curried, check_is, described_as, name_of_callable, unknown_error
+from ._function.options import (
+    UNRUN,
+    Form,
+    check_runs,
+    checked_name,
+    defaults_of,
+    is_policy,
+    options_of,
+    refuse_unrun,
+    values_of,
+    warn_of_transform,
+)
 from ._recorded.frame import Externals, RecordedFrame, held_in_graph
 from ._recorded.traced_regions import traced_name, traced_region, warn_of_instance
 from ._torch.compiling import skipped
@@ -31,6 +42,7 @@ R = TypeVar("R")
 
 _PASSED_ON = defaults_of(Form.RECORDED)
 _DEFAULTS = tuple(_PASSED_ON.values())
+_OPTIONS = options_of(Form.RECORDED)
 
 
 class _Entry(weakref.ref[Any]):
@@ -177,17 +189,7 @@ class _Exit:
         return leave
 
 
-class _WrittenWithoutParentheses(type):
-    """The type of :class:`checkpoint_region`: makes ``with checkpoint_region:`` a clear error."""
-
-    def __enter__(cls) -> NoReturn:
-        raise TypeError("checkpoint_region is a class: write `with checkpoint_region():`, with parentheses.")
-
-    def __exit__(cls, *exc_info: object) -> None:
-        """Python looks for ``__exit__`` before it enters the block."""
-
-
-class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- used like a function
+class checkpoint_region(PrintedHoldings, metaclass=NeedsParentheses):  # noqa: N801 -- used like a function
     """Runs a block without keeping its activations; backward replays the operators it needs.
 
     ::
@@ -290,6 +292,8 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
         @skipped
         def __new__(cls, *misplaced: Never, policy: Any = None, **options: Any) -> Any:
             """Makes a region; while Dynamo traces, a context manager that it follows."""
+            if options and (unknown := [name for name in options if name not in _OPTIONS]):
+                raise unknown_error(unknown, _OPTIONS, "checkpoint_region")
             if not torch.compiler.is_dynamo_compiling():
                 return super().__new__(cls)
             return traced_region(policy, functools.partial(checkpoint_region, policy=policy, **options))
@@ -309,7 +313,7 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
         if misplaced:
             raise _misplaced_error(misplaced[0])
         self._policy: Policy | None = None if policy is None else policy_from(policy)
-        self._name = name or "region"
+        self._name = checked_name(name) or "region"
         self._options: dict[str, Any] = {}
         given = preserve_rng_state, respect_saved_tensors_hooks, offload_inputs, split_backward, replay_whole
         if given != _DEFAULTS:
@@ -401,16 +405,16 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
 
 def _misplaced_error(value: Any) -> TypeError:
     """Returns the error for a positional argument of ``checkpoint_region``."""
+    advice = "Write `with checkpoint_region():` around the lines that compute it."
     if isinstance(value, str):
         advice = f"To name the region, write `checkpoint_region(name={value!r})`."
-    elif callable(value) and not is_policy(value):
-        name = name_of_callable(value)
-        advice = f"Write `with checkpoint_region():` around its call, or `checkpoint_region()({name})(*args)`; a decorator is "
-        advice += "written with parentheses, `@checkpoint_region()`."
     elif is_policy(value):
         advice = "A policy is given by name: write `checkpoint_region(policy=...)`."
-    else:
-        advice = "Write `with checkpoint_region():` around the lines that compute it."
+    elif callable(value):
+        advice = (
+            f"Write `with checkpoint_region():` around its call, or `checkpoint_region()({name_of_callable(value)})(*args)`. "
+        )
+        advice += "A decorator is written with parentheses, `@checkpoint_region()`."
     return TypeError(f"checkpoint_region takes options by name only, but got {described_as(value)}. {advice}")
 
 
@@ -435,12 +439,8 @@ def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
         >>> with checkpoint_region(policy=save_only_these_names("product")):
         ...     y = checkpoint_name(x @ x, "product").sin()
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"checkpoint_name takes a tensor, but got {tensor!r} of type {type(tensor).__name__}. Name each tensor by itself."
-        )
-    if not isinstance(name, str):
-        raise TypeError(f"name should be a string, but got {name!r} of type {type(name).__name__}. Pass one that a policy has.")
+    check_is(tensor, torch.Tensor, "tensor", "a tensor", "Name each tensor by itself.")
+    check_is(name, str, "name", "a string", "Pass one that a policy has.")
     if torch.compiler.is_dynamo_compiling():
         return traced_name(tensor, name)
     frame = stack.innermost

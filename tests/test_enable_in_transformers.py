@@ -351,7 +351,7 @@ def test_what_fails_leaves_the_model_as_it_was():
         (Failing(), {"input_require_grads": True}, NotImplementedError),
         (StackModel(), {"every_n_layers": 2}, ValueError),
         (Model(), {"determinism_check": "all"}, ValueError),
-        (Model(), {"recorded": True, "early_stop": False}, TypeError),
+        (Model(), {"recorded": True, "early_stop": False}, ValueError),
         (Model(), {"policy": "dots_saveable"}, TypeError),
     ]:
         before = attributes(model)

@@ -11,6 +11,7 @@ import contextvars
 import copy
 import functools
 import gc
+import json
 import pickle
 import re
 import sys
@@ -56,6 +57,7 @@ from ckpt_hooks import (
     patch_torch,
     plan_memory,
     policies,
+    remove_checkpointing,
     set_checkpoint_early_stop,
     trace,
     track_rng,
@@ -65,6 +67,7 @@ from ckpt_hooks._core.mutation import Why, _Change
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function import words
 from ckpt_hooks._function.frame import FunctionFrame
+from ckpt_hooks._recorded import frame as recorded
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.planner import Plan
@@ -72,7 +75,7 @@ from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
 from ckpt_hooks.report import compare
 from tests import fake_transformers as fake
 from tests.fake_device import fake_device
-from tests.measure import Log, as_library, leaf
+from tests.measure import CountOps, Log, as_library, leaf
 
 aten = torch.ops.aten
 MM, SIN, ERFINV = aten.mm.default, aten.sin.default, aten.erfinv.default  # the last is in no other list: a list warns once
@@ -765,6 +768,27 @@ def early_stop_in_a_block(value, x):
         return checkpoint(scaled, x)
 
 
+def debug_in_a_block(value):
+    with ckpt_hooks.set_checkpoint_debug_enabled(value):
+        pass
+
+
+def set_states(**options):
+    ckpt_hooks.set_device_states([0], [torch.get_rng_state()], **options)
+
+
+def policy_in_a_plain_region():
+    recorded._has_warned = False  # tests begin as if it had been said
+    checkpoint(name="outer")(lambda x: checkpoint(name="inner", policy=policies.dots_saveable)(block)(x.sin()))(leaf(3).float())
+
+
+def wrapped_after(model, select):
+    applied = apply_checkpointing(model, select)
+    forward = model[1].forward
+    model[1].forward = lambda x: forward(x)
+    applied.undo()
+
+
 def scaled(x, *, scale=2):
     return (x * scale).sin()
 
@@ -836,7 +860,10 @@ def chunked(function=torch.sin, *args, chunks=2, **options):
 CALLS = {
     TypeError: {
         # Options
-        r"write checkpoint\(name=\.\.\.\)\(function\)": lambda: checkpoint(block, x, name="block"),
+        r"determinsm='none' .*Write `checkpoint\(determinism_check=\.\.\.\)\(f.* takes .*policy, ": (
+            lambda: checkpoint(block, x, determinsm="none")
+        ),
+        r"Write `checkpoint\(name=\.\.\.\)\(function\).* by functools\.partial": lambda: checkpoint(block, x, name="block"),
         "which is a policy": lambda: checkpoint(lambda x, **_: x, x, policy=[MM]),
         "does not run when it is called": lambda: checkpoint(generator, x),
         r"args\[0\] is an iterator": lambda: checkpoint(lambda x: x, iter([x])),
@@ -844,31 +871,59 @@ CALLS = {
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
+        r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),
+        "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
+        "path should be the path of a file, but got 3": lambda: memory_ledger(lambda: None).plot(3),
+        "plain should be a ledger, but got 3": lambda: compare(plain=3),
+        "got 3 of type int. Pass the model of the plan": lambda: planned(blocks=["1"]).apply(3),
+        r"path should be the path of a file.*'front\.svg'": lambda: planned(blocks=["1"]).pareto().plot(3),
+        "report should be a report, but got 3": lambda: ckpt_hooks.format_saved_residuals(3),
+        "trace should be a Trace, but got 3": lambda: ckpt_hooks.print_trace(3),
+        "known should be modules and tensors, but got 3": lambda: ckpt_hooks.saved_tensors_report(leaf(2).sin(), known=[3]),
+        "a function first, but got a tensor, .*`saved_residuals\\(block, x\\)`": lambda: ckpt_hooks.saved_residuals(x),
+        r"context_fn is called with \(\), but .* takes \(x\)": lambda: checkpoint(context_fn=lambda x: noop_context_fn()),
+        r"determinism_check is called with \(tensor\)": lambda: checkpoint(determinism_check=lambda: None),
+        "enabled should be True or False or None, but got 'yes'": lambda: debug_in_a_block("yes"),
         "source should be .* but got 3 of type int": lambda: track_rng(3).__enter__(),
         # Policies
         r"policy of ckpt_hooks\.policies, but got the operator aten\.mm\.default": lambda: checkpoint(policy=MM),
         r"aten\.mm, which has several operators": lambda: checkpoint(policy=aten.mm),
         r"Call it: policy=save_ops\(\.\.\.\)": lambda: checkpoint(policy=save_ops),
         r"but got 'dots_saveable' of type str": lambda: checkpoint(policy="dots_saveable"),
-        "returned 'save' for aten.sin.default": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
+        "returned 'save' of type str for aten.sin.default": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
         "a count belongs to one region": lambda: save_every(MM, 2)(None, MM),
-        "got one string, 'a'": lambda: save_or_offload("a", []),
-        "names should be strings, but got 3": lambda: save_only_these_names(3),
+        "saved should be a list of names, but got 'a' of": lambda: save_or_offload("a", []),
+        "a name in names should be a string, but got 3": lambda: save_only_these_names(3),
+        r"dots_saveable is a policy.*`policy=dots_saveable`": lambda: checkpoint(policy=policies.dots_saveable()),
+        "routing_saveable is a policy": lambda: checkpoint(policy=policies.routing_saveable()),
+        "save_from_both_policies is a policy": lambda: policies.save_from_both_policies([MM], [MM])(),
+        r"policies, but got 'list'\. Write policy=": lambda: checkpoint(policy=list),
+        r"policy is called with \(ctx, op, .* takes \(op\)\. Write `def policy\(ctx, op, \*args, \*\*kwargs\):`": (
+            lambda: checkpoint(policy=lambda op: False)
+        ),
+        r"but 'function' takes \(ctx, op, x\)": lambda: checkpoint(policy=lambda ctx, op, x: False)(block)(x),
+        r"select is called with \(name, module\), but .* takes \(m\)": lambda: apply_checkpointing(block, lambda m: True),
+        r"of is called with \(name, module\)": lambda: apply_checkpointing(block, every(2, of=lambda m: True)),
         "a region has one": lambda: checkpoint(policy=[MM], context_fn=selective_pair)(torch.sin)(leaf(3)),
-        "runs should name submodules, but has 1": lambda: policies.save_indices([(1, MM, 0)]),
+        "a submodule in runs should be a string, but got 1": lambda: policies.save_indices([(1, MM, 0)]),
+        "runs and counts should be triples": lambda: policies.save_indices([3]),
         "takes names of modules and module classes, but got a module, Linear": lambda: policies.save_modules(block),
-        "runs should have integers": lambda: policies.save_indices([("", MM, "first")]),
         # Regions as blocks, and sequences
         r"`with checkpoint_region\(\):`, with parentheses": with_class,
-        r"is a class.*with parentheses": lambda: contextlib.ExitStack().enter_context(checkpoint_region),
+        r"offload_saved_tensors is a class": lambda: contextlib.ExitStack().enter_context(offload_saved_tensors),
+        r"GraphExecGroup is a class": lambda: contextlib.ExitStack().enter_context(GraphExecGroup),
+        r"checkpoint_region is a class.*with parentheses": lambda: contextlib.ExitStack().enter_context(checkpoint_region),
         rf"got 'scaled'.*{BLOCK}": lambda: checkpoint_region(scaled),
         rf"got a module, Linear.*{BLOCK}": lambda: checkpoint_region(block),
         "around the lines that compute it": lambda: checkpoint_region(x),
         r"of type list.*`checkpoint_region\(policy=\.\.\.\)`": lambda: checkpoint_region([MM]),
         r"dots_saveable.*`checkpoint_region\(policy=\.\.\.\)`": lambda: checkpoint_region(policies.dots_saveable),
         r"`checkpoint_region\(name='block'\)`": lambda: checkpoint_region("block"),
-        "checkpoint_name takes a tensor, but got 3 of type int": lambda: checkpoint_name(3, "h"),
-        "name should be a string, but got 3 of type int": lambda: checkpoint_name(x, 3),
+        "tensor should be a tensor, but got 3 of type int": lambda: checkpoint_name(3, "h"),
+        "name should be a string, but got 3 of type int. Pass one that a": lambda: checkpoint_name(x, 3),
+        "name should be a string, but got 3 of type int. Pass the name": lambda: checkpoint(name=3),
+        r"functions\[1\] should be a function or a module, but got None": lambda: checkpoint_sequential([block, None], 2, x),
+        r"a module, ModuleDict.*`\[\*functions.values\(\)\]`": lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
         "checkpoint_sequential takes one input": lambda: checkpoint_sequential([block], 1, x, x),
         r"a tensor.* for segments\. Write `checkpoint_sequential\(f\w+, 2, x\)`": lambda: checkpoint_sequential([block], x, 2),
         r"checkpoint_loop takes a function first, but got 3": lambda: checkpoint_loop(3, x, 4, 2),
@@ -893,7 +948,10 @@ CALLS = {
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
         "model should be a torch.nn.Module, but got .* of type list": lambda: apply_checkpointing([block], nn.Linear),
         r"every\(n=2, of=None\)\. Multiply": lambda: apply_checkpointing(block, every(2, of=every(2))),
-        "select should map name patterns to policies, but has 3 of type int": lambda: apply_checkpointing(block, {3: None}),
+        "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
+        "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
+        "root should be a torch.nn.Module, but got 3": lambda: policies.save_indices([("", MM, 0)], root=3),
+        "a key of select should be a name pattern, but got 3 of type int": lambda: apply_checkpointing(block, {3: None}),
         "select should be module classes.* but got 3 of type int": lambda: apply_checkpointing(block, 3),
         "a Transformers model, but got a module, Linear. Pass other modules": lambda: enable_in_transformers(block),
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),
@@ -902,28 +960,41 @@ CALLS = {
         # Reports and plans
         "saved_residuals reads the graph of the function's result, but got int": lambda: ckpt_hooks.saved_residuals(lambda: 3),
         r"reads the graph of tensors, but got \['str'\]": lambda: ckpt_hooks.saved_tensors_report("loss"),
-        r"memory_ledger takes a step.* but got a tensor, float32\[2\] on cpu": lambda: memory_ledger(torch.ones(2)),
-        r"memory_budget should be bytes.* but got \[1\] of type list": lambda: planned(budget=[1]),
+        r"step should be a function to run, but got a tensor, float32\[2\] on cpu": lambda: memory_ledger(torch.ones(2)),
+        r"memory_budget should be a number of bytes, or a part .* but got \[1\] of type list": lambda: planned(budget=[1]),
         "model should be a torch.nn.Module, but got 3 of type int": lambda: plan_memory(3, print, 0.5),
         "step should be a function of the model, but got 3 of type int": lambda: plan_memory(block, 3, 0.5),
+        r"step is called with \(model\), but 'function' takes \(\).*`def step\(model\):`": lambda: planned(step=lambda: None),
+        r"blocks is called with \(name, module\)": lambda: planned(blocks=lambda module: True),
     },
     ValueError: {
         # Options and policies
-        "Unexpected keyword arguments: nam": lambda: checkpoint(nam="block"),
+        r"arguments: nam\. Without a function, checkpoint takes .*policy, .*\. Write name for nam": lambda: checkpoint(
+            nam="block"
+        ),
+        r"arguments: polcy\. checkpoint_region takes .*policy, .*\. Write policy for polcy": lambda: checkpoint_region(
+            polcy=None
+        ),
+        r"arguments: early_stop\. checkpoint_region takes .*\. Leave out others": lambda: checkpoint_region(early_stop=True),
+        r"polcy\. apply_checkpointing takes recorded, .*\. Write policy for": lambda: apply_checkpointing(
+            two_blocks(), "1", polcy=1
+        ),
+        r"policy has no operator\..*nothing_saveable": lambda: checkpoint_region(policy=[]),
+        "save_only_these_names got no names": save_only_these_names,
         "determinism_check should be one of 'default', 'none'": lambda: checkpoint(block, x, determinism_check="all"),
         "source should be .* but got 'jax'": lambda: track_rng("jax").__enter__(),
-        "min_offload_size should be a number of bytes, but got '1 MB'": lambda: offload_saved_tensors("1 MB"),
-        "a number of tensors from 1, but got 0": lambda: offload_saved_tensors(max_fwd_stash_size=0),
+        "min_offload_size should be a number of bytes, but got '1 meg'": lambda: offload_saved_tensors("1 meg"),
+        "max_fwd_stash_size should be a positive integer, but got 0": lambda: offload_saved_tensors(max_fwd_stash_size=0),
         "update the OpOverloadPacket": lambda: checkpoint(policy=[aten.mm]),
-        "got: mm of type str": lambda: checkpoint(policy=["mm"]),
+        "got: 'mm' of type str": lambda: checkpoint(policy=["mm"]),
         "got: .*view.* of type list": lambda: save_ops([aten.view.default]),
-        "n should be a positive integer, but got 0. Pass 2 to keep": lambda: save_every(MM, 0),
+        "n should be a positive integer, but got 0 of type int. Pass 2 to keep": lambda: save_every(MM, 0),
         "no name in common": lambda: save_or_offload(["a"], ["a"]),
         "save_modules got no modules": policies.save_modules,
         "slots should be an integer from 2, but got 1": lambda: checkpoint_loop(torch.sin, x, 4, 1),
-        "numbers from 0": lambda: policies.save_indices([("", MM, -1)]),
+        "a number in runs should be an integer from 0, but got -1": lambda: policies.save_indices([("", MM, -1)]),
         # Sequences and modules
-        "checkpoint_sequential takes preserve_rng_state only": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
+        "policy. checkpoint_sequential takes .* call each": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
         "chunks should be a positive integer, but got 0 of type int": lambda: chunked(chunks=0),
         "chunks should be a positive integer, but got '8'": lambda: checkpoint_module(nn.Tanh(), chunks="8"),
         "dim is an option of chunks, whose number is missing. Write chunks=8": lambda: checkpoint_module(nn.Tanh(), dim=1),
@@ -939,35 +1010,48 @@ CALLS = {
         r"one shape, \(3,\), but got a tensor, float32\[2\]": lambda: chunked(lambda x: x.sum(1), reduce="sum"),
         "returns something else for 2 rows of dimension 0": lambda: chunked(lambda x: x.cumsum(0), check_rows=True),
         "Write the policy into select": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
-        "apply_checkpointing got name, but names each region after": lambda: apply_checkpointing(block, "", name="x"),
-        "early_stop. With recorded=True there are": lambda: checkpoint_module(nn.Tanh(), recorded=True, early_stop=True),
+        "name. apply_checkpointing takes recorded,": lambda: apply_checkpointing(block, "", name="x"),
+        "early_stop. With recorded=True": lambda: checkpoint_module(nn.Tanh(), recorded=True, early_stop=True),
         "is a TorchScript module": lambda: checkpoint_module(scripted()),
         "is checkpointed already": lambda: checkpoint_module(checkpoint_module(nn.Tanh())),
         "which has no forward": lambda: checkpoint_module(nn.ModuleList()),
-        "n should be a positive integer, but got 0. Pass 2 to select": lambda: every(0),
-        "selects no module of Linear. Its modules are of": lambda: apply_checkpointing(block, nn.Conv2d),
-        "A name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
+        "n should be a positive integer, but got 0 of type int. Pass 2 to select": lambda: every(0),
+        "selects no module. Select among these classes: Linear": lambda: apply_checkpointing(block, nn.Conv2d),
+        "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
+        "name. apply_checkpointing, for '0', takes": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "leave no region of 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
-        "options for '0' that are none": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),
         "switches nothing on": lambda: enable_in_transformers(fake.NothingToSwitch()),
         "knows no layers": lambda: enable_in_transformers(fake.StackModel(), every_n_layers=2),
         "has no list of layers": lambda: enable_in_transformers(fake.CallerWithoutList()),
         "Leave out policy, every_n_layers": lambda: enable_in_transformers(fake.Model(), plan=3, every_n_layers=2),
-        "enable_in_transformers got name": lambda: enable_in_transformers(fake.Model(), name="x"),
+        "name. enable_in_transformers takes": lambda: enable_in_transformers(fake.Model(), name="x"),
         "every_n_layers should be a positive integer": lambda: enable_in_transformers(fake.Model(), every_n_layers=0),
         # Reports and plans
-        "nothing was allocated on device 'cuda:0'": lambda: memory_ledger(lambda: torch.ones(2)).on("cuda:0"),
+        "device should be one of cpu, but got 'cuda:0'": lambda: memory_ledger(lambda: torch.ones(2)).on("cuda:0"),
         "compare got no ledgers": compare,
+        "device should be a device type without an index, but got 'gpuu'": (
+            lambda: ckpt_hooks.DefaultDeviceType.set_device_type("gpuu")
+        ),
+        "device_type should be a device type .* but got 'gpu'": lambda: set_states(device_type="gpu"),
+        r"device_type should be a type of devices with states.* torch\.set_rng_state": lambda: set_states(device_type="cpu"),
+        "max_rows should be a positive integer": lambda: ckpt_hooks.format_saved_residuals(
+            ckpt_hooks.saved_residuals(torch.sin, leaf(2)), max_rows=0
+        ),
         "No blocks were found": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
         "Block '1.0' is inside of block '1'": lambda: planned(blocks=["1", "1.*"]),
-        "memory_budget=2.0 is no part from 0.0 to 1.0": lambda: planned(budget=2.0),
-        "memory_budget=-3 is negative": lambda: planned(budget=-3),
-        "memory_budget='20 gibis' has no size": lambda: planned(budget="20 gibis"),
-        "margin=1.0 is no part": lambda: planned(margin=1.0),
+        "memory_budget should be a part from 0.0 to 1.0, but got 2.0": lambda: planned(budget=2.0),
+        "memory_budget should be a number of bytes, or .* but got -3": lambda: planned(budget=-3),
+        "memory_budget should be a number of bytes, or .* but got '20 gibis'": lambda: planned(budget="20 gibis"),
+        "margin should be a part from 0.0 up to 1.0, but got 1.0": lambda: planned(margin=1.0),
+        "tolerance should be a part from 0.0 to 1.0, but got nan": lambda: planned(tolerance=float("nan")),
+        r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
+        r"plan should be an object, but got 3": lambda: Plan.from_json(3),
+        r"plan\.version should be 1, but got 2": lambda: Plan.from_json({"version": 2}),
+        "blocks=.* selects no module": lambda: planned(blocks=""),
         "The step ran no backward": lambda: planned(step=lambda model: model(torch.ones(2, 4))),
         "never calls '1'": lambda: planned(step=lambda model: backward(model[0](torch.ones(2, 4))), blocks=["1"]),
-        "cost='dollars' is none": lambda: planned(cost="dollars"),
+        r"cost should be one of \('operations', 'seconds'\), but got 'dollars'": lambda: planned(cost="dollars"),
         "without memory": lambda: planned(model=nn.LazyLinear(4)),
         "The model of this plan is gone": lambda: planned(blocks=["1"]).apply(),
         "The profile of this plan is not there": lambda: Plan.from_json(planned(blocks=["1"]).to_json()).pareto(),
@@ -987,6 +1071,8 @@ CALLS = {
     AttributeError: {"no attribute 'nothing'": lambda: ckpt_hooks.nothing},
     UserWarning: {
         r"check_rows compares nothing: 'dropout' draws": lambda: chunked(nn.functional.dropout, check_rows=True),
+        r"<dots_saveable: .*> of region 'inner' spares nothing: region 'outer' .*`recorded=True`": policy_in_a_plain_region,
+        r"The forward of '1', a Sequential, was set anew .*`del module\.forward`": lambda: wrapped_after(two_blocks(), "1"),
         "under a torch.func transform": lambda: torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.rand(3)),
         "did not run in the first 3 regions": lambda: [checkpoint(policy=[ERFINV])(torch.sin)(leaf(3)) for _ in range(3)],
         "has: 'hidden'. Names in the region: 'other'": lambda: named_region(save_only_these_names("hidden")),
@@ -1027,12 +1113,12 @@ def said(name):
 #: What is written with dots and colons though it is no end of a sentence: code, names, what is in brackets.
 _CODE = re.compile(
     r"`[^`]*`|'[^']*'|\"[^\"]*\"|\([^()]*\)|<[^<>]*>|\w*\[[^\[\]]*\](\.\w+)*"
-    r"|\b(torch|ckpt_hooks|aten|contextlib|functools|policies|autograd|ctx|CheckpointPolicy)(\.\w+)+"
+    r"|\b(torch|ckpt_hooks|aten|contextlib|functools|policies|autograd|ctx|plan|CheckpointPolicy)(\.\w+)+"
 )
 #: What a message tells its reader to do.
 _FIX = re.compile(
     r"\b(bind|call|change|compile|enter|exchange|fill|give|hand|have|leave|let|make|modify|name|pack|pass|print|read|report|return|run"
-    r"|select|step|take|track|use|write|apply|keep|come)\b",
+    r"|select|step|take|track|update|use|write|apply|keep|come)\b",
     re.IGNORECASE,
 )
 
@@ -1112,6 +1198,8 @@ def messages():
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 if called.endswith("Error") or called in ("_error", "warn"):
                     found.update((parts_of(argument), f"{path}:{node.lineno}") for argument in node.args[:2])
+                if called == "wrong" or called.startswith("check"):
+                    found.update((parts_of(argument), f"{path}:{node.lineno}") for argument in node.args[1:])
     for row in (*Why, *_Change, *Misuse):
         text = row.value if isinstance(row, Misuse) else "{}".join(row.value[:2])
         found[tuple(re.split(r"\{[^}]*\}", text))] = str(row)
@@ -1146,6 +1234,279 @@ def test_no_text_in_the_code_runs_together():
 
 def test_an_error_of_a_region_that_brings_back_arguments_of_another_is_told_once():
     assert str(said("a_region_inside_whose_argument_is_of_another_shape")).count("was saved by") == 1
+
+
+# What to do, followed
+
+
+class Marked(nn.Module):
+    """Counts its operators: with a policy kept, a rerun has fewer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"attn": nn.Linear(4, 4), "mlp": nn.Linear(4, 4)}) for _ in range(2))
+        for layer in self.layers:
+            layer.forward = lambda x, layer=layer: layer["mlp"](layer["attn"](x).sin()).sin()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def products_again(select, **options):
+    """Returns how many products a step runs besides those of a plain one."""
+    counts = []
+    for chosen in (None, select):
+        model = Marked()
+        with apply_checkpointing(model, chosen, **options) if chosen else contextlib.nullcontext(), CountOps() as ops:
+            model(leaf(2, 4).float()).sum().backward()
+        counts.append(ops.counts["addmm"])
+    return counts[1] - counts[0]
+
+
+def offloaded(function, *args):
+    with offload_saved_tensors():
+        return function(*args)
+
+
+def right_plan_file():
+    plan = planned(model=(model := two_blocks()), blocks=["1"])
+    return model, json.loads(json.dumps(plan.to_json()))
+
+
+def undone_first():
+    model = two_blocks()
+    with apply_checkpointing(model, "1"):
+        forward = model[1].forward
+        model[1].forward = lambda x: forward(x)
+        del model[1].forward
+    return vars(model[1]).get("forward")
+
+
+def budget_of_an_optimizer(foreach):
+    torch.manual_seed(0)
+    model, data = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.ones(2, 64)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
+
+    def step(model):
+        model(data).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(model)
+    try:
+        plan_memory(model, step, 1, blocks="*")
+    except BudgetTooSmallError as error:
+        return error
+    return None
+
+
+POLICY = "def policy(ctx, op, *args, **kwargs):\n    return CheckpointPolicy.PREFER_RECOMPUTE"
+SELECT = "def select(name, module):\n    return isinstance(module, nn.Tanh)"
+
+
+def defined(text, name):
+    found = {"CheckpointPolicy": CheckpointPolicy, "nn": nn}
+    exec(text, found)
+    return found[name]
+
+
+#: What is wrong, the words of the message that say what to do, and that done.
+FIXES = {
+    "a keyword of a region": (
+        lambda: checkpoint_region(polcy=[MM]),
+        "Write policy for polcy",
+        lambda: checkpoint_region(policy=[MM])(block)(x),
+    ),
+    "an option of the other kind": (
+        lambda: checkpoint_region(early_stop=False, name="a"),
+        "early_stop.*Leave out others",
+        lambda: checkpoint_region(name="a")(block)(x),
+    ),
+    "a flag of torch": (
+        lambda: checkpoint_region(use_reentrant=False),
+        "use_reentrant.*Leave out others",
+        lambda: checkpoint_region()(block)(x),
+    ),
+    "a keyword for modules": (
+        lambda: apply_checkpointing(two_blocks(), "1", polcy=[MM]),
+        "apply_checkpointing takes .*Write policy for polcy",
+        lambda: apply_checkpointing(two_blocks(), "1", policy=[MM]),
+    ),
+    "a keyword of a call": (
+        lambda: checkpoint(block, x, determinsm_check="none"),
+        r"`checkpoint\(determinism_check=\.\.\.\)\(function\)\(\*args\)`",
+        lambda: checkpoint(determinism_check="none")(block)(x),
+    ),
+    "a number for a name": (lambda: checkpoint(name=3), "name='block'", lambda: checkpoint(name="block")(block)(x)),
+    "a called policy": (
+        lambda: checkpoint(policy=policies.dots_saveable()),
+        "without parentheses: `policy=dots_saveable`",
+        lambda: checkpoint(policy=policies.dots_saveable)(block)(x),
+    ),
+    "a step that is none": (
+        lambda: checkpoint_sequential([block, None], 2, x),
+        r"functions\[1\].*Leave it out",
+        lambda: checkpoint_sequential([block], 1, x),
+    ),
+    "steps by name": (
+        lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
+        r"`\[\*functions\.values\(\)\]`",
+        lambda: checkpoint_sequential([*nn.ModuleDict({"a": block}).values()], 1, x),
+    ),
+    "a policy of another signature": (
+        lambda: checkpoint(policy=lambda op: True),
+        re.escape(POLICY.partition("\n")[0]),
+        lambda: checkpoint(policy=defined(POLICY, "policy"))(block)(x),
+    ),
+    "a selector of another signature": (
+        lambda: apply_checkpointing(two_blocks(), lambda module: True),
+        re.escape(SELECT.partition("\n")[0]),
+        lambda: apply_checkpointing(two_blocks(), defined(SELECT, "select")).regions[0].name == "1.1",
+    ),
+    "a policy in a plain region": (
+        lambda: policy_in_a_plain_region(),
+        "`recorded=True`",
+        lambda: (
+            products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {"recorded": True}})
+            < products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {}})
+        ),
+    ),
+    "residuals of a tensor": (
+        lambda: ckpt_hooks.saved_residuals(block(x)),
+        r"`saved_residuals\(block, x\)`",
+        lambda: ckpt_hooks.saved_residuals(block, x),
+    ),
+    "a name to remove": (
+        lambda: remove_checkpointing("1"),
+        "module should be a torch.nn.Module",
+        lambda: remove_checkpointing(two_blocks()[1]) is None,
+    ),
+    "a block without parentheses": (
+        lambda: contextlib.ExitStack().enter_context(offload_saved_tensors),
+        r"`with offload_saved_tensors\(\):`",
+        lambda: offloaded(block, x),
+    ),
+    "a word for a flag": (
+        lambda: debug_in_a_block("no"),
+        "Pass enabled=False where that means no",
+        lambda: debug_in_a_block(False) is None,
+    ),
+    "no operators": (
+        save_ops,
+        r"ckpt_hooks\.policies\.nothing_saveable",
+        lambda: checkpoint(policy=policies.nothing_saveable)(block)(x),
+    ),
+    "no names": (
+        save_only_these_names,
+        r"ckpt_hooks\.policies\.nothing_saveable",
+        lambda: checkpoint_region(policy=policies.nothing_saveable)(block)(x),
+    ),
+    "a type of devices": (
+        lambda: set_states(device_type="gpu"),
+        "that torch.device knows, as 'cuda'",
+        lambda: ckpt_hooks.set_device_states([], [], device_type="cuda") is None,
+    ),
+    "states of the host": (
+        lambda: set_states(),
+        r"write torch\.set_rng_state\(state\)",
+        lambda: torch.set_rng_state(torch.get_rng_state()) is None,
+    ),
+    "a list of modules": (
+        lambda: apply_checkpointing(Marked(), "layers.*.none"),
+        "but neither the model nor a list of modules",
+        lambda: (
+            [one.name for one in apply_checkpointing(Marked(), "**")]
+            == ["layers.0", "layers.0.attn", "layers.0.mlp", "layers.1", "layers.1.attn", "layers.1.mlp"]
+        ),
+    ),
+    "a forward wrapped since": (
+        lambda: wrapped_after(two_blocks(), "1"),
+        r"`del module\.forward`",
+        lambda: undone_first() is None,
+    ),
+    "a tolerance in words": (
+        lambda: planned(tolerance="x"),
+        "Pass 0.01",
+        lambda: planned(blocks=["1"], tolerance=0.01),
+    ),
+    "a size without a unit": (
+        lambda: planned(budget="2000"),
+        "as in '20GiB', '500MB' or '2M'",
+        lambda: (
+            [planned(blocks=["1"], budget=size).budget for size in ("20GiB", "500MB", "2M", "2MiB", "2mb")]
+            == [20 * 2**30, 500_000_000, 2**21, 2**21, 2_000_000]
+        ),
+    ),
+    "a plan of a string": (
+        lambda: Plan.from_json("file"),
+        r"by `json\.loads`",
+        lambda: Plan.from_json(right_plan_file()[1]),
+    ),
+    "a budget below that of an optimizer": (
+        lambda: raises(budget_of_an_optimizer(True)),
+        "in the optimizer. Raise the budget, or pass an optimizer that needs less: without `foreach`",
+        lambda: budget_of_an_optimizer(False).minimum < budget_of_an_optimizer(True).minimum,
+    ),
+}
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_what_a_message_says_to_do(name):
+    wrong, words, right = FIXES[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            wrong()
+        except (TypeError, ValueError) as error:
+            text = str(error)
+        else:
+            text = str(caught[0].message)
+    assert re.search(words, text, re.DOTALL), text
+    result = right()
+    assert result is not False
+    if isinstance(result, torch.Tensor):
+        assert torch.equal(result, block(x))
+
+
+def test_integers_of_numpy_are_integers():
+    numpy = pytest.importorskip("numpy")
+    two = numpy.int64(2)
+    assert save_every(MM, two)._n == every(two).n == 2
+    assert planned(blocks=["1"], budget=numpy.int64(10**9)).budget == 10**9
+    assert checkpoint_sequential([block, nn.Tanh()], two, x).shape == x.shape
+    assert len(enable_in_transformers(fake.Model(), every_n_layers=two).regions) == 3
+
+
+def test_a_star_is_what_is_below_the_model():
+    """In plans too, where the model itself is no block even by its class."""
+    for star in ("*", ["*"]):
+        assert [one.name for one in apply_checkpointing(two_blocks(), star)] == ["0", "1"]
+        assert [one.name for one in planned(blocks=star).blocks] == ["0", "1"]
+    assert [one.name for one in apply_checkpointing(two_blocks(), "")] == [""]
+    assert [one.name for one in planned(blocks=nn.Sequential).blocks] == ["1"]
+
+
+def test_a_policy_in_a_plain_region_is_told_of_once():
+    policy_in_a_plain_region_once = functools.partial(
+        products_again, {"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {}}
+    )
+    recorded._has_warned = False
+    with pytest.warns(UserWarning, match=r"region 'layers\.0\.attn' spares nothing: region 'layers\.0' ") as caught:
+        assert policy_in_a_plain_region_once() == products_again("layers.*") > 0
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy_in_a_plain_region_once()
+        recorded._has_warned = False
+        products_again({"layers.*.attn": {"policy": policies.nothing_saveable}, "layers.*": {}})
+        products_again({"layers.*.attn": {"policy": policies.dots_saveable}})
+        products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {}}, recorded=True)
 
 
 # The classes
@@ -1310,7 +1671,11 @@ def test_policies_that_are_none(use):
 
 
 def test_policies_that_are_some():
-    for policy in ([MM], {MM}, policies.dots_saveable, lambda *args: CheckpointPolicy.MUST_SAVE, functools.partial(scaled)):
+    def counted(count, ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    everything = [lambda *args: CheckpointPolicy.MUST_SAVE, functools.partial(counted, 1), types.MethodType(counted, 1)]
+    for policy in ([MM], {MM}, policies.dots_saveable, *everything):
         checkpoint(policy=policy)
         checkpoint_region(policy=policy)
 

@@ -260,7 +260,9 @@ def test_a_forward_of_the_instance(base):
     after = layer.forward = other(layer.forward, "after")
     assert all_same(trained(model), expected)
     assert ran == ["after", "before", "before"] * 2  # the former outside of the region
-    applied.undo()
+    with pytest.warns(UserWarning, match=r"The forward of 'layers\.0', a Block, was set anew .* stays") as caught:
+        applied.undo()
+    assert len(caught) == 1
     assert layer.forward is after
     ran.clear()
     regions = Frames()
@@ -281,8 +283,10 @@ def test_a_forward_set_later_takes_the_place_of_the_region():
     layer.forward = lambda x: x
     x = torch.ones(3, 4)
     assert layer(x) is x
-    remove_checkpointing(layer)
+    with pytest.warns(UserWarning, match="That one stays"):
+        remove_checkpointing(layer)
     assert layer(x) is x
+    remove_checkpointing(layer)
 
 
 def test_applied_twice(base):
@@ -691,7 +695,8 @@ def test_every_nth_entry_of_the_lists():
 def test_a_mapping_of_patterns():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     keep = policies.save_ops(torch.ops.aten.addmm.default)
-    applied = apply_checkpointing(model, {"1": None, "**": [torch.ops.aten.addmm.default], "2.*": keep}, recorded=True)
+    select = {"1": None, "": [torch.ops.aten.addmm.default], "**": [torch.ops.aten.addmm.default], "2.*": keep}
+    applied = apply_checkpointing(model, select, recorded=True)
     assert repr(applied) == "<AppliedCheckpointing: 5 regions>"
     assert [(region.name, region.policy) for region in applied] == [
         ("", [torch.ops.aten.addmm.default]),
@@ -723,8 +728,8 @@ def test_a_mapping_of_patterns_to_options():
         assert {region.form for region in applied} == {"checkpoint"}
     before = [dict(vars(module)) for module in model.modules()]
     for wrong, message in [
-        ({"0": {"name": "x"}}, "select has options for '0' that are none"),
-        ({"0": {1: 2}}, "select has options for '0' that are none"),
+        ({"0": {"name": "x"}}, r"arguments: name\. apply_checkpointing, for '0', takes recorded, "),
+        ({"0": {1: 2}}, r"arguments: 1\. apply_checkpointing, for '0', takes recorded, "),
         ({"0": {"recorded": True, "early_stop": False}}, "Unexpected keyword arguments: early_stop"),
         ({"0": {"unknown": 1}}, "unknown"),
     ]:
@@ -912,19 +917,20 @@ def test_a_flag_that_does_not_bear_on_the_region_is_not_warned_of():
 @pytest.mark.parametrize(
     ("select", "options", "error", "match"),
     [
-        (nn.Conv2d, {}, ValueError, r"selects no module of Net\. Its modules are of the classes BatchNorm1d, Block, Linear"),
-        ("layer.*", {}, ValueError, r"'layer\.\*' selects no module\. .* near to it is 'layers"),
+        (nn.Conv2d, {}, ValueError, r"selects no module\. Select among these classes: BatchNorm1d, Block, Linear"),
+        ("layer.*", {}, ValueError, r"'layer\.\*' selects no module\. .* near to it: 'layers"),
         ({"layers.*": None, "hed": None}, {}, ValueError, "'hed' selects no module.*'head'"),
-        ({3: None}, {}, TypeError, "select should map name patterns to policies, but has 3"),
+        ({3: None}, {}, TypeError, "a key of select should be a name pattern, but got 3"),
         (3, {}, TypeError, "select should be module classes, name patterns"),
         (nn.Linear(2, 2), {}, TypeError, "select should be module classes.*a module, Linear"),
         ([Block, "head"], {}, TypeError, "select should be module classes"),
         (int, {}, TypeError, "select should be module classes"),
         ([], {}, TypeError, "select should be module classes"),
+        ({}, {}, ValueError, "selects no module"),
         (every(2, of=every(2)), {}, TypeError, "of should be module classes"),
         ("layers", {}, ValueError, "'layers' is a ModuleList, which has no forward. Select the modules in it"),
         ({"head": None}, {"policy": policies.dots_saveable}, ValueError, "Write the policy into select"),
-        (Block, {"name": "x"}, ValueError, "names each region after its module"),
+        (Block, {"name": "x"}, ValueError, "Unexpected keyword arguments: name. apply_checkpointing takes"),
         (Block, {"early_stop": "no"}, TypeError, "early_stop should be True or False"),
         (Block, {"policy": 3}, TypeError, "policy"),
         (Block, {"recorded": "yes"}, TypeError, "recorded should be True or False"),

@@ -464,10 +464,10 @@ def test_higher_derivatives(request, name, device):
         assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
-@pytest.mark.parametrize("size", [-1, 2.5, True, "1MB"])
+@pytest.mark.parametrize("size", [-1, 2.5, True, "1 meg"])
 def test_bad_thresholds(size):
-    """A ValueError that says what came."""
-    with pytest.raises(ValueError, match="number of bytes"):
+    """An error that says what came."""
+    with pytest.raises(TypeError if size is True else ValueError, match="number of bytes"):
         offload_saved_tensors(min_offload_size=size)
 
 

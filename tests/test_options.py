@@ -37,7 +37,7 @@ def signatures():
     yield Form.DIRECT, checkpoint
     yield Form.RECORDED, checkpoint_region.__init__
     if sys.version_info >= (3, 11):
-        direct, curried = typing.get_overloads(inspect.unwrap(checkpoint))
+        direct, *_, curried = typing.get_overloads(inspect.unwrap(checkpoint))
         yield Form.DIRECT, direct
         yield Form.CURRIED, curried
 
@@ -48,6 +48,56 @@ def test_signatures_have_the_options_of_their_form(form, function):
     keywords = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert sorted(keywords) == sorted(options_of(form))
     assert {name: keywords[name] for name in defaults_of(form)} == defaults_of(form)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python remembers no overloads")
+def test_each_option_of_a_direct_call_has_an_overload():
+    """By which a call with the option is told from one whose arguments are compared with the function's parameters."""
+    *by_option, plain, _ = typing.get_overloads(inspect.unwrap(checkpoint))
+    required = [
+        p.name
+        for one in by_option
+        for p in inspect.signature(one).parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+    ]
+    assert sorted(required) == sorted(options_of(Form.DIRECT))
+    assert [p.kind for p in inspect.signature(plain).parameters.values()][1:] == [
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    ]
+
+
+TYPED = """
+from typing import Any
+import torch
+from ckpt_hooks import checkpoint
+def scaled(x: torch.Tensor, n: int, *, scale: float = 1.0) -> torch.Tensor:
+    return x * n * scale
+x = torch.ones(2)
+y: torch.Tensor = checkpoint(scaled, x, 2)
+y = checkpoint(scaled, x, 2, scale=0.5)
+y = checkpoint(scaled, x, 2, scale=0.5, use_reentrant=False, debug=True)
+y = checkpoint(torch.cat, [x, x], dim=0)
+z: Any = checkpoint(torch.nn.Linear(2, 2), x)
+y = checkpoint(name="scaled")(scaled)(x, 2)
+checkpoint(scaled, x, "wrong")
+checkpoint(scaled, x)
+checkpoint(scaled, x, 2, scale="wrong")
+checkpoint(scaled, x, 2, debug="wrong")
+checkpoint(name="scaled")(scaled)(x, "wrong")
+"""
+
+
+@pytest.mark.slow
+def test_types_of_arguments(tmp_path):
+    """A direct call is checked like a call of the function; mypy reads the signatures as a user's program has it do."""
+    api = pytest.importorskip("mypy.api")
+    file = tmp_path / "program.py"
+    file.write_text(TYPED)
+    text, _, _ = api.run(["--strict", "--no-incremental", str(file)])
+    wrong = [number for number, line in enumerate(TYPED.split("\n"), 1) if "wrong" in line or line == "checkpoint(scaled, x)"]
+    assert len(wrong) == 5
+    assert [int(number) for number in re.findall(r"program\.py:(\d+): error", text)] == wrong, text
 
 
 @pytest.mark.parametrize("form", list(Form))

@@ -332,7 +332,7 @@ def test_contexts_that_are_no_pair(make, words, policy):
         (lambda: p.save_every(aten.mm, 2), ValueError, "`op`"),
         (lambda: p.save_from_both_policies(p.dots_saveable, 3), TypeError, "other must be either a function or a list"),
         (lambda: ckpt_hooks.create_selective_checkpoint_contexts(3), TypeError, "policy_fn_or_list must be either a function"),
-        (lambda: ckpt_hooks.create_selective_checkpoint_contexts([[]]), ValueError, "`op_list`"),
+        (lambda: ckpt_hooks.create_selective_checkpoint_contexts([[]]), ValueError, "`policy_fn_or_list`"),
         (lambda: ckpt_hooks.checkpoint(policy="dots"), TypeError, "policy must be either a function"),
     ],
 )

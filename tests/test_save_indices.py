@@ -192,11 +192,16 @@ def test_a_changed_model_has_new_names(block):
     ("runs", "counts", "error", "message"),
     [
         ([("a", "mm", 0)], None, ValueError, "Expected op in `runs` to be an OpOverload"),
-        ([(1, ADDMM, 0)], None, TypeError, "runs should name submodules, but has 1 of type int. Give a name."),
-        ([("a", ADDMM, 1.0)], None, TypeError, "runs should have integers, but has 1.0 for aten.addmm.default. Give"),
-        ([("a", ADDMM, True)], None, TypeError, "runs should have integers, but has True"),
-        ([("a", ADDMM, -1)], None, ValueError, "runs should have numbers from 0, but has -1 for aten.addmm.default. Give"),
-        ([], {("a", ADDMM): -1}, ValueError, "counts should have numbers from 0, but has -1"),
+        ([(1, ADDMM, 0)], None, TypeError, "a submodule in runs should be a string, but got 1 of type int. Give its name"),
+        (
+            [("a", ADDMM, 1.0)],
+            None,
+            ValueError,
+            "a number in runs should be an integer from 0, but got 1.0 of type float. Give",
+        ),
+        ([("a", ADDMM, True)], None, ValueError, "a number in runs should be an integer from 0, but got True"),
+        ([("a", ADDMM, -1)], None, ValueError, "a number in runs should be an integer from 0, but got -1 of type int. Give"),
+        ([], {("a", ADDMM): -1}, ValueError, "a number in counts should be an integer from 0, but got -1"),
     ],
 )
 def test_bad_input(runs, counts, error, message):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from ckpt_hooks._core.misuse import wrong
+
 from .streams import TRACKED, Stream, stream_of_generator
 
 #: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
@@ -101,19 +103,14 @@ def _stream_of(source: Any) -> Stream:
     if source == "numpy":
         numpy_random = importlib.import_module("numpy.random")
         return Stream(numpy_random.get_state, numpy_random.set_state)
-    if isinstance(source, str):
-        raise ValueError(
-            f"source should be 'python', 'numpy' or an object that has a state, but got {source!r}. Pass the object that draws."
-        )
     if isinstance(source, torch.Generator):
         return stream_of_generator(source)
-    for read, write in (("get_state", "set_state"), ("getstate", "setstate")):
+    for read, write in () if isinstance(source, type) else (("get_state", "set_state"), ("getstate", "setstate")):
         if callable(getattr(source, read, None)) and callable(getattr(source, write, None)):
             return Stream(getattr(source, read), getattr(source, write))
     bits = getattr(source, "bit_generator", source)
     if isinstance(getattr(bits, "state", None), dict):
         return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    raise TypeError(
-        f"source should be 'python', 'numpy', a generator, or an object with get_state() and set_state(state), but got "
-        f"{source!r} of type {type(source).__name__}. Pass the object that draws, or one that reads and sets its state."
-    )
+    wanted = "'python', 'numpy', a generator, or an object with get_state() and set_state(state)"
+    kind, advice = ValueError if isinstance(source, str) else TypeError, "Pass the object that draws, or one with its state."
+    raise wrong(source, "source", wanted, advice, kind)

@@ -32,7 +32,8 @@ R = TypeVar("R")
 _PASSED_ON = defaults_of(Form.DIRECT)
 _DEFAULTS = tuple(_PASSED_ON.values())
 #: Options that in a direct call are keyword arguments of the function, as in torch.
-_CURRIED_ONLY = frozenset(options_of(Form.CURRIED)) - frozenset(options_of(Form.DIRECT))
+_CURRIED = options_of(Form.CURRIED)
+_CURRIED_ONLY = frozenset(_CURRIED) - frozenset(options_of(Form.DIRECT))
 
 
 @contextlib.contextmanager
@@ -57,11 +58,12 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         yield
 
 
+# By each option, for a signature with ``P.args``, which calls without options have, can have none itself.
 @overload
 def checkpoint(
     function: Callable[..., R],
     *args: Any,
-    use_reentrant: bool | None = None,
+    use_reentrant: bool | None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
     determinism_check: str | Callable[[torch.Tensor], Any] = "default",
     debug: bool = False,
@@ -70,6 +72,24 @@ def checkpoint(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> R: ...
+
+
+@overload
+def checkpoint(function: Callable[..., R], *args: Any, context_fn: Callable[[], ContextPair], **kwargs: Any) -> R: ...
+@overload
+def checkpoint(
+    function: Callable[..., R], *args: Any, determinism_check: str | Callable[[torch.Tensor], Any], **kwargs: Any
+) -> R: ...
+@overload
+def checkpoint(function: Callable[..., R], *args: Any, debug: bool, **kwargs: Any) -> R: ...
+@overload
+def checkpoint(function: Callable[..., R], *args: Any, early_stop: bool, **kwargs: Any) -> R: ...
+@overload
+def checkpoint(function: Callable[..., R], *args: Any, respect_saved_tensors_hooks: bool | None, **kwargs: Any) -> R: ...
+@overload
+def checkpoint(function: Callable[..., R], *args: Any, preserve_rng_state: bool, **kwargs: Any) -> R: ...
+@overload
+def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 @overload
@@ -91,7 +111,7 @@ def checkpoint(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
-@skipped
+@skipped  # type: ignore[misc]  # where a function has parameters of the names of options
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -244,11 +264,11 @@ def checkpoint(
 
         return curried(options, context_fn, kwargs)
     if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):
-        check_swallowed(function, _CURRIED_ONLY, kwargs)
+        check_swallowed(kwargs, _CURRIED)
     try:
         return run(function, args, kwargs, options, context_fn)
     except (TypeError, AttributeError):
-        explained = explain_call(function, args, kwargs)
+        explained = explain_call(function, args, kwargs, _CURRIED)
         if explained is None:
             raise
     try:

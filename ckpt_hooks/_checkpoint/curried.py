@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
-from ckpt_hooks._core.misuse import check_curried
+from ckpt_hooks._core.misuse import check_curried, unknown_error
 from ckpt_hooks._function.options import (
     ContextPair,
     Form,
@@ -23,6 +23,7 @@ from ckpt_hooks._function.options import (
     call_context_fn,
     check_context_fn,
     check_runs,
+    checked_name,
     defaults_of,
     noop_context_fn,
     options_of,
@@ -159,6 +160,8 @@ class Curried:
 
 def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
     """Checks the options of the curried form: options of the direct form, made already, and further options by name."""
+    if context_fn is not noop_context_fn:
+        check_context_fn(context_fn)
     policy = own_options.pop("policy", None)
     if policy is not None:
         from ckpt_hooks.policies.base import Policy, key_for, policy_from
@@ -166,14 +169,10 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_o
         is_traced = torch.compiler.is_dynamo_compiling() and not isinstance(policy, Policy)
         context_fn = _with_policy(context_fn, key_for(policy) if is_traced else policy_from(policy))
     known = {name: value for name, value in own_options.items() if name in _PASSED_ON}
-    options = dataclasses.replace(options, name=own_options.pop("name", None), **values_of(known.items()))
+    options = dataclasses.replace(options, name=checked_name(own_options.pop("name", None)), **values_of(known.items()))
     if unknown := [name for name in own_options if name not in known]:
-        raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(unknown)}. Without a function, checkpoint takes its options only: "
-            f"{', '.join(options_of(Form.CURRIED))}. Arguments of the function go to what that returns: "
-            "checkpoint(...)(function)(*args)."
-        )
-    check_context_fn(context_fn)
+        advice = "Give arguments of the function to what that returns: `checkpoint(...)(function)(*args)`."
+        raise unknown_error(unknown, options_of(Form.CURRIED), "Without a function, checkpoint", advice)
     return Curried(options, context_fn)
 
 

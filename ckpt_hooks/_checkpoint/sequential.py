@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ckpt_hooks._core.misuse import Misuse, reentrant_error
+from ckpt_hooks._core.misuse import Misuse, integer_in, reentrant_error, unknown_error, wrong
 
 from .checkpoint import checkpoint
 
@@ -49,33 +49,31 @@ def checkpoint_sequential(
         >>> y = checkpoint_sequential(layers, 3, torch.ones(2, 4, requires_grad=True))
     """
     if kwargs:
-        raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. For "
-            "other options, call each segment by itself: checkpoint(policy=...)(function)(input)."
-        )
+        advice = "For other options, call each segment by itself: `checkpoint(policy=...)(function)(input)`."
+        raise unknown_error(kwargs, ["use_reentrant", "preserve_rng_state"], "checkpoint_sequential", advice)
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
         raise TypeError(
             "checkpoint_sequential takes one input, but got another positional argument of type "
-            f"{type(use_reentrant).__name__}. Pack several tensors into a tuple that the first function unpacks."
+            f"{type(use_reentrant).__name__}, as use_reentrant. Pack several into a tuple that the first function unpacks."
         )
     if use_reentrant:
         raise reentrant_error(use_reentrant)
-    try:
-        steps: list[Callable[[Any], Any]] = list(functions)
-    except TypeError:
-        raise Misuse.STEPS.error(functions) from None
-    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(len(steps), 1):
+    if not hasattr(functions, "__iter__") or isinstance(functions, (type, Mapping, torch.nn.ModuleDict)):  # which give names
+        raise Misuse.STEPS.error(functions)
+    steps: list[Callable[[Any], Any]] = list(functions)
+    for at, step in enumerate(steps):
+        if not callable(step):
+            raise wrong(step, f"functions[{at}]", "a function or a module", "Leave it out, or pass one that returns its input.")
+    number = integer_in(segments)
+    if number is None or not 1 <= number <= max(len(steps), 1):
         if isinstance(input, int) and not isinstance(segments, (int, float, str, type(None))):
             raise Misuse.SEQUENTIAL_ORDER.error(segments, input=input)
-        raise Misuse.SEGMENTS.error(segments, count=len(steps))
-    size = len(steps) // segments
-    for start in range(0, size * (segments - 1), max(size, 1)):
-        input = checkpoint(
-            _Segment(steps[start : start + size], start),
-            input,
-            preserve_rng_state=preserve_rng_state,
-        )
-    return _Segment(steps[size * (segments - 1) :], size * (segments - 1))(input)
+        wanted = f"an integer from 1 to the number of functions ({len(steps)})"
+        raise wrong(segments, "segments", wanted, "Pass one of these.", ValueError)
+    size = len(steps) // number
+    for start in range(0, size * (number - 1), max(size, 1)):
+        input = checkpoint(_Segment(steps[start : start + size], start), input, preserve_rng_state=preserve_rng_state)
+    return _Segment(steps[size * (number - 1) :], size * (number - 1))(input)
 
 
 class _Segment:

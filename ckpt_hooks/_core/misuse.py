@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+import numbers
+import operator
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import Module
@@ -25,12 +28,21 @@ class Misuse(enum.Enum):
         "or `@checkpoint()` as a decorator, with parentheses."
     )
     MORE_ARGUMENTS = "{form} takes the function alone, but got {count} more, the first {given}. Write `{form}({name})(*args)`."
-    FLAG = "{name} should be True or False{or_none}, but got {given}. Pass {name}=False where that means no."
-    REENTRANT_FLAG = "use_reentrant should be None or False, but got {given}. Leave it out, or pass use_reentrant=False."
+    UNKNOWN = "Unexpected keyword arguments: {names}. {form} takes {known}. {advice}"
+    SLIP = (
+        "checkpoint got {name}={given}, {found}. Is the option {near} meant? Write `checkpoint({near}=...)(function)(*args)`, "
+        "which takes {known}. To hand {name} to the function all the same, bind it before, by functools.partial."
+    )
+    SIGNATURE = "{name} is called with ({parameters}), but {given} takes {own}. Write `def {name}({parameters}):`."
+    PARENTHESES = "{name} is a class: write `with {name}():`, with parentheses."
+    CALLED = "{name} is a policy, which regions call. Pass it as it is, without parentheses: `policy={name}`."
+    #: Any argument of the wrong kind, or with a wrong value.
+    WRONG = "{name} should be {wanted}, but got {given}. {advice}"
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
-    STEPS = "checkpoint_sequential takes a sequence of callables, but got {given}. For one, write `checkpoint(function, x)`."
-    SEGMENTS = "segments should be an integer from 1 to the number of functions ({count}), but got {given}. Pass one of these."
-    COUNT = "{name} should be an integer from {least}, but got {given}. Pass one."
+    STEPS = (
+        "functions should be a sequence of callables, but got {given}. For one, write `checkpoint(function, x)`. Of a dict "
+        "pass the values, in their order: `[*functions.values()]`."
+    )
     OTHER_STATE = (
         "step {number} of checkpoint_loop returned {found}, but got {expected}. Return a state of the same structure: the next "
         "step gets it."
@@ -74,9 +86,9 @@ class Misuse(enum.Enum):
         "they depend on each other, or on their place. Call it as a whole, or pass another dim, whose rows are independent."
     )
 
-    def error(self, given: Any = None, **words: Any) -> Exception:
+    def error(self, given: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
         """Returns the error for a wrong argument."""
-        kind = ValueError if self.name in _WRONG_VALUES else TypeError
+        kind = ValueError if self.name in _WRONG_VALUES else kind
         return kind(self.value.format(given=described_as(given), **words))
 
     def error_of(self, path: RegionPath, **words: Any) -> CheckpointError:
@@ -85,8 +97,13 @@ class Misuse(enum.Enum):
         return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
 
 
-_WRONG_VALUES = {"REENTRANT", "SEGMENTS", "COUNT", "CHUNKS", "NO_CHUNKS", "NO_DIM", "REDUCE", "NO_NAME"}
+_WRONG_VALUES = {"REENTRANT", "CHUNKS", "NO_CHUNKS", "NO_DIM", "REDUCE", "NO_NAME"}
 _WRONG_VALUES |= {"OTHER_ROWS", "RESULT_ROWS", "RESULT_SHAPES", "DEPENDENT_ROWS"}
+
+
+def wrong(given: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
+    """Returns the error for an argument, with what it should be and what to write."""
+    return Misuse.WRONG.error(given, kind, name=name, wanted=wanted, advice=advice)
 
 
 def name_of_callable(value: Any) -> str:
@@ -105,22 +122,89 @@ def described_as(value: Any) -> str:
         return f"{name_of_callable(value)!r}"
     if isinstance(value, (list, tuple)) and any(isinstance(entry, torch.Tensor) for entry in value):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r} of type {type(value).__name__}"
+    try:
+        text = repr(value)
+    except Exception:  # of an integer of thousands of digits, too
+        text = object.__repr__(value)
+    return f"{text if len(text) <= 200 else f'{text[:200]}...'} of type {type(value).__name__}"
 
 
-def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Sequence[str]) -> Exception | None:
     """Returns the error for a direct call of ``checkpoint`` which failed; None where that is the function's own affair."""
     if not callable(function):
         return Misuse.NO_FUNCTION.error(function, form="checkpoint", right="checkpoint(block, x)")
-    called = function.forward if isinstance(function, Module) else function
-    try:
-        if not args and not kwargs:
-            inspect.signature(called).bind()
-    except TypeError:
-        return Misuse.NO_ARGUMENTS.error(name=name_of_callable(function), parameters=inspect.signature(called))
-    except ValueError:  # no signature is known
-        pass
+    if not args and not kwargs and not accepts(function, (), {}):
+        return Misuse.NO_ARGUMENTS.error(name=name_of_callable(function), parameters=_signature_of(function))
+    for name, value in kwargs.items():
+        if not accepts(function, (), {name: value}, partly=True) and (near := _nearest(name, options)):
+            found = "which its function does not take"
+            return Misuse.SLIP.error(value, name=name, found=found, near=near, known=", ".join(options))
     return None
+
+
+def _signature_of(function: Any) -> inspect.Signature:
+    return inspect.signature(function.forward if isinstance(function, Module) else function)
+
+
+def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, partly: bool = False) -> bool:
+    """Whether a function, or a module's forward, can be called so, or with more besides, as far as its signature is known."""
+    try:
+        signature = _signature_of(function)
+    except (TypeError, ValueError):  # Python's own functions and operators have none
+        return True
+    try:
+        (signature.bind_partial if partly else signature.bind)(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def check_signature(function: Any, name: str, parameters: str, args: Any = None, kwargs: Any = None) -> None:
+    """Checks that a function of the user's takes what it is called with: parameters in words, or a call that failed."""
+    given = [one for one in parameters.split(", ") if one and not one.startswith("**")] if args is None else args
+    if not accepts(function, given, kwargs or {}):
+        raise Misuse.SIGNATURE.error(function, name=name, own=_signature_of(function), parameters=parameters)
+
+
+def check_callable(function: Any, name: str, parameters: str, wanted: str, advice: str) -> None:
+    """Checks that an argument is a function of some parameters."""
+    if not callable(function) or isinstance(function, type):
+        raise wrong(function, name, wanted, advice)
+    check_signature(function, name, parameters)
+
+
+def check_is(value: Any, kinds: Any, name: str, wanted: str, advice: str) -> None:
+    """Checks the class of an argument."""
+    if not isinstance(value, kinds):
+        raise wrong(value, name, wanted, advice)
+
+
+def check_module(module: Any, name: str, advice: str) -> None:
+    check_is(module, Module, name, "a torch.nn.Module", advice)
+
+
+class NeedsParentheses(type):
+    """The type of classes that are used like functions: makes ``with checkpoint_region:`` a clear error."""
+
+    def __enter__(cls) -> NoReturn:
+        raise Misuse.PARENTHESES.error(name=cls.__name__)
+
+    def __exit__(cls, *exc_info: object) -> None:
+        """Python looks for ``__exit__`` before it enters the block."""
+
+
+def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Leave out others.") -> Exception:
+    """Returns the error for keywords that a form does not take: with all that it takes, and the nearest to each."""
+    names = [*map(str, names)]
+    near = [f"{found} for {name}" for name in names if (found := _nearest(name, known))]
+    advice = f"Write {', '.join(near)}." if near else advice
+    return Misuse.UNKNOWN.error(kind=ValueError, names=", ".join(names), form=form, known=", ".join(known), advice=advice)
+
+
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    import difflib
+
+    return next(iter(difflib.get_close_matches(name, known, 1)), None)
 
 
 def check_curried(function: Any, others: Sequence[Any], named: Mapping[str, Any], form: str) -> None:
@@ -138,14 +222,50 @@ def checked_flag(value: Any, name: str, *, or_none: bool = False) -> bool:
     # By name: NumPy may be absent, and is not imported for this.
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    raise Misuse.FLAG.error(value, name=name, or_none=" or None" if or_none else "")
+    raise wrong(value, name, f"True or False{' or None' if or_none else ''}", f"Pass {name}=False where that means no.")
+
+
+def integer_in(value: Any) -> int | None:
+    """Returns a number of any integer type, NumPy's too, but for booleans; None for other values."""
+    is_integer = hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor, type))
+    return operator.index(value) if is_integer else None
+
+
+def checked_integer(value: Any, name: str, advice: str, least: int = 1) -> int:
+    if (number := integer_in(value)) is None or number < least:
+        raise wrong(value, name, "a positive integer" if least else "an integer from 0", advice, ValueError)
+    return number
+
+
+#: As GNU's tools read sizes: 2M is 2MiB, and not 2MB.
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b?)|b)\s*", re.IGNORECASE)
+
+
+def checked_bytes(value: Any, name: str, or_part: str = "") -> int:
+    """Returns a number of bytes, given as any integer type, or in words, as in ``"2MiB"``."""
+    number = integer_in(value)
+    if isinstance(value, str) and (words := _SIZE.fullmatch(value)):
+        power = 0 if words[2] is None else "kmgt".index(words[2].lower()) + 1
+        number = int(float(words[1]) * (1000 if words[3] in ("b", "B") else 1024) ** power)
+    if number is None or not 0 <= number < 2**63:
+        kind = ValueError if isinstance(value, (int, float, str)) and not isinstance(value, bool) else TypeError
+        raise wrong(value, name, f"a number of bytes{or_part}", "Write an integer, or as in '20GiB', '500MB' or '2M'.", kind)
+    return number
+
+
+def checked_part(value: Any, name: str, advice: str, *, is_below: bool = False) -> float:
+    """Returns a number from 0.0 to 1.0, or below 1.0."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1 or (is_below and value == 1):
+        raise wrong(value, name, f"a part from 0.0 {'up to' if is_below else 'to'} 1.0", advice, ValueError)
+    return float(value)
 
 
 def checked_count(value: Any, name: str, least: int = 0) -> int:
     """Returns a number of things, or raises."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise Misuse.COUNT.error(value, name=name, least=least)
-    return value
+    if (number := integer_in(value)) is None or number < least:
+        raise wrong(value, name, f"an integer from {least}", "Pass one.", ValueError)
+    return number
 
 
 def flag_or_none(value: Any, name: str) -> bool | None:
@@ -155,8 +275,9 @@ def flag_or_none(value: Any, name: str) -> bool | None:
 
 def reentrant_error(value: Any) -> Exception:
     """Returns the error for a ``use_reentrant`` other than None or False."""
-    is_true = isinstance(value, int) and value == 1
-    return (Misuse.REENTRANT if is_true else Misuse.REENTRANT_FLAG).error(value)
+    if isinstance(value, int) and value == 1:
+        return Misuse.REENTRANT.error(kind=ValueError)
+    return wrong(value, "use_reentrant", "None or False", "Leave it out, or pass use_reentrant=False.")
 
 
 def explain_refusal(error: BaseException) -> None:

@@ -24,6 +24,8 @@ from typing_extensions import Self
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id, keeps_graph, queue_callback, set_graph_exec_group
 from ckpt_hooks._torch.tensors import storage_of, version_witness
 
+from .misuse import NeedsParentheses
+
 
 class _Missing:
     """Stands among values for an absent tensor, with the attributes asked of tensors."""
@@ -83,7 +85,7 @@ def drop_at_end(scope: Scope, passes: dict[int, Any]) -> Ending:
     return weakref.ref(scope, partial(passes.pop, scope.key))
 
 
-class GraphExecGroup:
+class GraphExecGroup(metaclass=NeedsParentheses):
     """Several backwards which together recompute each region at most once.
 
     Pipeline schedules run the backward of a stage in parts: gradients of the inputs first, gradients of the weights later. Each

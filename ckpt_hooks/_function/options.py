@@ -11,7 +11,7 @@ import enum
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -22,7 +22,7 @@ from torch.nn import Module
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.misuse import checked_flag, flag_or_none
+from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, checked_flag, flag_or_none
 from ckpt_hooks._core.modes import QuietDispatchMode, reusable
 from ckpt_hooks._tensors.checks import Check, check_of
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
@@ -80,6 +80,11 @@ OPTIONS = {
 
 def options_of(form: Form) -> list[str]:
     return [name for name, option in OPTIONS.items() if form in option.forms]
+
+
+def checked_name(name: Any) -> str | None:
+    check_is(name, (str, type(None)), "name", "a string", "Pass the name that errors have for it: name='block'.")
+    return name  # type: ignore[no-any-return]
 
 
 def defaults_of(form: Form) -> dict[str, Any]:
@@ -145,12 +150,8 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
 
 def check_context_fn(context_fn: Any) -> None:
     """Checks a ``context_fn`` without calling it."""
-    if not callable(context_fn):
-        raise TypeError(
-            "context_fn should be a function that returns two context managers, but got "
-            f"{context_fn!r} of type {type(context_fn).__name__}. Leave it out, or pass noop_context_fn, where there is "
-            "nothing to enter."
-        )
+    advice = "Leave it out, or pass noop_context_fn, where there is nothing to enter."
+    check_callable(context_fn, "context_fn", "", "a function that returns two context managers", advice)
 
 
 def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
@@ -320,20 +321,12 @@ def _unrun_error(function: Any) -> TypeError:
     )
 
 
-def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs: dict[str, Any]) -> None:
-    """Refuses a keyword argument of a direct call that is meant as an option of the curried form."""
-    for name in names & kwargs.keys():
-        if is_policy(kwargs[name]):
-            found = "which is a policy"
-        elif not _takes(function, name):
-            found = "which the function does not take"
-        else:
-            continue
-        raise TypeError(
-            f"checkpoint got {name}={kwargs[name]!r}, {found}. {name} is an option of checkpoint in the curried form only: "
-            f"in a direct call keyword arguments go to the function: write checkpoint({name}=...)(function)(*args). To hand it "
-            f"to the function all the same, bind it before: checkpoint(functools.partial(function, {name}=...), *args)."
-        )
+def check_swallowed(kwargs: dict[str, Any], options: Sequence[str]) -> None:
+    """Refuses a policy in a direct call: one that the function does not take is an error of the function."""
+    for name in options:
+        if name in kwargs and is_policy(kwargs[name]):
+            known = ", ".join(options)
+            raise Misuse.SLIP.error(kwargs[name], name=name, found="which is a policy", near=name, known=known)
 
 
 def is_policy(value: Any) -> bool:
@@ -343,16 +336,6 @@ def is_policy(value: Any) -> bool:
     from ckpt_hooks.policies.base import Policy
 
     return isinstance(value, Policy)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        parameters = inspect.signature(function.forward if isinstance(function, Module) else function).parameters
-    except (TypeError, ValueError):  # Python's own functions and operators have no signature
-        return True
-    kinds = {parameter.kind for parameter in parameters.values()}
-    own = parameters.get(name)
-    return inspect.Parameter.VAR_KEYWORD in kinds or (own is not None and own.kind is not inspect.Parameter.POSITIONAL_ONLY)
 
 
 def warn_of_transform(*, stacklevel: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, mutated_leaf, overlap_error, stack
@@ -31,12 +32,15 @@ from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, num_holder
 from ckpt_hooks.errors import MutationError
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
+from ckpt_hooks.policies.ready_made import nothing_saveable
 
 from .explaining import ComparedValues, Lines
 from .recorder import Recorder
 from .replay import Replay, Replayable, bring_back
 from .tape import Tape
 from .values import FunctionHandle, Handle, RevivedError, Value, is_held_twice, revive, values_below
+
+_has_warned = False  # of a policy that the region around does not heed
 
 _number = operator.attrgetter("number")
 
@@ -374,6 +378,8 @@ class RecordedFrame(ReplayedFrame):
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
+        if self.parent is not None and self._decisions is not None and not _has_warned:
+            _warn_of_unheeded(self._decisions.policy, self.path[0], self.parent)
         self._operator_watch = None if self.watch is None else watch_forward(self)
         hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
         if hooks is None and self._offload_from is not None:
@@ -553,6 +559,19 @@ class RecordedFrame(ReplayedFrame):
         value = tape.tables.known.get(id(tensor))
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.external:
             tape.keep(value, tensor, decision, Cause(Reason.NAME, f"by the name of {name!r}"))
+
+
+def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
+    """Warns, once, of a policy inside of a plain region, whose rerun runs again what the policy keeps."""
+    global _has_warned
+    while around is not None and around.kind != "function":
+        around = around.parent
+    if around is not None and policy is not nothing_saveable:
+        _has_warned = True
+        warn_user(
+            f"The policy {policy!r} of region {name!r} spares nothing: region {around.path[0]!r} around it is a plain one, "
+            "whose recompute runs all of it again. Make that one recorded: `recorded=True`, or `with checkpoint_region():`."
+        )
 
 
 @skipped

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.misuse import check_signature, wrong
+
 
 @dataclass(frozen=True)
 class Check:
@@ -38,13 +40,11 @@ def check_of(determinism_check: Any) -> Check:
 
             return determinism.CHECKS[determinism_check]
     elif callable(determinism_check):
+        check_signature(determinism_check, "determinism_check", "tensor")
         return Check(METADATA, determinism_check)
-    choices = ", ".join(repr(choice) for choice in (*_CHECKS, *_OF_VALUES))
-    raise ValueError(
-        f"determinism_check should be one of {choices}, or a function of a tensor, but got {determinism_check!r}. 'default' "
-        "compares shape, dtype and device of what forward and recompute saved; 'values' compares a hash of all values too, "
-        "'sampled_values' some of the values, and a function what it returns; 'none' compares nothing. Leave it out "
-        "for 'default'."
+    wanted = f"one of {', '.join(map(repr, (*_CHECKS, *_OF_VALUES)))}, or a function of a tensor"
+    raise wrong(
+        determinism_check, "determinism_check", wanted, "Leave it out for 'default', which reads no values.", ValueError
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import checked_count, checked_flag
+from ckpt_hooks._core.misuse import checked_count, checked_flag, checked_integer
+from ckpt_hooks.modules.forward import checked_runner
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
@@ -88,10 +89,7 @@ def enable_in_transformers(
         ...         model(**batch).loss.backward()
     """
     owner = transformers_model(model)
-    if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int) or every_n_layers < 1:
-        raise ValueError(f"every_n_layers should be a positive integer, but got {every_n_layers!r}. Pass 1 for every layer.")
-    if "name" in options:
-        raise ValueError("enable_in_transformers got name, but names each region after its module. Leave it out.")
+    every_n_layers = checked_integer(every_n_layers, "every_n_layers", "Pass 1 for every layer.")
     recorded = checked_flag(recorded, "recorded")
     keep = checked_count(keep_first, "keep_first"), checked_count(keep_last, "keep_last")
     input_require_grads = checked_flag(input_require_grads, "input_require_grads")
@@ -104,7 +102,7 @@ def enable_in_transformers(
     planned = None if plan is None else planned_layers(plan, model, owner)
     taken = Taken(recorded or plan is not None, options, planned)
     taken.keep = keep
-    taken.runner(type(owner).__name__)  # checks the options before the model is touched
+    checked_runner("enable_in_transformers", taken.recorded, options, of=type(owner).__name__)  # before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     if switch_of(owner) is None:
         return _enable_by_patch(owner, flagged, every_n_layers, recorded or any(keep), options)

@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.misuse import described_as
+from ckpt_hooks._core.misuse import described_as, wrong
 from ckpt_hooks.modules import apply_checkpointing, every
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_of
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
@@ -235,8 +235,8 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
 
 def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionRunner]:
     """Returns the functions of a plan for the layers of a Transformers model, by their names in that model."""
-    if not callable(getattr(plan, "runners", None)):
-        raise TypeError(f"plan should be a Plan of ckpt_hooks.plan_memory, but got {described_as(plan)}. Pass one.")
+    if isinstance(plan, type) or not callable(getattr(plan, "runners", None)):
+        raise wrong(plan, "plan", "a Plan of ckpt_hooks.plan_memory", "Pass one.")
     modules, names = dict(model.named_modules()), {id(module): name for name, module in owner.named_modules()}
     found = {}
     for block, runner in plan.runners().items():

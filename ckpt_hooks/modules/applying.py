@@ -10,13 +10,12 @@ import torch
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._checkpoint.chunks import chunks_among
-from ckpt_hooks._core.misuse import checked_flag, described_as
-from ckpt_hooks._function.options import Form, check_runs, options_of
+from ckpt_hooks._core.misuse import check_module
+from ckpt_hooks._function.options import check_runs, checked_name
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
-from .forward import RegionForward, RegionRunner, forward_of_class, region_forward_of
+from .forward import RegionForward, RegionRunner, checked_runner, forward_of_class, region_forward_of
 from .own_switches import own_switches
 from .selecting import Select, ends_of, select_modules
 
@@ -59,12 +58,10 @@ def checkpoint_module(
         >>> block = checkpoint_module(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()))
         >>> block(torch.ones(2, 4)).sum().backward()
     """
-    if not isinstance(module, Module):
-        raise TypeError(
-            f"module should be a torch.nn.Module, but got {described_as(module)}. For a function, write `checkpoint`."
-        )
-    name = name or type(module).__qualname__
-    forward = _forward_for(module, name, _checked_runner(name, policy=policy, recorded=recorded, **options))
+    check_module(module, "module", "For a function, write `checkpoint`.")
+    name = checked_name(name) or type(module).__qualname__
+    runner = checked_runner("checkpoint_module", recorded, {"policy": policy, "name": name, **options})
+    forward = _forward_for(module, name, runner)
     forward.put(module)
     return module
 
@@ -84,6 +81,7 @@ def remove_checkpointing(module: Module) -> None:
         >>> block = checkpoint_module(torch.nn.Linear(4, 4))
         >>> remove_checkpointing(block)
     """
+    check_module(module, "module", "Pass the module whose calls are to be plain.")
     for part in module.modules():
         forward = region_forward_of(part)
         if forward is not None:
@@ -168,7 +166,7 @@ def apply_checkpointing(
               modules found;
             - :func:`every` for every n-th layer;
             - name patterns, one or several, in which ``*`` stands for a part of a name between dots and ``**`` for any number
-              of parts: all modules found, also inside each other;
+              of parts: all modules found, also inside each other, but neither the model itself nor lists of modules;
             - a mapping of name patterns to policies, or to mappings of options, as in ``{"policy": ..., "recorded": True}``:
               likewise, with the policy or the options of the first matching pattern. ``{"chunks": 8, "dim": 1}`` cuts the
               first argument of a call into slices, as :func:`ckpt_hooks.checkpoint_chunks` does.
@@ -201,24 +199,14 @@ def apply_checkpointing(
          1.0     Linear  checkpoint  dots_saveable
          1.1     Tanh    checkpoint  dots_saveable
     """
-    if not isinstance(model, Module):
-        raise TypeError(
-            f"model should be a torch.nn.Module, but got {described_as(model)}. Pass the model, then the selection."
-        )
+    check_module(model, "model", "Pass the model, then the selection.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
-    if "name" in options:
-        raise ValueError("apply_checkpointing got name, but names each region after its module. Leave it out.")
     selected = select_modules(model, select, policy)
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
-    common = {"recorded": recorded, **options}
-    runners = {
-        name: value if isinstance(value, RegionRunner) else _runner_for(name or type(module).__qualname__, common, value)
-        for name, (module, value) in selected.items()
-    }
-    forwards = [
-        _forward_for(module, name or type(module).__qualname__, runners[name]) for name, (module, _) in selected.items()
-    ]
+    names = {name: name or type(module).__qualname__ for name, (module, _) in selected.items()}
+    runners = {name: _runner_for(names[name], recorded, options, value) for name, (_, value) in selected.items()}
+    forwards = [_forward_for(module, names[name], runners[name]) for name, (module, _) in selected.items()]
     switches = own_switches(model, selected)
     for switch in switches.values():
         switch.look(runs=False)
@@ -237,30 +225,14 @@ def _form_of(runner: RegionRunner) -> str:
     return form if runner.chunks is None else f"{form} x{runner.chunks.chunks}"
 
 
-def _runner_for(name: str, common: dict[str, Any], value: Any) -> RegionRunner:
+def _runner_for(name: str, recorded: Any, common: dict[str, Any], value: Any) -> RegionRunner:
     """Returns the function which calls a selected module, with the module's own policy or options."""
-    if not isinstance(value, Mapping):
-        return _checked_runner(name, **{**common, "policy": value})
-    if not all(isinstance(key, str) for key in value) or "name" in value:
-        raise ValueError(
-            f"select has options for {name!r} that are none: {dict(value)!r}. Write options of checkpoint_module, without "
-            "a name."
-        )
-    return _checked_runner(name, **{**common, "policy": None, **value})
-
-
-_REGION_OPTIONS = frozenset(options_of(Form.RECORDED))
-
-
-def _checked_runner(name: str, *, policy: Any, recorded: bool, **options: Any) -> RegionRunner:
-    recorded = checked_flag(recorded, "recorded")
-    chunks = chunks_among(options)
-    if recorded and not _REGION_OPTIONS.issuperset(options):
-        raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(sorted(set(options) - _REGION_OPTIONS))}. With recorded=True there are: "
-            f"{', '.join(sorted(_REGION_OPTIONS))}."
-        )
-    return RegionRunner(recorded, {"policy": policy, "name": name, **options}, chunks)
+    if isinstance(value, RegionRunner):
+        return value
+    own = value if isinstance(value, Mapping) else {"policy": value}
+    options = {"recorded": recorded, "policy": None, **common, **own}
+    form = f"apply_checkpointing, for {name!r}," if own is value else "apply_checkpointing"
+    return checked_runner(form, options.pop("recorded"), options, of=name)
 
 
 def _forward_for(module: Module, name: str, runner: RegionRunner) -> RegionForward:

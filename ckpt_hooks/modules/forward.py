@@ -13,7 +13,10 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._checkpoint.checkpoint import checkpoint
-from ckpt_hooks._checkpoint.chunks import Chunks, run_in_chunks
+from ckpt_hooks._checkpoint.chunks import Chunks, chunks_among, run_in_chunks
+from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.misuse import checked_flag, unknown_error
+from ckpt_hooks._function.options import Form, options_of
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.region import checkpoint_region
 
@@ -28,7 +31,7 @@ class RegionRunner:
 
     def __init__(self, recorded: bool, options: dict[str, Any], chunks: Chunks | None = None) -> None:
         self._made_of = recorded, options, chunks
-        self.recorded, self.policy, self.chunks = recorded, options.get("policy"), chunks
+        self.recorded, self.policy, self.chunks, self.name = recorded, options.get("policy"), chunks, options.get("name")
         region: Any = checkpoint_region(**options) if recorded else checkpoint(**options)
         self._run = region._run if recorded else region.run
 
@@ -40,6 +43,18 @@ class RegionRunner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RegionRunner, self._made_of
+
+
+def checked_runner(form: str, recorded: Any, options: dict[str, Any], *, of: str | None = None) -> RegionRunner:
+    """Returns the runner for options that a form was given, the name of the region or else of the module ``of`` among these."""
+    is_recorded, options = checked_flag(recorded, "recorded"), {**options}
+    chunks = chunks_among(options)
+    known = ["recorded", *options_of(Form.RECORDED if is_recorded else Form.CURRIED)]
+    if of is not None:
+        known.remove("name")
+    if unknown := [name for name in options if name not in known]:
+        raise unknown_error(unknown, known, f"With recorded=True {form}" if is_recorded else form)
+    return RegionRunner(is_recorded, options if of is None else {**options, "name": of}, chunks)
 
 
 @skipped  # compiled, it would return ``module.forward`` (see ``__call__``)
@@ -115,7 +130,7 @@ class RegionForward:
         own[_REPLICATE] = _Replication(self)
 
     def remove(self) -> None:
-        module = self._reference()
+        module, was_active = self._reference(), self.is_active
         self.is_active = False  # for another object in ``forward``, which calls this one
         if module is None:
             return
@@ -125,6 +140,11 @@ class RegionForward:
                 del own["forward"]
             else:
                 own["forward"] = self.replaced
+        elif "forward" in own and was_active:
+            warn_user(
+                f"The forward of {self.run.name!r}, a {type(module).__name__}, was set anew after the module became a region. "
+                "That one stays, with no region below. Take it away before you undo regions, or now: `del module.forward`."
+            )
         if region_forward_of(module) is self:
             del own[_REPLICATE]
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import name_expression
-from ckpt_hooks._core.misuse import checked_count, described_as
+from ckpt_hooks._core.misuse import check_callable, check_is, checked_count, checked_integer, described_as, wrong
 
 T = TypeVar("T")
 
@@ -45,52 +45,47 @@ class every:  # noqa: N801 -- used like a function
     of: Select = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"n should be a positive integer, but got {self.n!r}. Pass 2 to select every second layer.")
+        checked_integer(self.n, "n", "Pass 2 to select every second layer.")
 
 
 def select_modules(model: Module, select: Select, policy: Any) -> Selected:
     """Returns the selected modules of a model, in the model's order; a module with several names has the first."""
-    modules = dict(model.named_modules())
-    if isinstance(select, Mapping):
-        patterns: Mapping[str, Any] = select
-        return _by_patterns(modules, patterns)
-    if isinstance(select, str):
-        return _by_patterns(modules, {select: policy})
-    if isinstance(select, every):
-        found = _every(modules, select)
-    elif isinstance(select, (list, tuple, set, frozenset)) and select and all(isinstance(one, str) for one in select):
-        return _by_patterns(modules, dict.fromkeys(select, policy))
+    return selected_of(dict(model.named_modules()), select, policy, "select")
+
+
+def selected_of(modules: dict[str, Module], select: Select, policy: Any, argument: str) -> Selected:
+    """Returns the selected ones of some modules; errors call the selection by the argument's name."""
+    names = [select] if isinstance(select, str) else select if isinstance(select, (list, tuple, set, frozenset)) else ()
+    are_names = bool(names) and all(isinstance(name, str) for name in names)
+    if are_names or isinstance(select, Mapping):
+        selected = _by_patterns(modules, dict.fromkeys(names, policy) if are_names else select, argument)
     else:
-        found = _outermost(modules, _predicate(select))
-    if not found:
-        raise ValueError(
-            f"select={select!r} selects no module of {type(model).__name__}. Its modules are of the classes "
-            f"{', '.join(sorted({type(module).__name__ for module in modules.values()}))}."
-        )
-    return {name: (module, policy) for name, module in found.items()}
+        found = _every(modules, select) if isinstance(select, every) else _outermost(modules, _predicate(select, argument))
+        selected = {name: (module, policy) for name, module in found.items()}
+    if not selected:
+        classes = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
+        raise ValueError(f"{argument}={select!r} selects no module. Select among these classes: {classes}.")
+    return selected
 
 
 def ends_of(selected: Sequence[T], keep_first: int, keep_last: int) -> list[T]:
     """Returns the first and the last of what was selected, which are left without regions."""
     if 0 < len(selected) <= checked_count(keep_first, "keep_first") + checked_count(keep_last, "keep_last"):
-        raise ValueError(
-            f"keep_first={keep_first} and keep_last={keep_last} leave no region of {len(selected)} modules selected. Pass less."
-        )
+        kept = f"keep_first={described_as(keep_first)} and keep_last={described_as(keep_last)}"
+        raise ValueError(f"{kept} leave no region of {len(selected)} modules selected. Pass less.")
     return [*selected[:keep_first], *selected[len(selected) - keep_last :]]
 
 
-def _predicate(select: Any) -> Callable[[str, Module], Any]:
+def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
     kinds = tuple(select) if isinstance(select, (list, tuple, set, frozenset)) else (select,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, Module) for kind in kinds):
         return lambda name, module: isinstance(module, kinds)
-    if callable(select) and not isinstance(select, (type, Module)):
-        predicate: Callable[[str, Module], Any] = select
-        return predicate
-    raise TypeError(
-        f"select should be module classes, name patterns, a function of a name and a module, every(n), or a mapping of "
-        f"patterns to policies, but got {described_as(select)}. To select one module, write `checkpoint_module(module)`."
-    )
+    wanted = "module classes, name patterns, a function of a name and a module, every(n), or a mapping of patterns to policies"
+    if isinstance(select, (type, Module)):
+        raise wrong(select, argument, wanted, "To select one module, write its name, or `checkpoint_module(module)`.")
+    check_callable(select, argument, "name, module", wanted, "Write a name as `model.named_modules()` has it.")
+    predicate: Callable[[str, Module], Any] = select
+    return predicate
 
 
 def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], Any]) -> dict[str, Module]:
@@ -115,7 +110,7 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
     elif isinstance(select.of, every):
         raise TypeError(f"of should be module classes, name patterns or a predicate, but got {select.of!r}. Multiply the two.")
     else:
-        layers = {name: module for name, (module, _) in select_modules(modules[""], select.of, None).items()}
+        layers = {name: module for name, (module, _) in selected_of(modules, select.of, None, "of").items()}
     counts: dict[str, int] = {}
     found: dict[str, Module] = {}
     for name, layer in layers.items():
@@ -126,19 +121,20 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
     return found
 
 
-def _by_patterns(modules: dict[str, Module], patterns: Mapping[str, Any]) -> Selected:
+def _by_patterns(modules: dict[str, Module], patterns: Mapping[str, Any], argument: str) -> Selected:
     """Returns the modules whose name matches a pattern, with the policy of the first such pattern."""
+    # By a star nobody means the model, nor a list of modules, which has no forward.
+    starred = [at for at, one in modules.items() if at and (type(one).forward is not Module.forward or "forward" in vars(one))]
     found: Selected = {}
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"select should map name patterns to policies, but has {described_as(pattern)}. Give its name.")
+        check_is(pattern, str, f"a key of {argument}", "a name pattern", "Give the name of a module.")
         expression = re.compile(name_expression(pattern))
-        matches = [name for name in modules if expression.fullmatch(name)]
+        matches = [name for name in (starred if "*" in pattern else modules) if expression.fullmatch(name)]
         if not matches:
             near = difflib.get_close_matches(pattern, modules, 1) or [next((name for name in modules if name), "")]
             raise ValueError(
-                f"select={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number of "
-                f"these. A name near to it is {near[0]!r}."
+                f"{argument}={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number "
+                f"of these, but neither the model nor a list of modules. Take a name near to it: {near[0]!r}."
             )
         for name in matches:
             found.setdefault(name, (modules[name], patterns[pattern]))

@@ -9,7 +9,8 @@ from typing import Any
 from torch.nn import Module, ModuleDict, ModuleList
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.modules.selecting import select_modules
+from ckpt_hooks._core.misuse import check_module
+from ckpt_hooks.modules.selecting import selected_of
 from ckpt_hooks.report.ledger import MemoryLedger
 from ckpt_hooks.report.ledger.data import Holder
 
@@ -17,10 +18,8 @@ from ckpt_hooks.report.ledger.data import Holder
 _LARGEST = 0.25
 
 
-def blocks_of(model: Module, select: Any, ledger: MemoryLedger) -> dict[str, Module]:
+def blocks_of(model: Module, ledger: MemoryLedger) -> dict[str, Module]:
     """Returns the blocks of a model, by name."""
-    if select is not None:
-        return _selected(model, select)
     # The model's tree is descended until a module saves at most a quarter of all that blocks may save: what the model itself
     # and its leaves save, as logits, is of no block. A leaf is no block: a region around one operator drops nothing.
     possible = {name for name, one in model.named_modules() if name and _can_be_block(one)}
@@ -51,10 +50,11 @@ def blocks_of(model: Module, select: Any, ledger: MemoryLedger) -> dict[str, Mod
     return found
 
 
-def _selected(model: Module, select: Any) -> dict[str, Module]:
-    found = {name: module for name, (module, _) in select_modules(model, select, None).items()}
-    if len(found) > 1:
-        found.pop("", None)  # which the pattern of all its children names as well
+def selected_blocks(model: Module, select: Any) -> dict[str, Module]:
+    """Returns the blocks that a user selects, by name."""
+    # A block that is the whole model would leave a plan no choice.
+    below = {name: module for name, module in model.named_modules() if name}
+    found = {name: module for name, (module, _) in selected_of(below, select, None, "blocks").items()}
     outer = {id(inner): name for name, module in found.items() for inner in module.modules() if inner is not module}
     for name, module in found.items():
         if id(module) in outer:
@@ -78,6 +78,7 @@ _WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 
 def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
     """Returns the names of a plan's blocks in a model, which wrappers (DDP, FSDP, PEFT) may be around, or may have been."""
+    check_module(model, "model", "Pass the model of the plan.")
     # Of a wrapper and what is in it, of one name then, the latter is the block: a region belongs inside of FSDP1's gathers.
     found = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
     outers = sorted(found, key=lambda name: name.count(".") + bool(name))

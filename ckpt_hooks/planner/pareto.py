@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ckpt_hooks._core.misuse import check_is
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
 from ckpt_hooks.report.ledger.pictures import Picture, figure_of, scale_of
 
@@ -68,6 +69,8 @@ class ParetoFront(Printed):
         Raises:
             ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
         """
+        if path is not None:
+            check_is(path, (str, os.PathLike), "path", "the path of a file", "Write its name, as in 'front.svg'.")
         figure = figure_of(7, 4)
         axes = figure.subplots()
         unit, size = scale_of(max(point.peak for point in (*self.plans, *self.torch)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,13 +12,16 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from ckpt_hooks._core.misuse import unknown_error, wrong
+from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
+from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 
 from .blocks import names_in
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch
 from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
-from .searching import Budget, Search, check_step, searched
+from .searching import COSTS, Budget, Search, check_step, searched
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -204,25 +209,87 @@ class Plan(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as values for ``json.dumps``, for :meth:`from_json`."""
-        return json_of(self)
+        return {"version": _VERSION, **json_of(self), "others": [plan.to_json() for plan in self.others]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
         """Returns the plan of :meth:`to_json`.
 
         Args:
-            values: The values.
+            values: The values, all of which are checked. Nothing is imported for them.
+
+        Raises:
+            ValueError: If a value is none of a plan, is missing or unknown, or comes from a newer version; or TypeError.
         """
-        blocks = []
-        for block in values["blocks"]:
-            kept = None if block["kept"] is None else tuple(KeptRun(**run) for run in block["kept"])
-            shapes = tuple(
-                tuple((getattr(torch, dtype), None if shape is None else torch.Size(shape)) for dtype, shape in one)
-                for one in block["shapes"]
-            )
-            blocks.append(PlannedBlock(**{**block, "kept": kept, "shapes": shapes}))
-        others = [cls.from_json(one) for one in values["others"]]
-        return cls(**{**values, "blocks": tuple(blocks), "others": others})
+        plan: Plan = _read(values, "plan", "Plan")
+        return plan
+
+
+#: Of plans in files. Another number where a field has another meaning.
+_VERSION = 1
+_ADVICE = "Write files by `json.dumps(plan.to_json())` with this version of ckpt_hooks, and read them by `json.loads`."
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def _is_operator(name: Any) -> bool:
+    with contextlib.suppress(Exception):  # whatever torch says of a name
+        return isinstance(name, str) and name.count(".") in (0, 2) and isinstance(operator_named(name), OPERATORS)
+    return False
+
+
+#: Single values: by the type of a field, or by its name where that says more.
+_LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: type(value) is int and 0 <= value < 2**63, "an integer from 0"),
+    "float": (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0"),
+    "str": (lambda value: type(value) is str, "a string"),
+    "bool": (lambda value: type(value) is bool, "True or False"),
+    "cost": (lambda value: value in COSTS, f"one of {COSTS}"),
+    "margin": (lambda value: type(value) in (int, float) and 0 <= value < 1, "a part from 0.0 up to 1.0"),
+    "operator": (_is_operator, "an operator which is registered"),
+    "version": (lambda value: type(value) is int and value == _VERSION, str(_VERSION)),
+    "dtype": (lambda value: type(value) is str and value in _DTYPES, "the name of a dtype of torch"),
+}
+
+
+_SHAPES = "tuple[tuple[Tensor, ...], ...]"
+_OBJECTS: dict[str, Any] = {one.__name__: one for one in (Plan, PlannedBlock, KeptRun)}
+
+
+def _read(value: Any, at: str, kind: str) -> Any:
+    """Returns a value of a file as plans have it, by the kind of the field at its place."""
+    if kind in _LEAVES:
+        test, wanted = _LEAVES[kind]
+        if not test(value):
+            raise wrong(value, at, wanted, _ADVICE, ValueError)
+        return value
+    if kind.endswith(" | None"):
+        return None if value is None else _read(value, at, kind.removesuffix(" | None"))
+    if kind in _OBJECTS:
+        return _read_object(value, at, _OBJECTS[kind])
+    is_tensor, is_whole = kind == "Tensor", bool(value) or kind not in ("tuple[PlannedBlock, ...]", _SHAPES)
+    if not isinstance(value, (list, tuple)) or not is_whole or (is_tensor and len(value) != 2):
+        raise wrong(value, at, "a dtype and a shape" if is_tensor else "a list", _ADVICE, ValueError)
+    if is_tensor:
+        shape = _read(value[1], f"{at}[1]", "tuple[int, ...] | None")
+        return _DTYPES[_read(value[0], f"{at}[0]", "dtype")], None if shape is None else torch.Size(shape)
+    inner = kind.partition("[")[2].removesuffix("]").removesuffix(", ...")
+    entries = [_read(one, f"{at}[{place}]", inner) for place, one in enumerate(value)]
+    return entries if kind.startswith("list") else tuple(entries)
+
+
+def _read_object(value: Any, at: str, made: Any) -> Any:
+    fields = {one.name: one.name if one.name in _LEAVES else str(one.type) for one in dataclasses.fields(made)}
+    fields = {name: _SHAPES if name == "shapes" else kind for name, kind in fields.items() if name[0] != "_"}
+    if not isinstance(value, Mapping):
+        raise wrong(value, at, "an object", _ADVICE, ValueError)
+    if made is Plan:
+        value = {**value}
+        _read(value.pop("version", None), f"{at}.version", "version")
+    if missing := [name for name in fields if name not in value]:
+        raise wrong(value, at, f"an object with {', '.join(missing)}", _ADVICE, ValueError)
+    if unknown := [name for name in value if name not in fields]:
+        raise unknown_error(unknown, fields, at, _ADVICE)
+    return made(**{name: _read(value[name], f"{at}.{name}", kind) for name, kind in fields.items()})
 
 
 def _point(name: str, plan: Plan) -> ParetoPoint:

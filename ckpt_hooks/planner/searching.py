@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+import numbers
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,13 +12,14 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.misuse import checked_flag, described_as
+from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules import apply_checkpointing
 from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
+from ckpt_hooks.report.ledger.data import maker_in_words
 
-from .blocks import blocks_of, outside_of
+from .blocks import blocks_of, outside_of, selected_blocks
 from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
@@ -30,7 +31,6 @@ from .simulating import natural_ends, peak_of
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
 # 4% off, and one correction brings the peak within the tolerance.
 _CORRECTIONS = 3
-_COSTS = ("operations", "seconds")
 
 
 def searched(
@@ -45,14 +45,16 @@ def searched(
     cost: str = "operations",
 ) -> dict[str, Any]:
     """Returns the attributes of the plan that is found."""
+    # All arguments are checked before the first profile.
     parsed(memory_budget)
     checked_flag(total, "total")
-    if cost not in _COSTS:
-        raise ValueError(f"cost={cost!r} is none. Pass 'operations' or 'seconds'.")
-    if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
-        raise ValueError(f"margin={margin!r} is no part of a budget. Pass a number from 0.0 up to 1.0, as 0.03.")
+    if not isinstance(cost, str) or cost not in COSTS:
+        raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these.", ValueError)
+    margin = checked_part(margin, "margin", "Pass 0.03, say.", is_below=True)
+    tolerance = checked_part(tolerance, "tolerance", "Pass 0.01, say.")
     check_model(model)
     check_step(step)
+    selected = None if blocks is None else selected_blocks(model, blocks)
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
         before = optimizer_state(model)
@@ -63,7 +65,7 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    found = blocks_of(model, blocks, plain)
+    found = blocks_of(model, plain) if selected is None else selected
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in found}
     noting = {name: PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in found}
     with as_before(model), apply_checkpointing(model, noting):
@@ -93,42 +95,26 @@ def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tup
 #: Bytes as an integer, or a part as a float.
 Budget = int | float | str
 
-_UNITS = {"b": 1}
-for _power, _letter in enumerate("kmgt", 1):
-    _UNITS[f"{_letter}b"], _UNITS[f"{_letter}ib"] = 1000**_power, 1024**_power
-_WORDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
-
-def parsed(budget: Budget) -> int | float:
+def parsed(budget: Any) -> int | float:
     """Returns a budget as bytes, or as a part from 0.0 to 1.0."""
-    if isinstance(budget, str):
-        found = _WORDS.fullmatch(budget)
-        unit = None if found is None else _UNITS.get(found[2].lower())
-        if found is None or unit is None:
-            raise ValueError(f"memory_budget={budget!r} has no size. Write a number and a unit, as in '20GiB' or '500MB'.")
-        return int(float(found[1]) * unit)
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(
-            f"memory_budget should be bytes, words such as '20GiB', or a part from 0.0 to 1.0, but got {described_as(budget)}. "
-            "Pass one of these."
-        )
-    if isinstance(budget, float) and not 0 <= budget <= 1:
-        raise ValueError(f"memory_budget={budget!r} is no part from 0.0 to 1.0. Pass an integer for bytes.")
-    if budget < 0:
-        raise ValueError(f"memory_budget={budget!r} is negative. Pass the bytes that the step may take.")
-    return budget
+    if isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Integral):
+        return checked_part(budget, "memory_budget", "Pass an integer for bytes.")
+    return checked_bytes(budget, "memory_budget", ", or a part from 0.0 to 1.0")
+
+
+#: What a plan makes the least.
+COSTS = ("operations", "seconds")
 
 
 def check_step(step: Any) -> None:
     """Raises unless a step can be called."""
-    if not callable(step):
-        raise TypeError(f"step should be a function of the model, but got {described_as(step)}. Write `lambda model: ...`.")
+    check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
 
 
 def check_model(model: Any) -> None:
     """Raises unless a model can be planned."""
-    if not isinstance(model, Module):
-        raise TypeError(f"model should be a torch.nn.Module, but got {described_as(model)}. Pass the model, then the step.")
+    check_module(model, "model", "Pass the model, then the step.")
     if any(getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod") for one in model.modules()):
         raise ValueError(
             "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, "
@@ -142,14 +128,24 @@ def check_model(model: Any) -> None:
         )
 
 
-def _too_small(budget: int, least: int, base: int, margin: float, problem: Problem) -> BudgetTooSmallError:
+def _too_small(budget: int, least: int, base: int, margin: float, problem: Problem, peak: Any) -> BudgetTooSmallError:
     bottleneck = problem.bottleneck()
-    there = "outside of any block" if bottleneck is None else f"in block {bottleneck!r}"
+    if peak is not None and peak.phase == "optimizer":
+        bottleneck, there, advice = (
+            None,
+            "in the optimizer",
+            "an optimizer that needs less: without `foreach`, or with less state",
+        )
+    elif bottleneck is None:
+        there = "outside of any block" + (f", in {maker_in_words(peak.origin)}" if peak is not None and peak.origin else "")
+        advice = "a smaller batch, or blocks with what runs there"
+    else:
+        there, advice = f"in block {bottleneck!r}", "smaller blocks, or a smaller batch"
     free = f", of which {margin:.1%} are to be left free" if margin else ""
     minimum = math.ceil(least / (1 - margin)) + base
     return BudgetTooSmallError(
         f"No plan fits {budget + base} bytes{free}: the least peak is {least + base} bytes, {there}. Raise the budget, or pass "
-        "smaller blocks, a smaller batch, or more of the model as blocks.",
+        f"{advice}.",
         budget=budget + base,
         minimum=minimum,
         bottleneck=bottleneck,
@@ -175,6 +171,7 @@ class Search:
         choices = {name: choices_of(profile, *firsts[name]) for name in kinds}
         self.problem = Problem(profile, block_options(profile, choices), self.natural)
         self.least = self.problem.peak(self.problem.least)
+        self._peak: Any = None  # of the latest step measured
         self._kinds, self._shapes, self._base, self._margin = kinds, shapes, base, common["margin"]
         self._common = {**common, "plain_peak": plain_peak, "least_peak": int(self.least)}
 
@@ -191,7 +188,9 @@ class Search:
         budget = int(self.least + budget * max(0.0, self.plain_peak - self.least)) if is_part else int(budget) - self._base
         target = int(budget * (1 - margin))
         if self.least > target:
-            raise _too_small(budget, int(self.least), self._base, margin, self.problem)
+            if model is not None and step is not None:
+                self._measured(model, step, self.problem.least)  # for where the peak is
+            raise _too_small(budget, int(self.least), self._base, margin, self.problem, self._peak)
         if model is None or step is None:
             found = {**self.attributes(choose(self.problem, target) or self.problem.least), "is_measured": False}
         else:
@@ -200,7 +199,7 @@ class Search:
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
         elif found["measured_peak"] > target:
-            raise _too_small(budget, found["measured_peak"], 0, margin, self.problem)
+            raise _too_small(budget, found["measured_peak"], 0, margin, self.problem, self._peak)
         return found
 
     def _corrected(self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float) -> dict[str, Any]:
@@ -224,7 +223,7 @@ class Search:
     def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int]) -> dict[str, Any]:
         plan = self.attributes(chosen)
         with as_before(model), apply_checkpointing(model, runners_of(plan["blocks"])):
-            peak = memory_ledger(lambda: step(model)).peak
+            peak = self._peak = memory_ledger(lambda: step(model)).peak
         plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self.problem.blocks)
         return {**plan, "measured_peak": peak.nbytes, "_model": weakref.ref(model)}
 

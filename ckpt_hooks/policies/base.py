@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from inspect import CO_VARARGS
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.misuse import Misuse, check_signature, described_as
 from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks._torch.compiling import while_tracing
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
@@ -24,6 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Is called with a :class:`~ckpt_hooks.policies.SelectiveCheckpointContext`, an operator and its arguments.
 PolicyFn = Callable[..., Any]
+PARAMETERS = "ctx, op, *args, **kwargs"
 
 _SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -142,9 +145,11 @@ class Policy(abc.ABC):
                 "ckpt_hooks.policies.everything_saveable."
             )
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Decides on one run of an operator."""
-        decision = self.for_op(op)
+    def __call__(self, *given: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Decides on one run of an operator, given a context, the operator and its arguments."""
+        if len(given) < 2:
+            raise Misuse.CALLED.error(name=self.title or type(self).__name__)
+        decision = self.for_op(op := given[1])
         if decision is None:
             raise TypeError(
                 f"{self!r} counts operators, and a count belongs to one region: pass the policy itself to ckpt_hooks, which "
@@ -156,6 +161,10 @@ class Policy(abc.ABC):
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     """Returns operators as a list, or raises a ``ValueError`` that names the overloads of a packet."""
     ops = list(ops)
+    if not ops:
+        raise ValueError(
+            f"{argument} has no operator. Name one, or write ckpt_hooks.policies.nothing_saveable to keep nothing."
+        )
     for op in ops:
         if isinstance(op, OPERATORS):
             continue
@@ -163,7 +172,8 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
         if isinstance(op, OPERATOR_PACKET):
             overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in op.overloads())
             advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
-        raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {op} of type {type(op).__name__}. {advice}")
+        given = str(op) if isinstance(op, OPERATOR_PACKET) else described_as(op)
+        raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {given}. {advice}")
     return ops
 
 
@@ -261,29 +271,34 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
     if isinstance(name, str) and name in CheckpointPolicy.__members__:  # an enum of the same names
         return CheckpointPolicy[name]
     raise TypeError(
-        f"the policy should return a CheckpointPolicy for each operator, but returned {answer!r} for {op}. To have it "
-        "recomputed, return CheckpointPolicy.PREFER_RECOMPUTE."
+        f"the policy should return a CheckpointPolicy for each operator, but returned {described_as(answer)} for {op}. To have "
+        "it recomputed, return CheckpointPolicy.PREFER_RECOMPUTE."
     )
 
 
 def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False) -> Policy:
     """Converts a policy, operators to save, or a function; ``as_torch`` asks a function about views and writes too."""
     if isinstance(policy, (list, tuple, set, frozenset)):
-        return _from_ops(policy)
+        return _from_ops(policy, argument, as_torch)
     if isinstance(policy, Policy):
         return policy
     if type(policy) is FunctionType:
-        if policy.__module__ not in _FACTORIES:
-            return _TorchsFunction(policy) if as_torch else _Function(policy)
-    elif callable(policy) and not isinstance(policy, _CALLABLE):  # which takes 2 us, as ABC classes do
+        is_function = policy.__module__ not in _FACTORIES
+    else:
+        is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # which takes 2 us, as ABC classes do
+    if is_function:
+        # The look at the code is for regions that are given a function in each step: a signature takes 10 us.
+        code = getattr(policy, "__code__", None)
+        if code is None or code.co_argcount > 2 or code.co_kwonlyargcount or not code.co_flags & CO_VARARGS:
+            check_signature(policy, argument, PARAMETERS)
         return _TorchsFunction(policy) if as_torch else _Function(policy)
-    elif (made := made_while_tracing(policy)) is not policy:
+    if (made := made_while_tracing(policy)) is not policy:
         return policy_from(made, argument, as_torch=as_torch)
     raise _no_policy(policy, argument)
 
 
-#: Operators, which can be called and are no policies.
-_CALLABLE: Any = (*OPERATORS, OPERATOR_PACKET)
+#: Operators and classes, which can be called and are no policies.
+_CALLABLE: Any = (*OPERATORS, OPERATOR_PACKET, type)
 #: The modules whose functions return policies.
 _FACTORIES = (f"{__package__}.ready_made", f"{__package__}.indices", f"{__package__}.by_module")
 
@@ -301,7 +316,7 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
         return TypeError(f"{expected} {name}, which makes policies. Call it: {argument}={name}(...).")
     name = policy if isinstance(policy, str) and policy.isidentifier() else "dots_saveable"
     return TypeError(
-        f"{expected} {policy!r} of type {type(policy).__name__}. Write {argument}=ckpt_hooks.policies.{name}, say, or a list "
+        f"{expected} {described_as(policy)}. Write {argument}=ckpt_hooks.policies.{name}, say, or a list "
         f"of operators, {argument}=[torch.ops.aten.mm.default]."
     )
 
@@ -311,12 +326,12 @@ _MOST_LISTS = 1_000
 _lists: dict[tuple[int, ...], Policy] = {}
 
 
-def _from_ops(ops: Iterable[Any]) -> Policy:
+def _from_ops(ops: Collection[Any], argument: str, as_torch: bool) -> Policy:
     # A list of operators is given anew with each region, and what is known of operators under it hangs on the policy.
     key = tuple(map(id, ops))
     known = _lists.get(key)
     if known is None:
-        checked = checked_operators(ops, "op_list")
+        checked = checked_operators(ops, argument) if ops or not as_torch else []  # torch's form takes an empty list
         if len(_lists) >= _MOST_LISTS:
             _lists.clear()
         known = _lists[key] = saving(checked)

@@ -10,9 +10,12 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks._core.call_sites import site_of
+from ckpt_hooks._core.misuse import check_signature
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._tensors.containers import tensors_in
 from ckpt_hooks._torch.tensors import inner_tensors, storage_of
+
+from .base import PARAMETERS
 
 _TorchContext = torch.utils.checkpoint.SelectiveCheckpointContext
 
@@ -66,6 +69,9 @@ class SelectiveCheckpointContext(WatchesUnseen, _TorchContext):
         self.op_output, self.index, self._arguments = output, index, (args, kwargs)
         try:
             return policy(self, op, *args, **kwargs)
+        except TypeError:  # its own, unless it does not take what it is given
+            check_signature(policy, "policy", PARAMETERS, (self, op, *args), kwargs)
+            raise
         finally:
             self.op_output = self.index = self._site = None
             self._arguments = ()

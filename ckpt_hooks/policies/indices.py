@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.call_sites import called_modules, warn_user
+from ckpt_hooks._core.misuse import check_is, check_module, checked_integer, wrong
 from ckpt_hooks._torch.modes import MODULE_CALL
 
 from .base import Policy, PolicyFn, checked_operators, makes_policies
@@ -146,8 +147,8 @@ def save_indices(
         root: The module in which the names are, held weakly, and not pickled; None for the one above.
 
     Raises:
-        TypeError: If a submodule is not given by name, or a number is no integer.
-        ValueError: If an operator is none, or a number is negative.
+        TypeError: If ``runs`` or ``counts`` has something else in it, a submodule is not given by name, or ``root`` is none.
+        ValueError: If an operator is none, or a number no integer from 0.
 
     Example:
         >>> import torch
@@ -162,20 +163,24 @@ def save_indices(
         >>> y = checkpoint(policy=policy)(block)(torch.ones(2, 4))
     """
     found: dict[_Key, frozenset[int]] = {}
-    for module, operator, number in runs:
+    pairs: Any = {} if counts is None else counts
+    try:
+        given = [(module, operator, number) for module, operator, number in runs]
+        counted = [(module, operator, number) for (module, operator), number in pairs.items()]
+    except (TypeError, ValueError, AttributeError):
+        advice = "Write runs=[('', operator, 0)], and counts={('', operator): 1}."
+        raise wrong((runs, counts), "runs and counts", "triples, and a mapping of pairs to numbers", advice) from None
+    for module, operator, number in given:
         key = _checked(module, operator, number, "runs")
         found[key] = found.get(key, frozenset()) | {number}
-    if counts is not None:
-        counts = {_checked(module, operator, number, "counts"): number for (module, operator), number in counts.items()}
-    return _SaveIndices(found, counts, root)
+    expected = {_checked(module, operator, number, "counts"): number for module, operator, number in counted}
+    if root is not None:
+        check_module(root, "root", "Pass the module in which the names are, or leave it out.")
+    return _SaveIndices(found, None if counts is None else expected, root)
 
 
 def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:
     checked_operators([operator], argument)
-    if not isinstance(module, str):
-        raise TypeError(f"{argument} should name submodules, but has {module!r} of type {type(module).__name__}. Give a name.")
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{argument} should have integers, but has {number!r} for {operator}. Give the number of a run.")
-    if number < 0:
-        raise ValueError(f"{argument} should have numbers from 0, but has {number} for {operator}. Give the number of a run.")
+    check_is(module, str, f"a submodule in {argument}", "a string", "Give its name; that of the region itself is ''.")
+    checked_integer(number, f"a number in {argument}", f"Give the number of runs of {operator} before.", 0)
     return module, str(operator)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ckpt_hooks._core.misuse import check_is, checked_integer, wrong
 from ckpt_hooks._operators.facts import facts_of
 
 from .base import OpsPolicy, Policy, PolicyFn, checked_operators, decision_of, in_words, makes_policies, policy_from, saving
@@ -173,7 +174,9 @@ class _Routing(Policy):
             return None
         return _SAVE if routing else _RECOMPUTE
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: Any = None, op: Any = None, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is None:
+            return super().__call__()
         return _SAVE if facts_of(op).routes(args, kwargs) else _RECOMPUTE
 
 
@@ -263,9 +266,7 @@ def save_every(op: Any, n: int) -> Policy:
         <save_every: keeps the output of one in 2 runs of aten.mm.default, counted in each region>
     """
     (checked,) = checked_operators([op], "op")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"n should be a positive integer, but got {n!r}. Pass 2 to keep every second output.")
-    return _SaveEvery(checked, n)
+    return _SaveEvery(checked, checked_integer(n, "n", "Pass 2 to keep every second output."))
 
 
 # From what keeps most, and costs least to have again, to what keeps least.
@@ -307,7 +308,9 @@ class _Both(Policy):
 
         return decide
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: Any = None, op: Any = None, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is None:
+            return super().__call__()
         return _stronger(self._one(ctx, op, *args, **kwargs), self._other(ctx, op, *args, **kwargs))
 
 
@@ -331,6 +334,8 @@ class _Names(Policy):
     def __init__(
         self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str
     ) -> None:
+        if not decisions and others is None:
+            raise ValueError(f"{title} got no names. Give one, or write ckpt_hooks.policies.nothing_saveable to keep nothing.")
         self.title, self._decisions, self._others, self.meaning = title, decisions, others, meaning
         self.names = self.expected_names = frozenset(decisions)
 
@@ -342,15 +347,11 @@ class _Names(Policy):
 
 
 def _checked_names(names: Iterable[str], argument: str) -> list[str]:
-    if isinstance(names, str):
-        raise TypeError(f"{argument} should be names, but got one string, {names!r}: pass a list, [{names!r}].")
-    names = list(names)
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise wrong(names, argument, "a list of names", "Pass one: ['hidden'].")
+    names = [*names]
     for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"{argument} should be strings, but got {name!r} of type {type(name).__name__}. Pass the names that "
-                "checkpoint_name gives."
-            )
+        check_is(name, str, f"a name in {argument}", "a string", "Pass the names that checkpoint_name gives.")
     return names
 
 
@@ -370,7 +371,7 @@ def save_only_these_names(*names: str) -> Policy:
         <save_only_these_names: keeps what is named 'attention'>
     """
     checked = _checked_names(names, "names")
-    meaning = f"keeps what is named {', '.join(map(repr, checked)) or 'nothing'}"
+    meaning = f"keeps what is named {', '.join(map(repr, checked))}"
     return _Names("save_only_these_names", dict.fromkeys(checked, _SAVE), None, meaning)
 
 

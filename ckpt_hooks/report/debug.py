@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._core.call_sites import module_in_words, module_names, outermost_module
+from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._operators.facts import facts_of, routing_advice, same_operator
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
@@ -48,7 +49,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         >>> with set_checkpoint_debug_enabled(True):
         ...     y = checkpoint(torch.sin, x)
     """
-    with override(debug=enabled):
+    with override(debug=flag_or_none(enabled, "enabled")):
         yield
 
 

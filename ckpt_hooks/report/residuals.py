@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks._core.misuse import Misuse, check_is, checked_integer
 from ckpt_hooks._core.settings import observe
 
 from .entries import Residual
@@ -168,6 +169,8 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         >>> saved_residuals(checkpoint()(lambda x: x.sin().exp()), x).dropped_bytes
         1024
     """
+    if not callable(function):
+        raise Misuse.NO_FUNCTION.error(function, form="saved_residuals", right="saved_residuals(block, x)")
     notes = Notes()
     with observe(notes), OperatorNotes(notes):
         result = function(*args, **kwargs)
@@ -217,6 +220,9 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
         >>> saved_tensors_report(loss, known=layer).by_reason
         {'saved': 128}
     """
+    for leaf in tree_leaves(known):
+        kinds, advice = (torch.Tensor, torch.nn.Module), "Pass those that exist in any case, or leave it out."
+        check_is(leaf, kinds, "known", "modules and tensors", advice)
     tensors = _tensors_in(results)
     if not tensors:
         raise TypeError(
@@ -300,4 +306,6 @@ def format_saved_residuals(report: SavedResiduals, max_rows: int = 60) -> str:
            bytes  tensor        reason  saved by
          1.0 KiB  float32[256]  saved   ExpBackward0
     """
+    check_is(report, SavedResiduals, "report", "a report", "Pass what saved_residuals returns.")
+    checked_integer(max_rows, "max_rows", "Leave it out for 60.")
     return as_text(report._headline(), report._tables(max_rows))

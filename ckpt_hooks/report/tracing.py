@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
 from ckpt_hooks._core.holdings import Holding, Reason, Saved
-from ckpt_hooks._core.misuse import checked_flag
+from ckpt_hooks._core.misuse import check_is, checked_flag
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
@@ -308,6 +308,7 @@ def format_trace(trace: Trace) -> str:
         >>> "dropped 2.0 KiB" in format_trace(found)
         True
     """
+    check_is(trace, Trace, "trace", "a Trace", "Pass what `with trace() as found:` gives.")
     return as_text(trace._headline(), trace._tables())
 
 
@@ -324,4 +325,5 @@ def print_trace(trace: Trace) -> None:
         >>> print_trace(found)
         no region has run
     """
+    check_is(trace, Trace, "trace", "a Trace", "Pass what `with trace() as found:` gives.")
     print(trace)  # noqa: T201

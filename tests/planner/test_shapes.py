@@ -188,7 +188,7 @@ def test_a_margin_is_left_free():
 @pytest.mark.parametrize("margin", [-0.1, 1.0, "much"])
 def test_a_margin_that_is_none(margin):
     model, step, blocks = built("mlp")
-    with pytest.raises(ValueError, match=r"margin=.* is no part of a budget. Pass a number from 0.0 up to 1.0, as 0.03"):
+    with pytest.raises(ValueError, match=r"margin should be a part from 0.0 up to 1.0, but got .* Pass 0.03, say"):
         plan_memory(model, step, 0.5, blocks=blocks, margin=margin)
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
-from ckpt_hooks._core.misuse import described_as
+from ckpt_hooks._core.misuse import wrong
 from ckpt_hooks._torch.profiling import is_profiling, profile_memory
 from ckpt_hooks.report.entries import Advice, Origin, table_of_advice
 from ckpt_hooks.report.formatting import (
@@ -61,9 +61,8 @@ class MemoryLedger(LedgerData, Printed):
             ValueError: If the device has allocated nothing.
         """
         if device not in self.devices:
-            raise ValueError(
-                f"nothing was allocated on device {device!r}, but on {', '.join(self.devices)}. Name one of these."
-            )
+            wanted = f"one of {', '.join(self.devices)}"
+            raise wrong(device, "device", wanted, "Name one: others allocated nothing.", ValueError)
         other = MemoryLedger()
         other.fill(*self._taken, device)
         return other
@@ -253,10 +252,8 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
     if step is None:
         return _block()
     if not callable(step):
-        raise TypeError(
-            f"memory_ledger takes a step to run, a function, but got {described_as(step)}. Write `memory_ledger(step, *args)`, "
-            "or `with memory_ledger() as found:` around the step."
-        )
+        advice = "Write `memory_ledger(step, *args)`, or `with memory_ledger() as found:` around the step."
+        raise wrong(step, "step", "a function to run", advice)
     with _block() as found:
         step(*args, **kwargs)
     return found

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ckpt_hooks._core.events import Region
 from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks._core.misuse import integer_in, wrong
 from ckpt_hooks.report.entries import NOWHERE, Maker, Origin
 from ckpt_hooks.report.formatting import json_of
 
@@ -411,6 +412,8 @@ class LedgerData:
         Args:
             change: The index of the change.
         """
+        if integer_in(change) is None:
+            raise wrong(change, "change", "the index of a change", "Pass -1 for the begin.")
         sizes: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
         counts: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
         for allocation in self.allocations:

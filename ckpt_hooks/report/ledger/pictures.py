@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckpt_hooks._core.misuse import check_is
 from ckpt_hooks.report.entries import Maker
 from ckpt_hooks.report.formatting import alike, cut, fold_names, format_bytes, name_pattern, up_to_number
 
@@ -193,6 +194,7 @@ class Picture:
         """
         import matplotlib as mpl
 
+        check_is(path, (str, os.PathLike), "path", "the path of a file", "Write its name, as in 'step.png'.")
         with mpl.rc_context({"svg.hashsalt": "ckpt_hooks"}):
             self.figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
@@ -231,6 +233,8 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
     """
     if not ledgers:
         raise ValueError("compare got no ledgers. Give one or several by the titles of their panels: compare(plain=found).")
+    for title, ledger in ledgers.items():
+        check_is(ledger, LedgerData, title, "a ledger", "Pass what memory_ledger returns.")
     found = [*ledgers.values()]
     blocks = Blocks(found, _MOST_BLOCKS)
     figure = figure_of(10, 1.3 + 2.6 * len(found))
