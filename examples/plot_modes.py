@@ -3,7 +3,7 @@ r"""Draw peak memory and time of the modes of `train_charlm.py` (needs matplotli
 ::
 
     python examples/train_charlm.py --policy dots_saveable --json > run.json \
-        --mode none,torch,torch_selective,checkpoint,selective,region,region:dots_saveable
+        --mode none,torch,torch_selective,checkpoint,selective,region,region:dots_saveable,budget:40MiB
     python examples/plot_modes.py run.json examples/modes.svg
 """
 
@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"none": "0.6", "torch": "tab:orange", "torch_selective": "tab:orange"}
+COLOURS = {"none": "0.85", "torch": "tab:orange", "torch_selective": "tab:orange"}
 LABELS = {"none": "no checkpointing", "torch": "torch.utils.checkpoint", "torch_selective": "the same, selective"}
 
 
