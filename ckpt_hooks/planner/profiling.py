@@ -222,7 +222,7 @@ def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
 
 
 class _Reader:
-    """Reads the rows of a step. Marks among them call its methods, those from ``entered`` on."""
+    """Reads the rows of a step; marks among them call the methods from ``entered`` on."""
 
     def __init__(self, blocks: set[str], older: dict[int, int]) -> None:
         self._blocks, self._older = blocks, older

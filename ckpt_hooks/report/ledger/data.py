@@ -150,7 +150,7 @@ _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
 
 
 class StepReader:
-    """Goes through the rows of a step in the order of time. Marks among them call its methods, those from ``entered`` on."""
+    """Goes through the rows of a step in the order of time; marks among them call the methods from ``entered`` on."""
 
     def __init__(self, older: Mapping[int, int], device: str, differentiable: Set[int]) -> None:
         self._differentiable = differentiable
