@@ -907,7 +907,7 @@ CALLS = {
         "a region has one": lambda: checkpoint(policy=[MM], context_fn=selective_pair)(torch.sin)(leaf(3)),
         "a submodule in runs should be a string, but got 1": lambda: policies.save_indices([(1, MM, 0)]),
         "runs and counts should be triples": lambda: policies.save_indices([3]),
-        "takes names of modules and module classes, but got a module, Linear": lambda: policies.save_modules(block),
+        "takes names and classes of modules, but got a module, Linear": lambda: policies.save_modules(block),
         # Regions as blocks, and sequences
         r"`with checkpoint_region\(\):`, with parentheses": with_class,
         r"offload_saved_tensors is a class": lambda: contextlib.ExitStack().enter_context(offload_saved_tensors),

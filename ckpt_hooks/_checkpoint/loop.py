@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ckpt_hooks._core.misuse import Misuse, checked_count
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, noop_context_fn
 
 from .running import run
 
@@ -21,12 +21,11 @@ def checkpoint_loop(step: Callable[[State], State], state: State, n: int, slots:
     """Runs ``state = step(state)`` ``n`` times, and holds some ``slots`` states for backward: rollouts, recurrent networks.
 
     The steps are regions in regions, cut by the binomial schedule, which calls ``step`` as seldom as can be: 853 times for 256
-    steps and 16 slots, 256 of them in forward. All else is as for :func:`ckpt_hooks.checkpoint`: random numbers, closed-over
-    variables, ``autograd.grad``, several backwards.
+    steps and 16 slots, 256 of them in forward. All else is as for :func:`ckpt_hooks.checkpoint`.
 
     Kept until backward: ``slots`` states, the given one included, and what autograd saves in the last step. Backward runs the
-    steps from one of them to the next again, and keeps states on the way in slots that are free by then. So in backward too
-    there are never more than ``slots`` states, what one step saves, and a few states on their way.
+    steps after the last of these again, with states in the slots that are free by then, and so on to the first. So at any time
+    there are ``slots`` states, what one step saves, and a few states on their way.
 
     Args:
         step: The function of one step. To know the number of a step, count in the state.
@@ -56,7 +55,6 @@ def checkpoint_loop(step: Callable[[State], State], state: State, n: int, slots:
     """
     if not callable(step):
         raise Misuse.NO_FUNCTION.error(step, form="checkpoint_loop", right="checkpoint_loop(step, state, n, slots)")
-    check_runs(step)
     checked_count(n, "n")
     checked_count(slots, "slots", 2)
     return _Steps(step, 0, n, slots)(state) if n else state

@@ -12,6 +12,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -53,29 +54,23 @@ def name_expression(pattern: str) -> str:
     return r"\.".join(parts)
 
 
-def running_modules(frame: types.FrameType | None) -> list[torch.nn.Module]:
-    """Returns the modules whose calls run, from the innermost."""
+def called_modules(frame: types.FrameType | None) -> list[Any]:
+    """Returns the modules whose calls run, from the innermost; None without one."""
     found = []
     while frame is not None:
         if frame.f_code is MODULE_CALL:
             found.append(frame.f_locals["self"])
         frame = frame.f_back
-    return found
-
-
-def called_modules(frame: types.FrameType | None) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """Returns the innermost and the outermost module whose call runs; None without one."""
-    found = running_modules(frame)
-    return (found[0], found[-1]) if found else (None, None)
+    return found or [None]
 
 
 def module_in_call(module: torch.nn.Module | None) -> str | None:
     """Returns the name of a module, by default the innermost called one, in the outermost called module; None without."""
-    innermost, outermost = called_modules(sys._getframe(1))
-    module = innermost if module is None else module
-    if outermost is None:
+    called = called_modules(sys._getframe(1))
+    module = called[0] if module is None else module
+    if called[-1] is None:
         return None if module is None else ""
-    return next((name for name, other in outermost.named_modules() if other is module), None)
+    return next((name for name, other in called[-1].named_modules() if other is module), None)
 
 
 def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
@@ -133,7 +128,8 @@ def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
 
 
 def outermost_module() -> torch.nn.Module | None:
-    return called_modules(sys._getframe(1))[1]
+    outermost: torch.nn.Module | None = called_modules(sys._getframe(1))[-1]
+    return outermost
 
 
 def name_in_models(tensor: torch.Tensor) -> str | None:

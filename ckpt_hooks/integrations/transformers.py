@@ -56,9 +56,8 @@ def enable_in_transformers(
         every_n_layers: Makes each n-th layer a region, beginning with the first, as Transformers counts them.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
             the layer again, as :func:`ckpt_hooks.checkpoint` does.
-        keep_first: How many of these layers are left without regions, from the first, as in
-            :func:`ckpt_hooks.apply_checkpointing`.
-        keep_last: How many, from the last.
+        keep_first: How many of these layers are left without regions, from the first.
+        keep_last: How many, from the last; see :func:`ckpt_hooks.apply_checkpointing`.
         input_require_grads: Whether the outputs of input embeddings require grad, as after Transformers' own switch. Reentrant
             checkpointing needs that to train adapters on a frozen model. The regions of this package do not. Without it,
             frozen layers below the first trained one keep nothing and take no part in backward.

@@ -27,10 +27,9 @@ FLAG = "gradient_checkpointing"
 class Taken:
     """The functions for ``gradient_checkpointing_func`` of one model, by names of modules."""
 
-    keep = 0, 0  # how many layers are left without regions, from the first and from the last
-
     def __init__(self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None = None) -> None:
         self.recorded, self.options, self.planned = recorded, options, planned
+        self.keep = 0, 0  # how many layers are left without regions, from the first and from the last
         self._runners: dict[str, RegionRunner] = dict(planned or {})
 
     def runner(self, name: str) -> RegionRunner:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.call_sites import name_expression, running_modules
+from ckpt_hooks._core.call_sites import called_modules, name_expression
 from ckpt_hooks._core.misuse import described_as
 
 from .base import Policy, decision_of, makes_policies
@@ -44,23 +44,20 @@ class _SaveModules(Policy):
     def for_op(self, op: Any) -> None:
         return None
 
-    def for_function(self, function: Any) -> bool:
-        return self._is_kept(function)
-
     def count_runs(self) -> Callable[[Any], bool]:
-        return self._is_kept
+        return self.for_function
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return decision_of(self._is_kept(op))
+        return decision_of(self.for_function(op))
 
-    def _is_kept(self, op: Any) -> bool:
+    def for_function(self, function: Any) -> bool:
         if traced := torch.fx.traceback.current_meta.get("nn_module_stack"):  # Dynamo's notes
             return any(self._is_meant(*entry) for entry in traced.values())
-        running = running_modules(sys._getframe(1))
-        is_kept = any(isinstance(one, self._classes) or self._is_named(one, running[-1]) for one in running)
-        if is_kept:
+        called = called_modules(sys._getframe(1))
+        if called[0] is not None and any(isinstance(one, self._classes) or self._is_named(one, called[-1]) for one in called):
             self.expects = frozenset()
-        return is_kept
+            return True
+        return False
 
     def _is_named(self, module: Module, outermost: Module) -> bool:
         key = id(vars(module))
@@ -84,12 +81,10 @@ class _SaveModules(Policy):
 def save_modules(*names: str | type[Module]) -> Policy:
     """Returns a policy which keeps the results of what runs in some modules, modules inside of them included.
 
-    Kept are the results of operators, and of custom functions with kernels that no operator shows, in each call of such a
-    module: until backward has used them, and if a saved tensor depends on them.
-
-    The stack of Python tells which modules run, at two to five microseconds for each operator of a region under this policy.
-    A module runs where it is called: not where its ``forward`` is called by hand, nor inside of TorchScript. In functions that
-    ``torch.compile`` traces, the compiler knows the modules, and keeps the results.
+    Kept are results of operators, and of custom functions with kernels that no operator shows, until backward has used them, if
+    a saved tensor depends on them. The stack of Python tells which modules run, at two to five microseconds for each operator
+    of a region under this policy. A module runs where it is called: not where its ``forward`` is called by hand, nor inside of
+    TorchScript. In functions that ``torch.compile`` traces, the compiler knows the modules, and keeps the results.
 
     Args:
         *names: Module classes, and names as in ``model.named_modules()``, with ``*`` for a part of a name between dots and
@@ -105,16 +100,11 @@ def save_modules(*names: str | type[Module]) -> Policy:
         >>> from ckpt_hooks import checkpoint
         >>> from ckpt_hooks.policies import save_modules
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> save_modules("self_attn")
-        <save_modules: keeps the results of what runs in modules 'self_attn'>
         >>> checkpoint(policy=save_modules("self_attn"))(layer)(torch.ones(2, 4, 8)).sum().backward()
     """
     if not names:
         raise ValueError("save_modules got no modules. Name some, as in save_modules('self_attn').")
     for name in names:
         if not (isinstance(name, str) or (isinstance(name, type) and issubclass(name, Module))):
-            raise TypeError(
-                f"save_modules takes names of modules and module classes, but got {described_as(name)}. For a module, pass its "
-                "name in the model, or the end of that."
-            )
+            raise TypeError(f"save_modules takes names and classes of modules, but got {described_as(name)}. Pass its name.")
     return _SaveModules(*names)

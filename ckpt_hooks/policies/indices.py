@@ -76,7 +76,7 @@ class _SaveIndices(Policy):
                 frame = frame.f_back
             name = "" if frame is None else names.get(id(frame.f_locals["self"]))
             if name is None:
-                outermost = called_modules(frame)[1] if root is None else None
+                outermost = called_modules(frame)[-1] if root is None else None
                 names.update({} if outermost is None else _names_in(outermost))
                 name = names.setdefault(id(frame.f_locals["self"]), "")
             state = states.get((name, id(op)))

@@ -102,8 +102,8 @@ class Notes(Observer):
 
     def _origin(self, operator: Any) -> Origin:
         frame = sys._getframe(3)
-        module, outermost = called_modules(frame)
-        name = None if module is None else self._name_of(module, outermost)
+        called = called_modules(frame)
+        name = None if called[0] is None else self._name_of(called[0], called[-1])
         return Origin(operator=str(operator), module=name, line=site_of(frame))
 
     def _name_of(self, module: Any, outermost: Any) -> str | None:
