@@ -128,8 +128,7 @@ def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
 
 
 def outermost_module() -> torch.nn.Module | None:
-    outermost: torch.nn.Module | None = called_modules(sys._getframe(1))[-1]
-    return outermost
+    return called_modules(sys._getframe(1))[-1]  # type: ignore[no-any-return]
 
 
 def name_in_models(tensor: torch.Tensor) -> str | None:

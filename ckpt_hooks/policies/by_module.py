@@ -1,7 +1,6 @@
 """The policy by module: what runs while modules of some names or classes run is kept.
 
-The running modules are read off the stack of Python, so nothing is put on modules, and exceptions, threads and regions need no
-care. The road not taken: hooks before and after each forward, which slow every module, and stay where one raises.
+The running modules are read off the stack of Python. The road not taken: hooks on each module, which stay where one raises.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class _SaveModules(Policy):
         self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"  # the end of the name: the model may stand in another one
         words = [repr(name) if isinstance(name, str) else name.__name__ for name in names]
         self.meaning = f"keeps the results of what runs in modules {', '.join(words)}"
-        # By outermost module: each module in it, by the identity of the dictionary, which a checkpointed module shares, and
-        # whether the policy names it.
+        # Whether modules are named: by outermost module, and the identity of the dictionary, which a checkpointed one shares.
         self.tables: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,25 +52,25 @@ class _SaveModules(Policy):
         if traced := torch.fx.traceback.current_meta.get("nn_module_stack"):  # Dynamo's notes
             return any(self._is_meant(*entry) for entry in traced.values())
         called = called_modules(sys._getframe(1))
-        if called[0] is not None and any(isinstance(one, self._classes) or self._is_named(one, called[-1]) for one in called):
-            self.expects = frozenset()
-            return True
+        if called[0] is None or not self._has_one(called):
+            return False
+        self.expects = frozenset()
+        return True
+
+    def _has_one(self, called: list[Any]) -> bool:
+        table = self.tables.setdefault(called[-1], {})
+        for module in called:
+            found = table.get(id(vars(module)))
+            if found is None or found[0]() is None:  # a module added since
+                named = [("", module), *called[-1].named_modules()]
+                table.update({id(vars(one)): (weakref.ref(one), self._is_meant(name, None)) for name, one in named})
+                found = table[id(vars(module))]
+            if found[1] or isinstance(module, self._classes):
+                return True
         return False
 
-    def _is_named(self, module: Module, outermost: Module) -> bool:
-        key = id(vars(module))
-        found = self.tables.get(outermost, {}).get(key)
-        if found is None or found[0]() is None:  # a module added since
-            named = outermost.named_modules()
-            table = {id(vars(one)): (weakref.ref(one), self._is_meant(name, None)) for name, one in named}
-            found = table.setdefault(key, (weakref.ref(module), False))
-            self.tables[outermost] = table
-        return bool(found[1])
-
     def _is_meant(self, name: str, kind: Any) -> bool:
-        name = re.sub(
-            r"\.forward\._reference\(\)|\.__wrapped__", "", name
-        )  # how compiled code comes from a region to its module
+        name = re.sub(r"\.forward\._reference\(\)|\.__wrapped__", "", name)  # from a region to its module, in compiled code
         by_class = isinstance(kind, type) and issubclass(kind, self._classes)
         return by_class or re.fullmatch(self._expression, name) is not None
 
@@ -82,8 +80,8 @@ def save_modules(*names: str | type[Module]) -> Policy:
     """Returns a policy which keeps the results of what runs in some modules, modules inside of them included.
 
     Kept are results of operators, and of custom functions with kernels that no operator shows, until backward has used them, if
-    a saved tensor depends on them. The stack of Python tells which modules run, at two to five microseconds for each operator
-    of a region under this policy. A module runs where it is called: not where its ``forward`` is called by hand, nor inside of
+    a saved tensor depends on them. The stack of Python tells which modules run, at some five microseconds for each operator of
+    a region under this policy. A module runs where it is called: not where its ``forward`` is called by hand, nor inside of
     TorchScript. In functions that ``torch.compile`` traces, the compiler knows the modules, and keeps the results.
 
     Args:
