@@ -313,7 +313,7 @@ class checkpoint_region(PrintedHoldings, metaclass=NeedsParentheses):  # noqa: N
         if misplaced:
             raise _misplaced_error(misplaced[0])
         self._policy: Policy | None = None if policy is None else policy_from(policy)
-        self._name = checked_name(name) or "region"
+        self._name = "region" if name is None else checked_name(name) or "region"
         self._options: dict[str, Any] = {}
         given = preserve_rng_state, respect_saved_tensors_hooks, offload_inputs, split_backward, replay_whole
         if given != _DEFAULTS:

@@ -82,8 +82,8 @@ def _find_views() -> list[Any] | None:
         # same in double precision; and another seed for an otherwise equal state.
         for draw in (
             lambda: torch.rand(1, generator=generator),
-            lambda: torch.randn(1, generator=generator),
-            lambda: torch.randn(1, generator=generator),
+            lambda: torch.randn(1, generator=generator, dtype=torch.float32),
+            lambda: torch.randn(1, generator=generator, dtype=torch.float32),
             lambda: torch.randn(1, generator=generator, dtype=torch.float64),
             lambda: torch.randn(1, generator=generator, dtype=torch.float64),
             lambda: torch.rand(_WORDS, generator=generator),
