@@ -142,7 +142,7 @@ def test_those_left_count_among_the_layers_that_would_be_regions():
 @pytest.mark.parametrize(
     ("kind", "keep", "error", "match"),
     [
-        (Model, {"keep_last": 5}, ValueError, "keep_first=0 and keep_last=5 leave no region of 5 modules"),
+        (Model, {"keep_last": 5}, ValueError, "keep_first and keep_last leave no region of 5 modules"),
         (TorchCaller, {"keep_first": 4, "keep_last": 1}, ValueError, "leave no region of 5 modules"),
         (Model, {"keep_last": -1}, ValueError, "keep_last should be an integer from 0, but got -1"),
         (StackModel, {"keep_last": 1}, ValueError, "every_n_layers=1, keep_first=0, keep_last=1, but the switch of StackModel"),

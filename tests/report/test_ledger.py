@@ -382,13 +382,11 @@ def test_a_ledger_is_read_after_its_block():
 
 
 def test_bad_input():
-    with pytest.raises(
-        TypeError, match=r"memory_ledger takes a step to run, a function, but got a tensor.*Write `memory_ledger"
-    ):
+    with pytest.raises(TypeError, match=r"step should be a function to run, but got a tensor.*Write `memory_ledger"):
         memory_ledger(torch.ones(2))
     with memory_ledger(), pytest.raises(RuntimeError, match=r"while a profiler runs on this thread.*Leave the block"):
         memory_ledger(lambda: None)
-    with pytest.raises(ValueError, match=r"nothing was allocated on device 'cuda:0', but on cpu. Name one of these."):
+    with pytest.raises(ValueError, match=r"device should be one of cpu, but got 'cuda:0'"):
         memory_ledger(lambda: torch.ones(2)).on("cuda:0")
 
 

@@ -192,9 +192,9 @@ class Picture:
         Args:
             path: The file. Equal pictures make equal files.
         """
+        _check_path(path)
         import matplotlib as mpl
 
-        check_is(path, (str, os.PathLike), "path", "the path of a file", "Write its name, as in 'step.png'.")
         with mpl.rc_context({"svg.hashsalt": "ckpt_hooks"}):
             self.figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
@@ -202,6 +202,10 @@ class Picture:
         file = io.BytesIO()
         self.figure.savefig(file, format="png")
         return file.getvalue()
+
+
+def _check_path(path: Any) -> None:
+    check_is(path, (str, os.PathLike), "path", "the path of a file", "Write its name, as in 'step.png'.")
 
 
 def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData) -> Picture:
@@ -235,6 +239,8 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
         raise ValueError("compare got no ledgers. Give one or several by the titles of their panels: compare(plain=found).")
     for title, ledger in ledgers.items():
         check_is(ledger, LedgerData, title, "a ledger", "Pass what memory_ledger returns.")
+    if path is not None:
+        _check_path(path)
     found = [*ledgers.values()]
     blocks = Blocks(found, _MOST_BLOCKS)
     figure = figure_of(10, 1.3 + 2.6 * len(found))
