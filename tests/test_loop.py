@@ -243,11 +243,11 @@ def test_an_exception_of_a_step_passes():
 
 
 OTHERS = {
-    "a tensor for a tuple": (lambda s: s[0], "step 0 of checkpoint_loop returned Tensor, but got ('Tensor', 'int')"),
+    "a tensor for a tuple": (lambda s: s[0], "step 0 of checkpoint_loop returned Tensor, but got ('Tensor', 'number')"),
     "another key": (lambda s: {"g": s["h"]}, "returned {'g': 'Tensor'}, but got {'h': 'Tensor'}"),
     "one more": (lambda s: [*s, s[0]], "returned ['Tensor', 'Tensor'], but got ['Tensor']"),
     "nothing": (lambda s: None, "returned NoneType, but got Tensor"),
-    "a tensor for a number": (lambda s: (s[0], s[0].sum()), "returned ('Tensor', 'Tensor'), but got ('Tensor', 'float')"),
+    "a tensor for a number": (lambda s: (s[0], s[0].sum()), "returned ('Tensor', 'Tensor'), but got ('Tensor', 'number')"),
     "a dict for a dataclass": (lambda s: vars(s), "but got State."),
 }
 BEGUN = [(leaf(2), 0), {"h": leaf(2)}, [leaf(2)], leaf(2), (leaf(2), 0.0), State(leaf(2), 0, {"a": [leaf(1)]})]
@@ -264,3 +264,10 @@ def test_another_structure_is_an_error(other, state):
 def test_a_later_step_of_another_structure_is_named():
     with pytest.raises(TypeError, match="step 3 of checkpoint_loop"):
         checkpoint_loop(lambda s: (s[0].sin(), s[1] + 1) if s[1] < 3 else s[0], (leaf(2), 0), 9, 2)
+
+
+def test_a_number_may_become_one_of_another_type():
+    x = leaf(2)
+    y, number = checkpoint_loop(lambda s: (s[0].sin(), s[1] * 0.5), (x, 1), 5, 2)
+    assert number == 0.5**5
+    y.sum().backward()

@@ -90,5 +90,6 @@ class _Steps:
 
 
 def _structure(state: Any) -> Any:
-    """Returns the containers of a state, with the names of types in them."""
-    return tree_map(lambda one: "Tensor" if isinstance(one, torch.Tensor) else type(one).__name__, state)
+    """Returns the containers of a state, with the names of types in them; numbers of all types are alike."""
+    kinds: dict[str, Any] = {"Tensor": torch.Tensor, "number": (int, float, complex)}
+    return tree_map(lambda one: next((name for name in kinds if isinstance(one, kinds[name])), type(one).__name__), state)
