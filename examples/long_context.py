@@ -38,8 +38,8 @@ from ckpt_hooks import apply_checkpointing, checkpoint_chunks, memory_ledger, po
 
 MODES = ("none", "torch", "loop", "chunks")
 
-#: What is kept in the regions of attention: products, and what `scaled_dot_product_attention` returns.
-KEPT = policies.save_compute_and_communication
+#: What is kept in the regions of attention: its linear layers, and what `scaled_dot_product_attention` returns.
+KEPT = policies.save_from_both_policies(policies.save_modules("qkv", "out"), policies.attention_saveable)
 
 
 @dataclass

@@ -41,6 +41,8 @@ def checkpoint_loop(step: Callable[[State], State], state: State, n: int, slots:
         ValueError: If ``n`` or ``slots`` is no integer, or too small.
 
     Note:
+        Under FSDP2 the loop stands inside of a unit, and its steps call no units of their own.
+
         Source: Griewank and Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26 (1), 2000.
 
     Example:

@@ -41,6 +41,7 @@ FORMS: dict[str, Callable[[Function], Function]] = {
     "two regions": lambda function: block_of_code()(FORMS["with"](function)),
     "call": lambda function: lambda *args: checkpoint(function, *args),
     "call with a policy": checkpoint(policy=policies.dots_saveable),
+    "kept modules": checkpoint(policy=policies.save_modules("up", "blocks.1.down", nn.Dropout)),
     "call with values": checkpoint(determinism_check="values"),
     "region in a call": lambda function: checkpoint()(block_of_code()(function)),
     "call in a region": lambda function: block_of_code()(checkpoint()(function)),
