@@ -200,6 +200,7 @@ def test_a_policy_serves_torchs_checkpoint(library, policy):
     assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # of torch 2.14
 def test_our_contexts_serve_torchs_checkpoint_in_a_region():
     """Which is another's region, that they are not of."""
     x, w = leaf(3, 3), leaf(3, 3)

@@ -146,7 +146,8 @@ def asks_for_torch(policy: Policy) -> Callable[..., Any]:
 
     def ask(of_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         index = next(num_asked) if isinstance(op, OVERLOAD) and facts_of(op).is_asked_about else None
-        return context.consult(asks, op, args, kwargs, of_torch.op_output, index)
+        output = getattr(of_torch, "op_output", None)  # which torch hands over since 2.12
+        return context.consult(asks, op, args, kwargs, output, index)
 
     return ask
 

@@ -494,8 +494,11 @@ def in_loop(run, step, state, n, slots):
     loop = _beside(run, "checkpoint_loop")
     if loop is not None:
         return loop(step, state, n, slots)
+    structure = torch.utils._pytree.tree_structure
     for _ in range(n):
-        state = step(state)
+        before, state = structure(state), step(state)
+        if structure(state) != before:
+            raise TypeError("a step returned another structure")
     return state
 
 
