@@ -38,7 +38,7 @@ def check_of(determinism_check: Any) -> Check:
         if determinism_check in _OF_VALUES:
             from . import determinism
 
-            return determinism.CHECKS[determinism_check]
+            return Check(METADATA, determinism.FINGERPRINTS[determinism_check])
     elif callable(determinism_check):
         check_signature(determinism_check, "determinism_check", "tensor")
         return Check(METADATA, determinism_check)

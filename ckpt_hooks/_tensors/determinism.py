@@ -18,8 +18,6 @@ from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import nested_parts, parts_of, storage_of
 
-from .checks import METADATA, Check
-
 # Fingerprints
 
 
@@ -139,7 +137,8 @@ def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int]
     return sizes, strides, offset
 
 
-CHECKS = {"values": Check(METADATA, hash_of), "sampled_values": Check(METADATA, sample_of)}
+#: By the name of the option.
+FINGERPRINTS = {"values": hash_of, "sampled_values": sample_of}
 
 
 # Comparing
