@@ -228,9 +228,9 @@ def integer_in(value: Any) -> int | None:
     return operator.index(value) if is_integer else None
 
 
-def checked_integer(value: Any, name: str, advice: str, least: int = 1) -> int:
+def checked_integer(value: Any, name: str, advice: str = "Pass one.", least: int = 1) -> int:
     if (number := integer_in(value)) is None or number < least:
-        raise wrong(value, name, "a positive integer" if least else "an integer from 0", advice, ValueError)
+        raise wrong(value, name, "a positive integer" if least == 1 else f"an integer from {least}", advice, ValueError)
     return number
 
 
@@ -256,13 +256,6 @@ def checked_part(value: Any, name: str, advice: str, *, is_below: bool = False) 
     if not is_number or not 0 <= value <= 1 or (is_below and value == 1):
         raise wrong(value, name, f"a part from 0.0 {'up to' if is_below else 'to'} 1.0", advice, ValueError)
     return float(value)
-
-
-def checked_count(value: Any, name: str, least: int = 0) -> int:
-    """Returns a number of things, or raises."""
-    if (number := integer_in(value)) is None or number < least:
-        raise wrong(value, name, f"an integer from {least}", "Pass one.", ValueError)
-    return number
 
 
 def flag_or_none(value: Any, name: str) -> bool | None:

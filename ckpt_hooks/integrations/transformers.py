@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import checked_count, checked_flag, checked_integer
+from ckpt_hooks._core.misuse import checked_flag, checked_integer
 from ckpt_hooks.modules.forward import checked_runner
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
@@ -90,7 +90,7 @@ def enable_in_transformers(
     owner = transformers_model(model)
     every_n_layers = checked_integer(every_n_layers, "every_n_layers", "Pass 1 for every layer.")
     recorded = checked_flag(recorded, "recorded")
-    keep = checked_count(keep_first, "keep_first"), checked_count(keep_last, "keep_last")
+    keep = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
     input_require_grads = checked_flag(input_require_grads, "input_require_grads")
     if plan is not None and (policy is not None or every_n_layers != 1 or any(keep) or options):
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import name_expression
-from ckpt_hooks._core.misuse import check_callable, check_is, checked_count, checked_integer, wrong
+from ckpt_hooks._core.misuse import check_callable, check_is, checked_integer, wrong
 
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
 Select = Any
@@ -68,7 +68,8 @@ def selected_of(modules: dict[str, Module], select: Select, policy: Any, argumen
 
 def ends_of(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[Any]:
     """Returns the first and the last of what was selected, which are left without regions."""
-    if 0 < len(selected) <= checked_count(keep_first, "keep_first") + checked_count(keep_last, "keep_last"):
+    ends = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
+    if 0 < len(selected) <= sum(ends):
         raise ValueError(f"keep_first and keep_last leave no region of {len(selected)} modules selected. Pass less.")
     return [*selected[:keep_first], *selected[len(selected) - keep_last :]]
 
