@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from ckpt_hooks._core.misuse import Misuse, checked_flag, described_as, name_of_callable
+from ckpt_hooks._core.misuse import Misuse, checked_flag, described_as, name_of_callable, signature_of, wrong
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
 from ckpt_hooks._torch.compiling import skipped
 
@@ -31,12 +30,14 @@ class Chunks(NamedTuple):
 
     def checked(self) -> Chunks:
         if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
-            raise Misuse.CHUNKS.error(self.chunks)
+            raise wrong(self.chunks, "chunks", "a positive integer", "Pass the number of slices, 8 say.", ValueError)
         if self.reduce not in (None, "sum", "mean"):
-            raise Misuse.REDUCE.error(self.reduce)
+            advice = "Leave it out where each row has a result of its own."
+            raise wrong(self.reduce, "reduce", "None, 'sum' or 'mean'", advice, ValueError)
         names = (self.chunked,) if isinstance(self.chunked, str) else self.chunked
         if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)):
-            raise Misuse.CHUNKED.error(self.chunked)
+            advice = "Write chunked='labels', or chunked=['labels', 'mask']."
+            raise wrong(self.chunked, "chunked", "names of arguments", advice)
         return self._replace(chunked=tuple(names), check_rows=checked_flag(self.check_rows, "check_rows"))
 
 
@@ -44,7 +45,7 @@ def chunks_among(options: dict[str, Any]) -> Chunks | None:
     """Takes the options of chunks from those of a module; None if there are none."""
     found = {name: options.pop(name) for name in Chunks._fields if name in options}
     if found and "chunks" not in found:
-        raise Misuse.NO_CHUNKS.error(8, name=next(iter(found)))
+        raise Misuse.NO_CHUNKS.error(8, ValueError, name=next(iter(found)))
     return Chunks(**found).checked() if found else None
 
 
@@ -143,17 +144,19 @@ def run_in_chunks(
     first = next(iter(given), None)
     x = given.get(first)
     if not isinstance(x, torch.Tensor):
-        raise Misuse.NO_TENSOR.error(x)
+        raise wrong(x, "The argument to cut", "a tensor", "Pass it first, and others to cut by chunked.")
     dim = how.dim
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise Misuse.NO_DIM.error(dim, tensor=described_as(x))
+        wanted = f"a dimension of the tensor to cut ({described_as(x)})"
+        raise wrong(dim, "dim", wanted, "Pass that of the rows, 1 or -2 say.", ValueError)
     dim %= x.dim()
     keys = {name: name if name in kwargs else _position_of(name, function, len(args)) for name in how.chunked}
     cut: dict[Any, Any] = {first: x, **{key: given[key] for key in keys.values() if given[key] is not None}}
     for name, key in keys.items():
         value = cut.get(key, x)
         if not isinstance(value, torch.Tensor) or value.shape[dim : dim + 1] != x.shape[dim : dim + 1]:
-            raise Misuse.OTHER_ROWS.error(value, name=name, dim=dim, rows=x.shape[dim])
+            wanted = f"a tensor with {x.shape[dim]} rows in dimension {dim}, as the first argument"
+            raise wrong(value, name, wanted, "Leave it out of chunked if all slices need the whole.", ValueError)
 
     def call(part: tuple[torch.Tensor, ...]) -> Any:
         now = {**given, **dict(zip(cut, part, strict=True))}
@@ -170,13 +173,12 @@ def run_in_chunks(
 
 
 def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
-    called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        names = list(inspect.signature(called).parameters)[:count]
+        names = list(signature_of(function).parameters)[:count]
     except (TypeError, ValueError):  # Python's own functions and operators have no signature
         names = []
     if name not in names:
-        raise Misuse.NO_NAME.error(name, name=name_of_callable(function))
+        raise Misuse.NO_NAME.error(name, ValueError, name=name_of_callable(function))
     return names.index(name)
 
 
@@ -196,9 +198,9 @@ def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) ->
         for entry, total in zip(entries, found[0] if found else entries, strict=True):
             shape = tuple(getattr(total, "shape", ()))  # of a number
             if reduce is None and entry.shape[dim : dim + 1] != (rows,):
-                raise Misuse.RESULT_ROWS.error(entry, dim=dim, rows=rows)
+                raise Misuse.RESULT_ROWS.error(entry, ValueError, dim=dim, rows=rows)
             if reduce and getattr(entry, "shape", ()) != shape:
-                raise Misuse.RESULT_SHAPES.error(entry, shape=shape)
+                raise Misuse.RESULT_SHAPES.error(entry, ValueError, shape=shape)
         if reduce and found:
             found = [[total + entry for total, entry in zip(found[0], entries, strict=True)]]
         else:

@@ -51,7 +51,7 @@ def compare_rows(
     pairs = zip(whole, halves, strict=True) if isinstance(whole, tuple) else [(whole, halves)]
     if not all(_are_close(one, other, cut[0]) for one, other in pairs):
         if drawn is None:
-            raise Misuse.DEPENDENT_ROWS.error(name=name_of_callable(function), dim=dim, rows=half)
+            raise Misuse.DEPENDENT_ROWS.error(kind=ValueError, name=name_of_callable(function), dim=dim, rows=half)
         warn_user(
             f"check_rows compares nothing: {name_of_callable(function)!r} draws random numbers ({drawn}), so that its rows "
             "differ in any case. Call it once without, in eval() say."

@@ -57,17 +57,8 @@ class Misuse(enum.Enum):
         "in the function: run a generator with a region in it to its end, or close it."
     )
     SEQUENTIAL_ORDER = "checkpoint_sequential got {given} for segments. Write `checkpoint_sequential(functions, {input}, x)`."
-    CHUNKS = "chunks should be a positive integer, but got {given}. Pass the number of slices, 8 say."
     NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks={given}, or leave {name} out."
-    NO_DIM = "dim should be a dimension of the tensor to cut ({tensor}), but got {given}. Pass that of the rows, 1 or -2 say."
-    REDUCE = "reduce should be None, 'sum' or 'mean', but got {given}. Leave it out where each row has a result of its own."
-    CHUNKED = "chunked should be names of arguments, but got {given}. Write chunked='labels', or chunked=['labels', 'mask']."
     NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
-    NO_TENSOR = "The argument to cut should be a tensor, but got {given}. Pass it first, and others to cut by chunked."
-    OTHER_ROWS = (
-        "{name} should be a tensor with {rows} rows in dimension {dim}, as the first argument, but got {given}. Leave it out "
-        "of chunked if all slices need the whole."
-    )
     RESULT = (
         "For each slice the function should return a tensor, or a tuple of as many tensors as for others, but returned "
         "{given}. Return tensors alone."
@@ -85,17 +76,12 @@ class Misuse(enum.Enum):
 
     def error(self, given: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
         """Returns the error for a wrong argument."""
-        kind = ValueError if self.name in _WRONG_VALUES else kind
         return kind(self.value.format(given=described_as(given), **words))
 
     def error_of(self, path: RegionPath, **words: Any) -> CheckpointError:
         """Returns the error for a region that is left wrongly."""
         region = format_path(path)
         return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
-
-
-_WRONG_VALUES = {"REENTRANT", "CHUNKS", "NO_CHUNKS", "NO_DIM", "REDUCE", "NO_NAME"}
-_WRONG_VALUES |= {"OTHER_ROWS", "RESULT_ROWS", "RESULT_SHAPES", "DEPENDENT_ROWS"}
 
 
 def wrong(given: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
@@ -131,7 +117,7 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if not callable(function):
         return Misuse.NO_FUNCTION.error(function, form="checkpoint", right="checkpoint(block, x)")
     if not args and not kwargs and not accepts(function, (), {}):
-        return Misuse.NO_ARGUMENTS.error(name=name_of_callable(function), parameters=_signature_of(function))
+        return Misuse.NO_ARGUMENTS.error(name=name_of_callable(function), parameters=signature_of(function))
     for name, value in kwargs.items():
         if not accepts(function, (), {name: value}, partly=True) and (near := _nearest(name, options)):
             found = "which its function does not take"
@@ -139,14 +125,14 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return None
 
 
-def _signature_of(function: Any) -> inspect.Signature:
+def signature_of(function: Any) -> inspect.Signature:
     return inspect.signature(function.forward if isinstance(function, Module) else function)
 
 
 def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, partly: bool = False) -> bool:
     """Whether a function, or a module's forward, can be called so, or with more besides, as far as its signature is known."""
     try:
-        signature = _signature_of(function)
+        signature = signature_of(function)
     except (TypeError, ValueError):  # Python's own functions and operators have none
         return True
     try:
@@ -160,7 +146,7 @@ def check_signature(function: Any, name: str, parameters: str, args: Any = None,
     """Checks that a function of the user's takes what it is called with: parameters in words, or a call that failed."""
     given = [one for one in parameters.split(", ") if one and not one.startswith("**")] if args is None else args
     if not accepts(function, given, kwargs or {}):
-        raise Misuse.SIGNATURE.error(function, name=name, own=_signature_of(function), parameters=parameters)
+        raise Misuse.SIGNATURE.error(function, name=name, own=signature_of(function), parameters=parameters)
 
 
 def check_callable(function: Any, name: str, parameters: str, wanted: str, advice: str) -> None:
