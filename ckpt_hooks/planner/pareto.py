@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpt_hooks._core.misuse import check_is
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
-from ckpt_hooks.report.ledger.pictures import Picture, figure_of, scale_of
+from ckpt_hooks.report.ledger.pictures import Picture, check_path, figure_of, scale_of
 
 from .choosing import choose
 from .profiling import BlockCall, OpRun
@@ -70,7 +69,7 @@ class ParetoFront(Printed):
             ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
         """
         if path is not None:
-            check_is(path, (str, os.PathLike), "path", "the path of a file", "Write its name, as in 'front.svg'.")
+            check_path(path, "front.svg")
         figure = figure_of(7, 4)
         axes = figure.subplots()
         unit, size = scale_of(max(point.peak for point in (*self.plans, *self.torch)))

@@ -192,7 +192,7 @@ class Picture:
         Args:
             path: The file. Equal pictures make equal files.
         """
-        _check_path(path)
+        check_path(path, "step.png")
         import matplotlib as mpl
 
         with mpl.rc_context({"svg.hashsalt": "ckpt_hooks"}):
@@ -204,8 +204,9 @@ class Picture:
         return file.getvalue()
 
 
-def _check_path(path: Any) -> None:
-    check_is(path, (str, os.PathLike), "path", "the path of a file", "Write its name, as in 'step.png'.")
+def check_path(path: Any, example: str) -> None:
+    """Checks the argument of a picture's file."""
+    check_is(path, (str, os.PathLike), "path", "the path of a file", f"Write its name, as in {example!r}.")
 
 
 def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData) -> Picture:
@@ -240,7 +241,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
     for title, ledger in ledgers.items():
         check_is(ledger, LedgerData, title, "a ledger", "Pass what memory_ledger returns.")
     if path is not None:
-        _check_path(path)
+        check_path(path, "step.png")
     found = [*ledgers.values()]
     blocks = Blocks(found, _MOST_BLOCKS)
     figure = figure_of(10, 1.3 + 2.6 * len(found))
