@@ -80,9 +80,6 @@ Handle = tuple["FunctionFrame", int]
 # The result of ``getrefcount`` for a number held by a list of numbers alone.
 _UNHELD = next(map(getrefcount, [_FIRST + 1]))
 
-if TYPE_CHECKING:
-    from ckpt_hooks._operators.draws import DrawWatch
-
 
 # ------------------------------------------------------------------------------------------------------------------- passes
 
