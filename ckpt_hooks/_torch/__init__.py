@@ -2,3 +2,44 @@
 
 The check of a new release of torch is to read these modules and to run the suite. Timings: torch 2.13, one x86-64 core.
 """
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+_VERSIONS = "torch 2.11 to 2.15"
+_found = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+@contextlib.contextmanager
+def hook_points() -> Iterator[None]:
+    """Says which part of torch a block did not find, and which versions have it."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise ImportError(
+            f"ckpt_hooks works with {_VERSIONS}, and this is torch {torch.__version__}, which has no longer, or not yet, what "
+            f"ckpt_hooks stands on: {error}. Install one of these versions, or a later ckpt_hooks."
+        ) from error
+
+
+with hook_points():
+    if _found < (2, 11):
+        raise ImportError("saved-tensor hooks as they are since 2.11")
+    from . import autograd as autograd
+    from . import compiling as compiling
+    from . import functions as functions
+    from . import modes as modes
+    from . import profiling as profiling
+    from . import tensors as tensors
+
+if _found > (2, 15):
+    warnings.warn(
+        f"ckpt_hooks is tested with {_VERSIONS}, and this is torch {torch.__version__}: all that it stands on is there, but "
+        "compare losses with and without it, or look for a later ckpt_hooks.",
+        stacklevel=2,
+    )

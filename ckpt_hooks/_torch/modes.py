@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +26,7 @@ is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key",
 FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
 
 # The fake mode that is active on this thread, or None: it has a place of its own. 2.11 to 2.15. Goes with a public way.
-active_fake_mode: Callable[[], Any] = lambda: torch._C._get_dispatch_mode(  # noqa: E731
-    torch._C._TorchDispatchModeKey.FAKE
-)
+active_fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 # What runs while a module is called: its frame of Python has the module. 2.11 to 2.15. Goes with a public way.
 MODULE_CALL: Any = torch.nn.Module._call_impl.__code__
