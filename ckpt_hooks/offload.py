@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._core.misuse import NeedsParentheses, checked_bytes, checked_integer
+from ._core.misuse import NeedsParentheses, OfThisProcess, checked_bytes, checked_integer
 from ._core.mutation import Why, mutated
 from ._tensors.offloaded import Moved, Shared
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
@@ -20,7 +20,7 @@ __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
 
 
 class offload_saved_tensors(  # noqa: N801 -- a function to those who use it
-    torch.autograd.graph.saved_tensors_hooks, metaclass=NeedsParentheses
+    OfThisProcess, torch.autograd.graph.saved_tensors_hooks, metaclass=NeedsParentheses
 ):
     """Moves tensors saved by autograd in a block to the host, and back for backward; no checkpointing needed.
 

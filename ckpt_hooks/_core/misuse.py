@@ -8,10 +8,11 @@ import numbers
 import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch.nn import Module
+from typing_extensions import Self
 
 from ckpt_hooks._torch.modes import is_refused_by_transform
 from ckpt_hooks.errors import CheckpointError
@@ -36,6 +37,10 @@ class Misuse(enum.Enum):
     SIGNATURE = "{name} is called with ({parameters}), but {given} takes {own}. Write `def {name}({parameters}):`."
     PARENTHESES = "{name} is a class: write `with {name}():`, with parentheses."
     CALLED = "{name} is a policy, which regions call. Pass it as it is, without parentheses: `policy={name}`."
+    PICKLED = (
+        "{name} belongs to objects of this process, and cannot be pickled. Leave it out, and carry its `to_json()`, if it has "
+        "one. Modules that are regions can be pickled; `remove_checkpointing(model)` undoes their copies."
+    )
     #: Any argument of the wrong kind, or with a wrong value.
     WRONG = "{name} should be {wanted}, but got {given}. {advice}"
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
@@ -174,6 +179,21 @@ class NeedsParentheses(type):
 
     def __exit__(cls, *exc_info: object) -> None:
         """Python looks for ``__exit__`` before it enters the block."""
+
+
+class OfThisProcess:
+    """A handle: its copy is the handle itself, its pickle an error."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise Misuse.PICKLED.error(name=type(self).__name__)
 
 
 def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Leave out others.") -> Exception:

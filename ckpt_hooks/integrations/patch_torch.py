@@ -16,7 +16,7 @@ from ckpt_hooks._checkpoint.running import frame_of_call
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
-from ckpt_hooks._core.misuse import flag_or_none
+from ckpt_hooks._core.misuse import OfThisProcess, flag_or_none
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.options import (
@@ -46,7 +46,7 @@ _active: tuple[TorchPatch, ...] = ()
 _lock = threading.Lock()
 
 
-class TorchPatch:
+class TorchPatch(OfThisProcess):
     """The result of :func:`patch_torch`: a patch in force, and the way to undo the patch.
 
     A context manager; the end of the block undoes the patch.

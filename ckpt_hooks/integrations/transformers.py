@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import checked_flag, checked_integer
+from ckpt_hooks._core.misuse import OfThisProcess, checked_flag, checked_integer
 from ckpt_hooks.modules.forward import checked_runner
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
@@ -122,7 +122,7 @@ def enable_in_transformers(
     return handle
 
 
-class EnabledCheckpointing(Printed):
+class EnabledCheckpointing(OfThisProcess, Printed):
     """Checkpointing switched on in a Transformers model: the result of :func:`enable_in_transformers`.
 
     As a context manager, undoes itself at the end of the block. Holds no module.

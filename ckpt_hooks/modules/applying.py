@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import check_module
+from ckpt_hooks._core.misuse import OfThisProcess, check_module
 from ckpt_hooks._function.options import check_runs, checked_name
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
@@ -104,7 +104,7 @@ class AppliedRegion(NamedTuple):
     policy: Any
 
 
-class AppliedCheckpointing(Printed):
+class AppliedCheckpointing(OfThisProcess, Printed):
     """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
 
     As a context manager, undoes itself at the end of the block. Holds no module. ``kept`` names what ``keep_first`` and

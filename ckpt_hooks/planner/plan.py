@@ -34,6 +34,8 @@ class Plan(Printed):
     A plan is of the shapes which the measured step had, and :meth:`add` measures steps of other shapes. A call of a block whose
     shapes are of none keeps nothing, and a warning says so once.
 
+    A pickled plan is what :meth:`to_json` has of it: without profile and model.
+
     Attributes:
         blocks: The blocks.
         budget: The bytes given.
@@ -164,6 +166,12 @@ class Plan(Printed):
                 f"The model of this plan is gone, or the plan comes from a file. Pass a model: `plan.{method}({arguments})`."
             )
         return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan.from_json, (self.to_json(),)
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return dataclasses.replace(self, others=[*self.others])
 
     def runners(self) -> dict[str, PlannedRunner]:
         """Returns a function for each block, by the block's name, which calls the block as the plan says."""

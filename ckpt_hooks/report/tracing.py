@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
 from ckpt_hooks._core.holdings import Holding, Reason, Saved
-from ckpt_hooks._core.misuse import check_is, checked_flag
+from ckpt_hooks._core.misuse import OfThisProcess, check_is, checked_flag
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
@@ -194,7 +194,7 @@ class _Tracer(Observer):
                     break
 
 
-class Trace(_Tracer, Printed):
+class Trace(OfThisProcess, _Tracer, Printed):
     """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive.
 
     Prints as :func:`ckpt_hooks.report.format_trace` writes it.
