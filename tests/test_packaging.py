@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -45,6 +46,31 @@ def test_the_version_stands_in_one_place():
     assert ckpt_hooks.__version__ == "0.1.0"
     texts = (path.read_text() for path in (ROOT / "ckpt_hooks").rglob("*.py"))
     assert sum("__version__ =" in text for text in texts) == 1
+
+
+SNIPPETS = """
+import re, sys
+import warnings
+sys.modules.update(dict.fromkeys(sys.argv[2:]))
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+text = open(sys.argv[1]).read()
+exec(compile("\\n".join(re.findall(r"^```python\\n(.*?)^```", text, re.M | re.S)), "README.md", "exec"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "absent"),
+    [(["-W", "error"], []), (["-O", "-X", "dev"], []), ([], ["numpy", "triton", "matplotlib", "pytest"])],
+    ids=["errors of warnings", "no assertions", "torch alone"],
+)
+def test_snippets_of_the_readme_elsewhere(flags, absent):
+    """With warnings for errors; without assertions, in Python's development mode; with torch alone, and no compiler."""
+    command = [sys.executable, *flags, "-c", SNIPPETS, str(ROOT / "README.md"), *absent]
+    environment = {**os.environ, "CC": "/nowhere", "CXX": "/nowhere"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "forward" in done.stdout
 
 
 def hook_points() -> list[str]:

@@ -223,8 +223,10 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
     of this thread, and of the threads of a backward begun here.
 
     A step in a ledger computes the same, and takes longer: some microseconds for each call into torch, whose line is noted by
-    a function mode, and what the profiler takes. Code that ``torch.compile`` has compiled is compiled once more. No tensor is
-    kept alive. In eval mode ``nn.TransformerEncoder`` has a fast path which rounds otherwise, and not under a function mode.
+    a function mode, and what the profiler takes, which prints lines of its own (``USDT:``, "Memory block of unknown size"): not
+    with ``KINETO_LOG_LEVEL=6`` and ``TORCH_CPP_LOG_LEVEL=ERROR`` in the environment. Code that ``torch.compile`` has compiled
+    is compiled once more. No tensor is kept alive. In eval mode ``nn.TransformerEncoder`` has a fast path which rounds
+    otherwise, and not under a function mode.
 
     Args:
         step: Runs forward and backward, and an optimizer if one is of interest. Its result is dropped.
