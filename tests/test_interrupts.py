@@ -231,10 +231,10 @@ class Moving(nn.Module):
 @pytest.mark.parametrize(
     ("within", "dtype"),
     [
-        ("_ambient/__init__.py:_enter_cpu", torch.float32),
+        ("_ambient/streams.py:enter", torch.float32),
         ("_ambient/__init__.py:leave", torch.float32),
-        ("_ambient/streams.py:_enter_others", torch.float32),
-        ("_ambient/switches.py:_read_unguarded", torch.float64),
+        ("_ambient/streams.py:leave", torch.float32),
+        ("_ambient/switches.py:is_set", torch.float64),
         ("_ambient/switches.py:write", torch.float64),
         ("_function/journal.py:_fill", torch.float32),
         ("_function/journal.py:_put_back", torch.float32),
@@ -246,7 +246,7 @@ class Moving(nn.Module):
 def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within, dtype):
     """All of the state has moved on since forward."""
     layer, x, scale, shift = Moving(), torch.rand(3, requires_grad=True), 2.0, 1.0
-    generator = torch.Generator() if "others" in within else None
+    generator = torch.Generator() if "streams" in within else None
 
     def function(x):
         return layer(x, generator) * scale + shift

@@ -3,15 +3,14 @@
 A thread of autograd's engine has a current device of its own, and on each device the stream of its present node. Forward may
 have had others: then ``device="cuda"`` means another device, and a stream may read values before another has made them. So a
 recompute runs on forward's devices and streams. Forward's streams wait for the caller's streams, and the caller's for forward's
-when the recompute is done. Yet another stream waits before it reads a value (:class:`Made`).
-
-Reading the state initialises no accelerator. Without accelerators there is nothing to note.
+when the recompute is done. Yet another stream waits before it reads a value (:class:`Made`). Reading wakes no accelerator.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,17 +27,12 @@ R = TypeVar("R")
 
 def mark_used(tensor: torch.Tensor, stream: Any) -> None:
     """Keeps a tensor's memory from reuse until a stream has done its work so far."""
-    past_modes(_mark_used, tensor, stream)
-
-
-def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
-    parts = parts_of(tensor)
+    parts = past_modes(parts_of, tensor)
     if parts is None:
-        tensor.record_stream(stream)
-    else:
-        for part in parts:
-            if isinstance(part, torch.Tensor):
-                _mark_used(part, stream)
+        past_modes(tensor.record_stream, stream)
+    for part in parts or ():
+        if isinstance(part, torch.Tensor):
+            mark_used(part, stream)
 
 
 class _Accelerator:
@@ -47,19 +41,16 @@ class _Accelerator:
     __slots__ = ("_indices", "index", "module", "stream")
 
     def __init__(self, module: Any, devices: Any) -> None:
-        self.module, count = module, devices if isinstance(devices, int) else len(devices)
-        is_cuda = module is torch.cuda and cuda_device is not None
-        self._indices = tuple(range(count))
-        has_index = count > 1 and hasattr(module, "current_device") and hasattr(module, "set_device")
-        self.index: Callable[[], int] | None = None if not has_index else cuda_device if is_cuda else module.current_device
-        has_streams = hasattr(module, "current_stream") and hasattr(module, "set_stream")
-        self.stream: Callable[[int], Any] | None = (
-            None if not has_streams else cuda_stream_data if is_cuda else module.current_stream
-        )
+        self.module, self._indices = module, range(devices if isinstance(devices, int) else len(devices))
+        index, stream = getattr(module, "current_device", None), getattr(module, "current_stream", None)
+        if module is torch.cuda and cuda_device is not None:
+            index, stream = cuda_device, cuda_stream_data
+        self.index: Callable[[], int] | None = index if len(self._indices) > 1 and hasattr(module, "set_device") else None
+        self.stream: Any = stream if hasattr(module, "set_stream") else None
 
     def read(self) -> _Place:
-        index, stream = self.index, self.stream
-        return self, None if index is None else index(), () if stream is None else tuple(map(stream, self._indices))
+        streams_now = () if self.stream is None else tuple(map(self.stream, self._indices))
+        return self, None if self.index is None else self.index(), streams_now
 
     def stream_of(self, told: Any) -> Any:
         if type(told) is tuple:
@@ -83,19 +74,12 @@ _Place = tuple[_Accelerator, "int | None", tuple[Any, ...]]
 _accelerator = functools.cache(_Accelerator)
 
 
+@dataclass
 class Current:
     """The current device and streams of each accelerator in use; equal for equal devices and streams."""
 
-    __slots__ = ("_by_device", "_places")
-
-    def __init__(self, places: list[_Place]) -> None:
-        self._places = places
-        self._by_device: dict[torch.device, tuple[_Accelerator, Any] | None] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Current and self._places == other._places
-
-    __hash__ = None  # type: ignore[assignment]
+    _places: list[_Place]
+    _by_device: dict[torch.device, tuple[_Accelerator, Any] | None] = field(default_factory=dict, compare=False)
 
     def enter(self) -> Current | None:
         """Makes this current on this thread, after the present streams' work; returns the present state, for :meth:`leave`."""
@@ -124,16 +108,10 @@ class Current:
         for accelerator, index, after in other._places:
             before = places[id(accelerator)][2] if id(accelerator) in places else after
             accelerator.move(index, before, after)
-            if before != after:
-                for tensor in tensors:
-                    other.mark(tensor)
-
-    def mark(self, tensor: torch.Tensor) -> None:
-        """Keeps a tensor's memory until the stream of its device is done with the tensor."""
-        found = self.place_of(tensor.device)
-        if found is not None:
-            accelerator, told = found
-            mark_used(tensor, accelerator.stream_of(told))
+            for tensor in tensors if before != after else ():
+                reader, told = other.place_of(tensor.device) or (None, None)
+                if reader is not None:
+                    mark_used(tensor, reader.stream_of(told))
 
     def place_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
         """Returns the accelerator of a device, and the handle of its current stream; None for a device without streams."""
@@ -161,7 +139,7 @@ class Current:
 
 
 def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R:
-    """Calls a function on the devices and streams noted earlier, or on the present devices and streams if None."""
+    """Calls a function on the devices and streams noted earlier; on the present ones if None."""
     if current is None:
         return function(*args)
     before = current.enter()
@@ -171,34 +149,25 @@ def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R
         undo(current.leave, before)
 
 
+@dataclass
 class Made:
     """The devices and streams on which values were made. Other streams wait for these before they use a value."""
 
-    __slots__ = ("_current", "_waited")
-
-    def __init__(self, current: Current) -> None:
-        self._current = current
-        self._waited: list[Any] = []
+    _current: Current
+    _waited: list[Any] = field(default_factory=list)
 
     def renew(self) -> None:
         self._waited = []
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Makes the current stream of a value's device wait for the value, if made on another stream."""
-        device = tensor.device
-        found = self._current.place_of(device)
-        if found is None:
-            return
-        accelerator, made = found
-        assert accelerator.stream is not None
-        now = accelerator.stream(device.index or 0)
-        if now == made:
-            return
-        stream = accelerator.stream_of(now)
-        if now not in self._waited:
-            stream.wait_stream(accelerator.stream_of(made))
-            self._waited.append(now)
-        mark_used(tensor, stream)
+        accelerator, made = self._current.place_of(tensor.device) or (None, None)
+        if accelerator is not None and (now := accelerator.stream(tensor.device.index or 0)) != made:
+            stream = accelerator.stream_of(now)
+            if now not in self._waited:
+                stream.wait_stream(accelerator.stream_of(made))
+                self._waited.append(now)
+            mark_used(tensor, stream)
 
 
 _latest: Current | None = None

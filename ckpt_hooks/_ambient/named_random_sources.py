@@ -6,7 +6,7 @@ import importlib
 import random
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,26 +22,8 @@ shared_streams_lock = threading.RLock()
 _lock = threading.Lock()
 
 
-@contextmanager
-def hold_sources(streams: Iterable[Stream]) -> Iterator[None]:
-    """Tracks streams of a forward during its recompute, for the regions inside."""
-    with _lock:
-        held = [stream for stream in streams if stream not in TRACKED]
-        TRACKED.extend(held)
-    try:
-        yield
-    finally:
-        with _lock:
-            for stream in held:
-                if stream in TRACKED:
-                    TRACKED.remove(stream)
-
-
 class TrackedSource:
-    """A random source rewound by regions: the result of :func:`track_rng`.
-
-    As a context manager, stops tracking at the end of the block.
-    """
+    """A random source rewound by regions: the result of :func:`track_rng`, and a context manager which ends the tracking."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream: Stream | None = stream
@@ -60,6 +42,16 @@ class TrackedSource:
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
+
+
+@contextmanager
+def hold_sources(streams: Iterable[Stream]) -> Iterator[None]:
+    """Tracks streams of a forward during its recompute, for the regions inside."""
+    with ExitStack() as held:
+        for stream in streams:
+            if stream not in TRACKED:
+                held.enter_context(TrackedSource(stream))
+        yield
 
 
 def track_rng(source: Any) -> TrackedSource:

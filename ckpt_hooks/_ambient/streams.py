@@ -1,120 +1,164 @@
 """Random streams: the default generators, generators which a function reaches, tracked sources; their states of a forward.
 
 A recompute starts from forward's starting state and leaves every stream where it found it. Every initialised device is read
-whatever the arguments of a region, since nothing tells where a function draws. Reading initialises no accelerator and touches
-no stream.
+whatever the arguments of a region, since nothing tells where a function draws. Reading initialises no accelerator.
 
-A state is set only where it differs from the stream's present state. A CUDA generator, once set, makes cuDNN seed its dropout
-masks of recurrent layers anew, and a recompute without draws must not change the next masks.
+A device's state is set only where it differs. A CUDA generator, once set, makes cuDNN seed its dropout masks of recurrent
+layers anew, and a recompute without draws must not change the next masks.
 
-The state of the CPU's generator is 5 KB. Regions without draws in between start from the same state and share one copy, so that
-a model without randomness keeps one copy for any number of regions. States of devices are shared in the same way. The road not
-taken: to compare the state before and after forward, and to keep no state where the two are equal. A function which draws
-inside ``torch.random.fork_rng`` leaves the generator as it was, and still needs its starting state.
+The state of the CPU's generator is 5 KB: regions without draws in between share one copy. The road not taken: to compare the
+state before and after forward, and to keep no state where the two are equal. A function which draws inside
+``torch.random.fork_rng`` leaves the generator as it was, and still needs its starting state.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import Module, RNNBase
+from torch.nn import RNNBase
 
-from ckpt_hooks._torch.modes import private_backend_name
+from ckpt_hooks._torch.modes import address_of_generator, made_apart, private_backend_name
 from ckpt_hooks._torch.tensors import past_all_modes
 
 
 def is_same_state(one: Any, other: Any) -> bool:
     """Whether two states of one stream are known to be equal; states other than tensors count as different."""
-    return one is other or (
-        type(one) is type(other) is torch.Tensor
-        and one.is_cpu
-        and other.is_cpu
-        and past_all_modes(one, torch.equal, one, other)
-    )
+    are_on_host = type(one) is type(other) is torch.Tensor and one.is_cpu and other.is_cpu
+    return one is other or (are_on_host and past_all_modes(one, torch.equal, one, other))
 
 
+# The image of the CPU's generator: whether it has moved, told without reading a state
+#
+# A state is a tensor of 5 KB, each region asks three times, and nearly always nothing was drawn. So an image is compared, a few
+# bytes of the generator's object, in 0.2 us. Its place is found on import, with a generator made for the purpose: the 624 words
+# of the Mersenne twister, with seed and position before and left-over normal numbers behind. If some kind of draw leaves these
+# bytes unchanged, there is no image, and states are read and compared as usual.
+#
+# Equal images are equal states. Every draw moves the position or a left-over number, and when the position wraps around, all
+# words are new: the first eight words are read, 256 bits. (A handmade state which agrees with a state of a region in all of
+# these bytes, and differs in a later word, is not seen.) Images may differ for equal states, since there is padding, and a draw
+# of another thread may be under way. Then the state is read in full, under the generator's lock.
+
+_WORDS = 624
+#: Seed and position, before the words; left-over normal numbers of either dtype, behind them.
+_BEFORE, _BEHIND = 24, 40
+#: Where the number of the next word is in the first of the views, right before the words.
+NEXT_WORD = _BEFORE - 4
+#: The bytes of an image: offset from the words, and size.
+_LOOKED_AT = ((-_BEFORE, _BEFORE + 4 * 8), (4 * _WORDS, _BEHIND))
+_SEARCHED = 256  # bytes of the object in which the words have to begin
+
+
+def _views_of(generator: torch.Generator) -> list[Any]:
+    """Returns the views of a generator's state in its object: ``raw`` has the present bytes."""
+    words = struct.unpack_from(f"<{_WORDS}Q", bytes(generator.get_state().tolist()), 24)
+    array, address = struct.pack(f"={_WORDS}I", *(word & 0xFFFFFFFF for word in words)), address_of_generator(generator)
+    offset = ctypes.string_at(address, _SEARCHED).index(array[:32], _BEFORE)
+    if ctypes.string_at(address + offset, len(array)) != array:
+        raise ValueError
+    return [(ctypes.c_char * size).from_address(address + offset + begin) for begin, size in _LOOKED_AT]
+
+
+def _find_views() -> list[Any] | None:
+    """Returns the views of the default generator, None if its object is not laid out as expected."""
+    try:
+        generator = torch.Generator().manual_seed(1)
+        head, tail = _views_of(generator)
+        images = [(head.raw, tail.raw)]
+        # A number of 32 bits; a normal number, which leaves another over; the left-over number, which moves nothing else; the
+        # same in double precision; and another seed for an otherwise equal state.
+        for draw in (
+            lambda: torch.rand(1, generator=generator),
+            lambda: torch.randn(1, generator=generator, dtype=torch.float32),
+            lambda: torch.randn(1, generator=generator, dtype=torch.float32),
+            lambda: torch.randn(1, generator=generator, dtype=torch.float64),
+            lambda: torch.randn(1, generator=generator, dtype=torch.float64),
+            lambda: torch.rand(_WORDS, generator=generator),
+            lambda: generator.manual_seed(2),
+        ):
+            draw()
+            images.append((head.raw, tail.raw))
+        return _views_of(torch.default_generator) if len(set(images)) == len(images) else None
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError, struct.error):
+        return None
+
+
+_views = made_apart(_find_views)
+#: The views of the default generator: ``(HEAD.raw, TAIL.raw)`` is its present image, if there is an image.
+HEAD, TAIL = _views or [ctypes.create_string_buffer(0), ctypes.create_string_buffer(0)]
+
+
+@dataclass(eq=False, slots=True)
 class Stream:
     """A random stream: functions to read and to set its state, and to set a device's default stream to its initial state."""
 
-    # The state of a CUDA generator is a seed and an offset. To read these two costs a tenth of reading the state, which is a
-    # new tensor each time. So the stream keeps the latest state with the two numbers, and returns it while they are unchanged.
-    __slots__ = ("_look", "_seen", "generator", "read", "restart", "write")
-
-    def __init__(
-        self, read: Callable[[], Any], write: Callable[[Any], object], restart: Callable[[], object] | None = None
-    ) -> None:
-        self.read = read
-        self.write = write
-        self.restart = restart
-        self.generator: torch.Generator | None = None
-        # Returns seed and offset, if these are the whole state; and the latest of both, with the state.
-        self._look: Callable[[], tuple[int, int]] | None = None
-        self._seen: tuple[tuple[int, int], Any] | None = None
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    restart: Callable[[], object] | None = None
+    generator: torch.Generator | None = None
+    # Tells the state in a few numbers, if known, and costs a tenth of reading the state, which is a new tensor each time. So a
+    # default stream keeps the latest state with these numbers, and returns it while they are unchanged.
+    look: Callable[[], Any] | None = None
+    is_default: bool = False
+    seen: tuple[Any, Any] = (None, None)
 
     def state(self) -> Any:
         """Returns the state, not to be written to: the same object as before, while known to be the same."""
-        if self._look is None:
+        if not self.is_default:
             return self.read()
-        look, seen = self._look(), self._seen
-        if seen is not None and seen[0] == look:
-            return seen[1]
+        look, (seen, known) = None if self.look is None else self.look(), self.seen
+        if look is not None and look == seen:
+            return known
         state = self.read()
-        if self._look() == look:  # no other thread has drawn in between
-            self._seen = look, state
+        if look is None and is_same_state(state, known):
+            return known
+        if self.look is None or self.look() == look:  # no other thread has drawn in between
+            self.seen = look, state
         return state
-
-    def has_offset(self) -> bool:
-        return self._look is not None
-
-    def is_readable(self) -> bool:
-        return self.generator is None or self.generator.device.type == "cpu" or not is_capturing(self.generator.device.type)
 
     def holds(self, state: Any) -> bool:
         """Whether the stream is known to be in a state."""
-        seen = self._seen
-        if self._look is not None and seen is not None and seen[1] is state:
-            return seen[0] == self._look()
-        return is_same_state(self.read(), state)
-
-    def look_for_offset(self, generator: torch.Generator) -> None:
-        def look() -> tuple[int, int]:
-            return generator.initial_seed(), generator.get_offset()
-
-        try:
-            state = generator.get_state()
-            if state.nbytes == _SEED_AND_OFFSET.size and bytes(state.tolist()) == _SEED_AND_OFFSET.pack(*look()):
-                self._look = look
-        except (AttributeError, RuntimeError, struct.error):  # the CPU's generator has no offset
-            pass
-
-
-_SEED_AND_OFFSET = struct.Struct("=QQ")
+        look, known = self.seen
+        return look == self.look() if self.look is not None and known is state else is_same_state(self.read(), state)
 
 
 def is_capturing(device_type: str) -> bool:
     """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
-    capturing = getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
-    return capturing is not None and bool(capturing())
+    return bool(getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)())
 
 
 def stream_of_generator(generator: torch.Generator) -> Stream:
     """Returns the stream of a generator, without a restart: an explicit generator is as made until its first draw."""
-    stream = Stream(generator.get_state, generator.set_state)
-    stream.generator = generator
-    return stream
+    return Stream(generator.get_state, generator.set_state, generator=generator)
 
 
 def _stream_of_default(generator: torch.Generator) -> Stream:
-    stream = stream_of_generator(generator)
-    stream.restart = lambda: generator.manual_seed(generator.initial_seed())
-    stream.look_for_offset(generator)
+    def restart() -> None:
+        generator.manual_seed(generator.initial_seed())
+
+    def look() -> tuple[int, int]:
+        return generator.initial_seed(), generator.get_offset()
+
+    stream = Stream(generator.get_state, generator.set_state, restart, generator, is_default=True)
+    with suppress(AttributeError, RuntimeError, struct.error):  # of generators without an offset
+        if bytes(generator.get_state().tolist()) == struct.pack("=QQ", *look()):  # else these are not the whole state
+            stream.look = look
     return stream
+
+
+#: The stream of the CPU's default generator.
+CPU = Stream(torch.default_generator.get_state, torch.default_generator.set_state, is_default=True)
+if _views:
+    CPU.look = lambda: (HEAD.raw, TAIL.raw)
 
 
 # Modules of torch which may hold an accelerator's state. A backend outside of torch registers as ``privateuseone`` and adds a
@@ -131,18 +175,13 @@ names_without_devices = -1
 
 def find_devices() -> list[Any]:
     """Returns this build's accelerators, initialised or not: the same list each time."""
-    if len(TORCH_NAMES) != _modules_known_for:
-        _find_modules(private_backend_name())
-    return _modules
-
-
-def _find_modules(private_backend: str) -> None:
     global _modules_known_for, names_without_devices
+    if len(TORCH_NAMES) == _modules_known_for:
+        return _modules
     _modules.clear()
-    for device_type in (*_DEVICE_TYPES, private_backend):
+    for device_type in (*_DEVICE_TYPES, private_backend_name()):
         module = getattr(torch, device_type, None)
-        is_compiled: Callable[[], bool] | None = getattr(module, "_is_compiled", None)
-        if not hasattr(module, "get_rng_state") or (is_compiled is not None and not is_compiled()):
+        if not hasattr(module, "get_rng_state") or not getattr(module, "_is_compiled", lambda: True)():
             continue
         if device_type != "mps":
             is_initialized = getattr(module, "is_initialized", lambda module=module: getattr(module, "_initialized", False))
@@ -151,24 +190,22 @@ def _find_modules(private_backend: str) -> None:
             _modules.append((torch.backends.mps.is_available, module))
     _modules_known_for = len(TORCH_NAMES)
     names_without_devices = -1 if _modules else _modules_known_for
+    return _modules
 
 
 def device_streams(*, needed: bool) -> list[Stream]:
     """Returns the stream of each initialised device; the same objects each time, while a backend has the same devices."""
     # No state can be read while a CUDA graph is being captured: an error if needed, else that backend is left out.
     streams: list[Stream] = []
-    for initialised, module in _modules:
-        if initialised():
-            capturing = getattr(module, "is_current_stream_capturing", None)
-            if capturing is not None and capturing():
-                if not needed:
-                    continue
-                raise RuntimeError(
-                    "a region with preserve_rng_state=True ran while a CUDA graph is being captured, when torch forbids to "
-                    "read the state of the device's generator. Pass preserve_rng_state=False to a region that draws no random "
-                    "numbers; leave one that does out of the graph."
-                )
+    for module in [module for initialised, module in find_devices() if initialised()]:
+        if not getattr(module, "is_current_stream_capturing", bool)():
             streams += _streams_on(module, devices_of(module))
+        elif needed:
+            raise RuntimeError(
+                "a region with preserve_rng_state=True ran while a CUDA graph is being captured, when torch forbids to read "
+                "the state of the device's generator. Pass preserve_rng_state=False to a region that draws no random numbers; "
+                "leave one that does out of the graph."
+            )
     return streams
 
 
@@ -182,27 +219,17 @@ def devices_of(module: Any) -> Any:
 def _streams_on(module: Any, devices: Any) -> tuple[Stream, ...]:
     if not isinstance(devices, int):
         return tuple(map(_stream_of_default, devices))
-    if devices == 1:
-        return (Stream(module.get_rng_state, module.set_rng_state, _restart_of(module)),)
-    return tuple(_stream_at(module, index) for index in range(devices))
+    return tuple(_stream_at(module, () if devices == 1 else (index,)) for index in range(devices))
 
 
-def _stream_at(module: Any, index: int) -> Stream:
-    read, restart = functools.partial(module.get_rng_state, index), _restart_of(module, index)
-    return Stream(read, lambda state: module.set_rng_state(state, index), restart)
-
-
-def _restart_of(module: Any, index: int | None = None) -> Callable[[], object] | None:
-    if not hasattr(module, "initial_seed") or not hasattr(module, "manual_seed"):
-        return None
-    if index is None:
-        return lambda: module.manual_seed(module.initial_seed())
-
+def _stream_at(module: Any, index: tuple[int, ...]) -> Stream:
     def restart() -> None:
-        with module.device(index):
+        with module.device(*index) if index else nullcontext():
             module.manual_seed(module.initial_seed())
 
-    return restart
+    has_seed = hasattr(module, "initial_seed") and hasattr(module, "manual_seed")
+    read = functools.partial(module.get_rng_state, *index)
+    return Stream(read, lambda state: module.set_rng_state(state, *index), restart if has_seed else None, is_default=True)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -219,128 +246,65 @@ def default_generator(device: torch.device) -> torch.Generator:
 #: Held by the recompute which sets the default generators back. Another recompute waits at its first draw.
 default_generators_lock = threading.RLock()
 
-#: Streams, each with a state.
 States = tuple[tuple[Stream, Any], ...]
 #: States of the CPU's generator, of devices, and of other streams; None for the first where nothing is to be restored.
 Snapshot = tuple["torch.Tensor | None", States, States]
-#: State of the CPU's generator and of other streams before a recompute; None for the first if untouched.
-Undo = tuple["torch.Tensor | None", States]
 
-_NONE: States = ()
 #: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
 TRACKED: list[Stream] = []
 
-read_cpu, write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
-_latest: torch.Tensor | None = None
-_latest_devices: States = _NONE
+_latest_devices: States = ()
 
 
 def read_devices() -> States:
     """Returns the state of each initialised device's default stream, as the same tuple while no state has moved."""
     global _latest_devices
-    if not find_devices():
-        return _NONE
-    known = _latest_devices
-    found, moved = [(stream, stream.state()) for stream in device_streams(needed=True)], True
-    if len(found) == len(known):
-        moved = False
-        for index, (stream, state) in enumerate(found):
-            if stream is known[index][0] and is_same_state(state, known[index][1]):
-                found[index] = known[index]
-            else:
-                moved = True
-    if moved:
-        known = _latest_devices = tuple(found)
+    known, found = _latest_devices, tuple([(stream, stream.state()) for stream in device_streams(needed=True)])
+    if [id(one) for pair in found for one in pair] != [id(one) for pair in known for one in pair]:
+        _latest_devices = known = found
     return known
-
-
-def enter_devices(captured: States) -> States | None:
-    """Sets the devices' default streams; returns the states before, None where other devices are initialised by now."""
-    streams = device_streams(needed=bool(captured)) if find_devices() else []
-    if len(streams) != len(captured) or any(one is not two for one, (two, _) in zip(streams, captured, strict=True)):
-        return None
-    before = tuple([(stream, stream.state()) for stream in streams])
-    try:
-        for (stream, present), (_, state) in zip(before, captured, strict=True):
-            if not is_same_state(present, state):
-                stream.write(state)
-    except BaseException:
-        leave_streams(before)
-        raise
-    return before
-
-
-def leave_streams(before: States) -> None:
-    """Sets each stream back to its earlier state, unless already there."""
-    for stream, state in before:
-        if type(state) is not torch.Tensor or not stream.holds(state):
-            stream.write(state)
 
 
 def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
     """Returns the state of every stream; none of default generators if a recompute is to draw other numbers."""
-    global _latest
-    if not preserve:
-        return None, _NONE, tuple((stream_of_generator(generator), None) for generator in generators)
-    devices = read_devices()
-    others = _NONE
-    if generators or TRACKED:
-        streams = (*TRACKED, *map(stream_of_generator, generators))
-        others = tuple((stream, stream.read()) for stream in streams)
-    state, latest = read_cpu(), _latest  # read once: another thread may replace it
-    if latest is not None and is_same_state(state, latest):
-        state = latest
-    else:
-        _latest = state
-    return state, devices, others
+    if not preserve:  # a recompute still leaves the streams where it found them
+        return None, (), tuple((stream_of_generator(generator), None) for generator in generators)
+    others = (*TRACKED, *map(stream_of_generator, generators))
+    return CPU.state(), read_devices(), tuple([(stream, stream.read()) for stream in others])
 
 
-def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
+def enter(captured: Snapshot, *, defaults: bool = True) -> list[tuple[Stream, Any]]:
     """Sets every stream of a snapshot back, but for default generators if not asked to; returns the states before."""
-    state, _, others = captured
-    before = read_cpu() if defaults else None
-    has_others = others or TRACKED or (defaults and find_devices())
-    undo = _enter_others(captured, defaults=defaults) if has_others else _NONE
-    if state is not None and defaults:
-        write_cpu(state)
-    return before, undo
-
-
-def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
     cpu, devices, others = captured
-    states, present = dict(others), tuple(TRACKED)
-    if defaults:
-        states.update(devices)
-        present += tuple(device_streams(needed=bool(devices)))
-    # All are read before any is set: a generator may occur twice, explicit and as a device's default.
-    undo = tuple(
-        [
-            (stream, stream.state())
-            for stream in dict.fromkeys([*states, *present])
-            if states.get(stream) is not None or stream.is_readable()
-        ]
-    )
+    states, before = {CPU: cpu}, [(CPU, CPU.read())] if defaults else []
+    if others or TRACKED or (defaults and find_devices()):
+        states |= [*(devices if defaults else ()), *others]
+        present = [*TRACKED, *(device_streams(needed=bool(devices)) if defaults else ())]
+        # All are read before any is set: a generator may occur twice, explicit and as a device's default.
+        for stream in dict.fromkeys([*states, *present]):
+            is_readable = stream.generator is None or not is_capturing(stream.generator.device.type)
+            if stream is not CPU and (is_readable or states.get(stream) is not None):
+                before.append((stream, stream.state()))
     try:
-        for stream, present_state in undo:
+        for stream, found in before:
             state = states.get(stream)
             if state is not None:
-                if not is_same_state(present_state, state):
+                if stream is CPU or not is_same_state(found, state):  # 5 KB are set sooner than compared
                     stream.write(state)
             elif cpu is not None and stream.restart is not None:
                 # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
                 stream.restart()
-        return undo  # here, since Ctrl-C may come between the last step and a line behind
+        return before  # here, since Ctrl-C may come between the last step and a line behind
     except BaseException:
-        leave((None, undo))
+        leave(before)
         raise
 
 
-def leave(before: Undo) -> None:
-    """Sets every stream back to its state before."""
-    cpu, others = before
-    if cpu is not None:
-        write_cpu(cpu)
-    leave_streams(others)
+def leave(before: Iterable[tuple[Stream, Any]]) -> None:
+    """Sets each stream back to its earlier state, unless already there."""
+    for stream, state in before:
+        if stream is CPU or type(state) is not torch.Tensor or not stream.holds(state):
+            stream.write(state)
 
 
 # Recurrent layers with dropout on a device
@@ -351,11 +315,6 @@ def leave(before: Undo) -> None:
 # elements. So a region with such a layer sets the state to itself as forward begins. Its masks differ from those of the program
 # without regions, and are the same in both runs. The buffer belongs to the process: where several threads run such layers on
 # one device, a recompute may drop other elements.
-
-
-def recurrent_layers(modules: Iterable[Module]) -> Sequence[weakref.ref[RNNBase]]:
-    """Returns the recurrent layers among modules, with dropout or without."""
-    return tuple(weakref.ref(module) for module in modules if isinstance(module, RNNBase))
 
 
 def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:

@@ -1,23 +1,22 @@
 """The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
-A row says how a switch is read and set, how a region sees that the switch has moved, and which operators heed the switch. A
-switch restored anew is one more row here; the lists for fast paths are taken from the table once. Switches are compared once a
-region in forward and once a recompute, and read in full only after a move.
+A row says how a switch is read and set, how a region sees that the switch has moved, and which operators heed the switch.
+Switches are compared once a region in forward and once a recompute, and read in full only after a move.
 
 Private calls into torch, like the calls in :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``,
-``torch.nn.attention``) are properties and contexts around these, at 1 us each for 0.04, and one imports the compiler. The
-private forms may go when the public forms cost as little. ``tests/test_switches.py`` goes through the switches of the installed
-torch, and fails for a switch which has no row here and no reason there.
+``torch.nn.attention``) are properties and contexts around these, at 1 us each for 0.04, and one imports the compiler; the
+private forms may go when the public forms cost as little. ``tests/test_switches.py`` fails for a switch of the installed torch
+which has no row here and no reason there.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-import operator
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +25,7 @@ import torch
 # compiler. Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
 from torch._C._dynamo.guards import GlobalStateGuard
 
-from ckpt_hooks._torch.modes import (
-    function_mode_at,
-    global_device_mode,
-    is_any_autocast_enabled,
-    made_apart,
-    num_function_modes,
-    pop_function_mode,
-    push_function_mode,
-    set_global_device_mode,
-)
+from ckpt_hooks._torch import modes
 
 _c: Any = torch._C
 
@@ -68,17 +58,20 @@ class Switch(NamedTuple):
     heeded_by: tuple[str, ...] = _KERNELS
     #: Whether the installed torch has the switch, and kernels which look at it.
     is_used: bool = True
-    #: A getter which costs less, and raises ``RuntimeError`` where both ways to set a precision were used.
-    read_fast: Callable[[], Any] | None = None
-    #: The dictionary and the name of a variable of Python.
-    place: tuple[dict[str, Any], str] | None = None
+    #: What costs less, in an expression of this form. Raises ``RuntimeError`` where both ways to set a precision were used.
+    read_fast: Any = None
+    form: str = "()"
 
 
-def _flag(getter: str, setter: str = "", compared: Compared = Compared.BY_VALUE, *, used: bool = True) -> Switch:
+def _flag(getter: str, setter: str = "", *, compared: Compared = Compared.BY_VALUE, used: bool = True) -> Switch:
     setter = f"_set_{setter or getter}"
     read: Any = getattr(_c, f"_get_{getter}", None)
     write: Any = getattr(_c, setter, None)
     return Switch((f"_C.{setter}",), read, write, compared, is_used=used and read is not None)
+
+
+def _flags(*getters: str, compared: Compared = Compared.BY_VALUE, used: bool = True) -> list[Switch]:
+    return [_flag(getter, compared=compared, used=used) for getter in getters]
 
 
 def _guarded(read: Callable[[], Any], write: Callable[[Any], object], *setters: str) -> Switch:
@@ -92,65 +85,38 @@ _set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_se
 
 
 def _precision(backend: str, operator: str, *others: str, compared: Compared = Compared.BY_VALUE) -> Switch:
-    read, write = functools.partial(_precision_of, backend, operator), functools.partial(_set_precision_of, backend, operator)
+    read, write = partial(_precision_of, backend, operator), partial(_set_precision_of, backend, operator)
     return Switch(("_C._set_fp32_precision_setter", *others), read, write, compared)
-
-
-#: In place of the value of a variable which is missing.
-_ABSENT: Any = object()
 
 
 def _variable(module: Any, name: str, setter: str) -> Switch:
     variables = vars(module)
 
     def write(value: Any) -> None:
-        if value is _ABSENT:
+        if value is ...:  # the variable was missing
             variables.pop(name, None)
         else:
             variables[name] = value
 
-    read = functools.partial(variables.get, name, _ABSENT)
-    return Switch((f"backends.{setter}",), read, write, heeded_by=(), place=(variables, name))
+    form = f"[{name!r}]" if name in variables else f".get({name!r}, ...)"
+    return Switch(
+        (f"backends.{setter}",), partial(variables.get, name, ...), write, heeded_by=(), read_fast=variables, form=form
+    )
 
 
-_CUDNN_SETTERS = ("_C._set_cudnn_allow_tf32", "backends.cudnn.rnn.fp32_precision")
-
-
-def _cudnn_precision() -> bool | tuple[str, str]:
-    try:
-        allow_tf32: bool = _c._get_cudnn_allow_tf32()
-    except RuntimeError:
-        return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
-    return allow_tf32
-
-
-def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
-    if isinstance(allow_tf32, bool):
-        _c._set_cudnn_allow_tf32(allow_tf32)
+def _set_cudnn_precision(precision: bool | tuple[str, str]) -> None:
+    if isinstance(precision, bool):
+        _c._set_cudnn_allow_tf32(precision)
     else:
-        for operator, precision in zip(("conv", "rnn"), allow_tf32, strict=True):
-            _set_precision_of("cuda", operator, precision)
+        _set_precision_of("cuda", "conv", precision[0])
+        _set_precision_of("cuda", "rnn", precision[1])
 
 
-def _older_matmul_precision() -> str | None:
-    try:
-        precision: str = _c._get_float32_matmul_precision()
+def _read_either(read: Callable[[], Any], read_other: Callable[[], Any]) -> Any:
+    try:  # an older getter raises where both ways to set a precision were used
+        return read()
     except RuntimeError:
-        return None
-    return precision
-
-
-def _set_older_matmul_precision(precision: str | None) -> None:
-    if precision is not None:
-        _c._set_float32_matmul_precision(precision)
-
-
-def _set_deterministic(mode: bool) -> None:
-    _c._set_deterministic_algorithms(mode, warn_only=_c._get_deterministic_algorithms_warn_only())
-
-
-def _set_warn_only(warn_only: bool) -> None:
-    _c._set_deterministic_algorithms(_c._get_deterministic_algorithms(), warn_only=warn_only)
+        return read_other()
 
 
 def _reduced_precision(dtype: str) -> Switch:
@@ -168,6 +134,7 @@ _CUDA: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _ARM = platform.machine() in ("aarch64", "arm64")
 _ROCM = torch.version.hip is not None
 _einsum: Any = torch.backends.opt_einsum
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3", "fa4")
 
 #: The table. Switches of 2.11 to 2.15; the depthwise kernel since 2.13; the fourth flash attention, grouped products and
 #: embedded kernels since 2.15.
@@ -177,53 +144,50 @@ SWITCHES: tuple[Switch, ...] = (
     _precision("cuda", "all", "backends.cudnn.fp32_precision", compared=Compared.BY_OTHERS),
     _precision("mkldnn", "all", "backends.mkldnn.fp32_precision", compared=Compared.BY_OTHERS),
     # Read by a dispatcher to kernels, or by a kernel.
-    _flag("flash_sdp_enabled", "sdp_use_flash"),
-    _flag("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
-    _flag("math_sdp_enabled", "sdp_use_math"),
-    _flag("cudnn_sdp_enabled", "sdp_use_cudnn"),
-    _flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
-    _flag("fa3_sdp_enabled", "sdp_use_fa3"),
-    _flag("fa4_sdp_enabled", "sdp_use_fa4"),
-    _flag("math_sdp_allow_fp16_bf16_reduction"),
-    _flag("mkldnn_enabled"),
-    _flag("mkldnn_deterministic"),
-    _flag("nnpack_enabled"),
-    _flag("cublas_allow_fp16_accumulation"),
-    _flag("cudnn_enabled"),
-    _flag("cudnn_benchmark"),
-    _flag("cudnn_deterministic"),
+    *[_flag(f"{kernel}_sdp_enabled", f"sdp_use_{kernel}") for kernel in _ATTENTIONS],
+    *_flags("math_sdp_allow_fp16_bf16_reduction", "cublas_allow_fp16_accumulation", "nnpack_enabled"),
+    *_flags("mkldnn_enabled", "mkldnn_deterministic"),
+    *_flags("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
     _flag("sdp_priority_order", used=_CUDA),
     _flag("cpu_allow_fp16_reduced_precision_reduction", used=_ARM),  # others refuse to reduce in fp16
     _flag("miopen_immediate", used=_ROCM),
     _flag("onednn_allow_tf32", used=torch.xpu._is_compiled()),
     _precision("mkldnn", "matmul"),
-    Switch(_CUDNN_SETTERS, _cudnn_precision, _set_cudnn_precision, read_fast=_c._get_cudnn_allow_tf32),
+    Switch(
+        ("_C._set_cudnn_allow_tf32", "backends.cudnn.rnn.fp32_precision"),
+        lambda: _read_either(_c._get_cudnn_allow_tf32, lambda: (_precision_of("cuda", "conv"), _precision_of("cuda", "rnn"))),
+        _set_cudnn_precision,
+        read_fast=_c._get_cudnn_allow_tf32,
+    ),
     _precision("mkldnn", "conv")._replace(heeded_by=_LAYERS),
     _precision("mkldnn", "rnn")._replace(heeded_by=_LAYERS),
     # An attribute set on the module ``torch.backends.opt_einsum`` hides the variable behind it, which
     # ``torch.backends.opt_einsum.flags`` sets.
-    _variable(_einsum, "enabled", "opt_einsum._set_enabled"),
-    _variable(_einsum, "strategy", "opt_einsum._set_strategy"),
-    _variable(_einsum.m, "enabled", "opt_einsum._set_enabled"),
-    _variable(_einsum.m, "strategy", "opt_einsum._set_strategy"),
-    _variable(torch.backends.mha, "_is_fastpath_enabled", "mha.set_fastpath_enabled"),
-    # The first two of those with a guard are compared at the end of a recompute, too.
+    _variable(_einsum, "enabled", "backends.opt_einsum._set_enabled"),
+    _variable(_einsum, "strategy", "backends.opt_einsum._set_strategy"),
+    _variable(_einsum.m, "enabled", "backends.opt_einsum._set_enabled"),
+    _variable(_einsum.m, "strategy", "backends.opt_einsum._set_strategy"),
+    _variable(torch.backends.mha, "_is_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
     _guarded(torch.get_default_dtype, torch.set_default_dtype, "_set_default_dtype", "_set_default_tensor_type"),
-    _guarded(_c._get_deterministic_algorithms, _set_deterministic, "_set_deterministic_algorithms"),
-    _guarded(_c._get_deterministic_algorithms_warn_only, _set_warn_only, "_set_deterministic_algorithms"),
+    _guarded(
+        lambda: (_c._get_deterministic_algorithms(), _c._get_deterministic_algorithms_warn_only()),
+        lambda values: _c._set_deterministic_algorithms(values[0], warn_only=values[1]),
+        "_set_deterministic_algorithms",
+    ),
     _guarded(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "set_autocast_cache_enabled"),
-    _guarded(_older_matmul_precision, _set_older_matmul_precision, "_set_float32_matmul_precision"),
+    _guarded(
+        lambda: _read_either(_c._get_float32_matmul_precision, lambda: None),
+        lambda precision: precision is None or _c._set_float32_matmul_precision(precision),
+        "_set_float32_matmul_precision",
+    ),
     _precision("cuda", "matmul", "_C._set_cublas_allow_tf32", compared=Compared.BY_GUARD),
     _reduced_precision("fp16"),
     _reduced_precision("bf16"),
     _guarded(torch.get_num_threads, _set_num_threads, "set_num_threads"),
     # Without a context manager.
-    _flag("blas_preferred_backend", compared=Compared.ON_DEVICES, used=_CUDA),
-    _flag("linalg_preferred_backend", compared=Compared.ON_DEVICES, used=_CUDA),
-    _flag("sm_carveout_experimental", compared=Compared.ON_DEVICES, used=_CUDA),
-    _flag("cublaslt_prefer_grouped_gemm", compared=Compared.ON_DEVICES, used=_CUDA),
-    _flag("cudnn_depthwise_kernel", compared=Compared.ON_DEVICES, used=_CUDA),
-    _flag("native_aot_enabled", compared=Compared.ON_DEVICES, used=_CUDA),
+    *_flags("blas_preferred_backend", "linalg_preferred_backend", compared=Compared.ON_DEVICES, used=_CUDA),
+    *_flags("sm_carveout_experimental", "cublaslt_prefer_grouped_gemm", compared=Compared.ON_DEVICES, used=_CUDA),
+    *_flags("cudnn_depthwise_kernel", "native_aot_enabled", compared=Compared.ON_DEVICES, used=_CUDA),
     _flag("rocm_fa_preferred_backend", compared=Compared.ON_DEVICES, used=_ROCM),
 )
 
@@ -237,6 +201,7 @@ _DEFAULTS, _GUARDED, DEVICES = _used(Compared.BY_OTHERS), _used(Compared.BY_GUAR
 COMMON = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by == _KERNELS]
 #: Compared by value for other operators, or a few of these, and then along with the common ones.
 FURTHER = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by != _KERNELS]
+_ON_HOST = [*_DEFAULTS, *COMMON, *FURTHER, *_GUARDED]  # a default comes before the switches which it holds for
 
 
 def heeds(name: str, switches: Sequence[Switch]) -> bool:
@@ -251,48 +216,30 @@ are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 # Comparing and setting switches
 
 
-def _reader(*which: Switch, fast: bool = True) -> Callable[[], list[Any]]:
+def _reader(switches: Sequence[Switch]) -> Callable[[], list[Any]]:
     """Returns one expression which reads every switch, as if written out: a loop costs half as much again."""
-    names: dict[str, Any] = {"absent": _ABSENT}
-    terms = []
-    for index, switch in enumerate(which):
-        if switch.place is None:
-            names[f"get_{index}"] = (switch.read_fast if fast else None) or switch.read
-            terms.append(f"get_{index}()")
-        else:
-            names[f"there_{index}"], name = switch.place
-            terms.append(f"there_{index}[{name!r}]" if name in switch.place[0] else f"there_{index}.get({name!r}, absent)")
-    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(terms)}]", names)
+    names: dict[str, Any] = {f"of_{index}": switch.read_fast or switch.read for index, switch in enumerate(switches)}
+    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (one.form for one in switches)))}]", names)
     return read
 
 
 #: Reads the switches unknown to guards; raises ``RuntimeError`` where both ways to set a precision were used.
-read_fast = _reader(*COMMON, *FURTHER)
-_read_slow = _reader(*COMMON, *FURTHER, fast=False)
+read_fast = _reader([*COMMON, *FURTHER])
 #: Reads the first of these: the switches for operators which heed no rarer ones.
-read_common = _reader(*COMMON)
-_read_defaults = _reader(*_DEFAULTS)
-_read_guarded = _reader(*_GUARDED)
-_read_device_switches = _reader(*DEVICES)
-# The first two guarded switches are compared after a recompute, for functions tend to set them without a context manager, and
-# an early stop leaves these half done.
-_get_default_dtype, _are_deterministic = (switch.read for switch in _GUARDED[:2])
+read_common = _reader(COMMON)
 
 
-def _read_unguarded() -> list[Any]:
-    try:
-        return read_fast()
-    except RuntimeError:
-        return _read_slow()
-
-
-def read_devices() -> list[Any] | None:
+def _read_devices() -> list[Any] | None:
     """Returns the switches for devices; None where no device is in use."""
-    return _read_device_switches() if DEVICES and are_devices_in_use() else None
+    return _read(DEVICES) if DEVICES and are_devices_in_use() else None
 
 
-def _write(which: Sequence[Switch], values: Sequence[Any]) -> None:
-    for switch, value in zip(which, values, strict=True):
+def _read(switches: Sequence[Switch]) -> list[Any]:
+    return [switch.read() for switch in switches]
+
+
+def _write(switches: Sequence[Switch], values: Sequence[Any]) -> None:
+    for switch, value in zip(switches, values, strict=True):
         if value != switch.read():
             switch.write(value)
 
@@ -300,54 +247,49 @@ def _write(which: Sequence[Switch], values: Sequence[Any]) -> None:
 class Snapshot:
     """The values of the switches at some moment."""
 
-    __slots__ = ("_defaults", "common", "devices", "guard", "guarded", "unguarded")
+    __slots__ = ("_devices", "_values", "common", "guard", "unguarded")
 
-    def __init__(self, unguarded: list[Any], devices: list[Any] | None) -> None:
+    def __init__(self) -> None:
         self.guard = GlobalStateGuard()
-        self.unguarded = unguarded
-        self.common = unguarded[: len(COMMON)]
-        self.guarded = _read_guarded()
-        self.devices = devices
-        self._defaults = _read_defaults()
+        self._values, self._devices = _read(_ON_HOST), _read_devices()
+        self.unguarded = self._values[len(_DEFAULTS) : -len(_GUARDED)]
+        self.common = self.unguarded[: len(COMMON)]
 
-    def holds(self, unguarded: list[Any]) -> bool:
+    def is_set(self) -> bool:
         """Whether the switches have these values now; false also where gradient mode or autocast are not the same."""
-        return self.guard.check() and unguarded == self.unguarded
+        if not self.guard.check():
+            return False
+        try:
+            unguarded = read_fast()
+        except RuntimeError:
+            unguarded = _read([*COMMON, *FURTHER])
+        return unguarded == self.unguarded and (not DEVICES or _read_devices() == self._devices)
 
     def write(self) -> None:
-        # A default comes before the switches which it holds for. A switch of the old kind may move a switch of the new kind, so
-        # a second pass sets the rest.
+        # A switch of the old kind may move a switch of the new kind, so a second pass sets the rest.
         for _ in range(2):
-            _write(_DEFAULTS, self._defaults)
-            _write([*COMMON, *FURTHER], self.unguarded)
-            _write(_GUARDED, self.guarded)
-        if self.devices is not None:
-            _write(DEVICES, self.devices)
+            _write(_ON_HOST, self._values)
+        if self._devices is not None:
+            _write(DEVICES, self._devices)
 
 
-#: The captured switches, and the different switches found before a recompute, if any.
-Undo = tuple[Snapshot, "Snapshot | None"]
-
-_latest = Snapshot(_read_unguarded(), None)
+_latest = Snapshot()
 
 
 def capture() -> Snapshot:
     """Returns the switches; regions with the same switches share one snapshot."""
     global _latest
-    latest, unguarded = _latest, _read_unguarded()
-    devices = read_devices()
-    if not latest.holds(unguarded) or devices != latest.devices:
-        latest = _latest = Snapshot(unguarded, devices)
+    latest = _latest
+    if not latest.is_set():
+        latest = _latest = Snapshot()
     return latest
 
 
-def enter(captured: Snapshot) -> Undo:
-    """Restores the switches, in the same gradient mode; returns the undo for :func:`leave`."""
-    unguarded = _read_unguarded()
-    devices = None if captured.devices is None else _read_device_switches()
-    if captured.holds(unguarded) and devices == captured.devices:
+def enter(captured: Snapshot) -> tuple[Snapshot, Snapshot | None]:
+    """Restores the switches, in the same gradient mode; returns them, and the different switches found before, if any."""
+    if captured.is_set():
         return captured, None
-    before = Snapshot(unguarded, devices)
+    before = Snapshot()
     try:
         captured.write()
     except BaseException:  # Ctrl-C
@@ -356,107 +298,82 @@ def enter(captured: Snapshot) -> Undo:
     return captured, before
 
 
-def leave(undo: Undo) -> None:
+def leave(undo: tuple[Snapshot, Snapshot | None]) -> None:
     """Restores the switches as of before :func:`enter`."""
     captured, before = undo
     if before is not None:
         before.write()
-    elif _get_default_dtype() is not captured.guarded[0] or _are_deterministic() is not captured.guarded[1]:
+    elif not captured.guard.check():  # set without a context manager, or half done at an early stop
         captured.write()
 
 
 # State of the thread
 
 
-class ThreadState(NamedTuple):
-    """A row for state of a thread that is absent in the ordinary case, of which None tells."""
+class ThreadState:
+    """Rows for state of a thread, and their values where the state is absent, as in the ordinary case."""
 
-    is_there: Callable[[], bool]
-    read: Callable[[], Any]
-    #: Restores a value; returns the undo for ``leave``, None where nothing had to change.
-    enter: Callable[[Any], Any]
-    leave: Callable[[Any], None]
+    def __init__(self, is_there: Callable[[], bool], rows: Sequence[Switch], absent: Sequence[Any]) -> None:
+        self._is_there, self._rows, self._absent = is_there, rows, absent
 
-    def capture(self) -> Any:
+    def capture(self) -> Sequence[Any] | None:
         """Returns the state; None where absent."""
-        return self.read() if self.is_there() else None
+        return _read(self._rows) if self._is_there() else None
+
+    def enter(self, captured: Sequence[Any] | None) -> Sequence[Any] | None:
+        """Restores a captured state; returns the undo for :meth:`leave`, None where nothing had to change."""
+        if captured is None and not self._is_there():
+            return None
+        before = _read(self._rows)
+        _write(self._rows, self._absent if captured is None else captured)
+        return before
+
+    def leave(self, before: Sequence[Any] | None) -> None:
+        if before is not None:
+            _write(self._rows, before)
 
 
-_DEVICE_TYPES = tuple(
-    device_type
-    for device_type in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "privateuseone")
-    if torch.amp.is_autocast_available(device_type)
-)
-# Whether casts of weights are cached, and (enabled, dtype) for each device type in order.
-_Casts = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+class _Autocast(ThreadState):
+    # A level of nesting, as of ``torch.autocast``: casts are cached within, and dropped with the last level.
+
+    def enter(self, captured: Sequence[Any] | None) -> Sequence[Any] | None:
+        before = super().enter(captured)
+        if before is not None:
+            torch.autocast_increment_nesting()
+        return before
+
+    def leave(self, before: Sequence[Any] | None) -> None:
+        if before is not None and torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        super().leave(before)
 
 
-_read_off: Callable[[], Any] = lambda: tuple((False, torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES)  # noqa: E731
+def _read_modes() -> list[tuple[int, object]]:
+    found = map(modes.function_mode_at, range(modes.num_function_modes()))
+    return [(id(mode), mode) for mode in found]  # compared by identity
+
+
+def _write_modes(wanted: list[tuple[int, object]]) -> None:
+    # The same objects: to enter a mode again would change its state, and the mode may be in use.
+    while modes.num_function_modes():
+        modes.pop_function_mode()
+    for _, mode in wanted:
+        modes.push_function_mode(mode)
+
+
+_KINDS = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "privateuseone")
+_TYPES = [kind for kind in _KINDS if torch.amp.is_autocast_available(kind)]
+_ENABLED = [Switch((), partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _TYPES]
+_DTYPES = [Switch((), partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _TYPES]
 # The default dtype of each type. A region outside of autocast may enter autocast without a dtype, and gets this one, in a
 # backward under autocast too. (In a block of autocast, the present dtype is that of the block.)
-_OFF = made_apart(_read_off) if is_any_autocast_enabled() else _read_off()
+_OFF = modes.made_apart(lambda: _read(_DTYPES)) if modes.is_any_autocast_enabled() else _read(_DTYPES)
 
-
-def _read_casts() -> _Casts:
-    return torch.is_autocast_cache_enabled(), tuple(
-        (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)) for device_type in _DEVICE_TYPES
-    )
-
-
-def _write_casts(casts: _Casts) -> None:
-    cache_enabled, settings = casts
-    torch.set_autocast_cache_enabled(cache_enabled)
-    for device_type, (enabled, dtype) in zip(_DEVICE_TYPES, settings, strict=True):
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, dtype)
-
-
-def _enter_casts(captured: _Casts | None) -> _Casts:
-    before = _read_casts()
-    # A level of nesting, as of ``torch.autocast``: casts are cached within, and dropped with the last level.
-    torch.autocast_increment_nesting()
-    _write_casts((before[0], _OFF) if captured is None else captured)
-    return before
-
-
-def _leave_casts(before: _Casts) -> None:
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
-    _write_casts(before)
-
-
-# Modes, outermost first, and last the mode of ``torch.set_default_device``, noted in a second place besides, or None.
-_Modes = tuple[object, ...]
-
-
-def _read_modes() -> _Modes:
-    return (*map(function_mode_at, range(num_function_modes())), global_device_mode())
-
-
-def _write_modes(modes: _Modes) -> None:
-    # The same objects: to enter a mode again would change its state, and the mode may be in use.
-    *pushed, device_mode = modes
-    while num_function_modes():
-        pop_function_mode()
-    for mode in pushed:
-        push_function_mode(mode)
-    set_global_device_mode(device_mode)
-
-
-def _enter_modes(captured: _Modes | None) -> _Modes | None:
-    before, captured = _read_modes(), captured or (None,)
-    if len(before) == len(captured) and all(map(operator.is_, before, captured)):
-        return None
-    _write_modes(captured)
-    return before
-
-
-def _are_modes_there() -> bool:
-    return num_function_modes() > 0 or global_device_mode() is not None
-
-
-#: Autocast of every device type, with the cache of cast weights.
-AUTOCAST = ThreadState(is_any_autocast_enabled, _read_casts, _enter_casts, _leave_casts)
-#: Function modes (``torch.overrides.TorchFunctionMode``), of which the default device is one.
-FUNCTION_MODES = ThreadState(_are_modes_there, _read_modes, _enter_modes, _write_modes)
-THREAD_STATES = (AUTOCAST, FUNCTION_MODES)
+#: Autocast of every device type; the cache of cast weights is a switch of its own.
+AUTOCAST = _Autocast(modes.is_any_autocast_enabled, [*_ENABLED, *_DTYPES], [*[False] * len(_ENABLED), *_OFF])
+#: Function modes (``torch.overrides.TorchFunctionMode``), and the mode of the default device, which is noted elsewhere besides.
+FUNCTION_MODES = ThreadState(
+    lambda: modes.num_function_modes() > 0 or modes.global_device_mode() is not None,
+    [Switch((), _read_modes, _write_modes), Switch((), modes.global_device_mode, modes.set_global_device_mode)],
+    [[], None],
+)

@@ -16,12 +16,11 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, RNNBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_hooks._ambient.streams import recurrent_layers
 from ckpt_hooks._torch.tensors import storage_address
 
 from .contents import WRITES, Group, is_small_on_host
@@ -171,7 +170,7 @@ class Tree:
         self.modules, self.notes = notes, (*notes, *functions)
         self.functions = [weakref.ref(one) for one in found if has_state(one)]
         self.generators = [one for note in notes for one in note.generators]
-        self.recurrent = recurrent_layers(modules)
+        self.recurrent = [weakref.ref(module) for module in modules if isinstance(module, RNNBase)]
         self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
         self._take_pointers()
         self._take_tensors(None if before is None else before.group)

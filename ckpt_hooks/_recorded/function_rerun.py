@@ -248,7 +248,7 @@ class FunctionFacts(OpFacts):
         context.suspend()
         try:
             stack.innermost, frame.recomputing = frame, True
-            casts = None if self.casts is None else AUTOCAST.enter(self.casts)
+            casts = AUTOCAST.enter(self.casts)
             modes = FUNCTION_MODES.enter(self.modes)
             drawn = None if self.streams is None else random_streams.enter(self.streams)
             try:
@@ -257,10 +257,8 @@ class FunctionFacts(OpFacts):
             finally:
                 if drawn is not None:
                     random_streams.leave(drawn)
-                if modes is not None:
-                    FUNCTION_MODES.leave(modes)
-                if casts is not None:
-                    AUTOCAST.leave(casts)
+                FUNCTION_MODES.leave(modes)
+                AUTOCAST.leave(casts)
         finally:
             stack.innermost, frame.recomputing = innermost, recomputing
             context.resume()

@@ -278,7 +278,7 @@ class ReplayContext:
     def __enter__(self) -> ReplayContext:
         self._paused = pause_modes()
         self._transforms = suspend_transforms()
-        self._casts = AUTOCAST.enter(None) if AUTOCAST.is_there() else None
+        self._casts = AUTOCAST.enter(None)
         self._modes = PastFunctionModes() if num_function_modes() else None
         if self._modes is not None:
             self._modes.__enter__()
@@ -332,8 +332,7 @@ class ReplayContext:
         set_grad_enabled(self._grad)
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
-        if self._casts is not None:
-            AUTOCAST.leave(self._casts)
+        AUTOCAST.leave(self._casts)
         if self._transforms is not None:
             resume_transforms(self._transforms)
         resume_modes(self._paused)
