@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
 import types
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
-from ckpt_hooks import MutationError, checkpoint, checkpoint_region
+import ckpt_hooks
+from ckpt_hooks import MutationError, checkpoint, checkpoint_region, patch_torch
 from ckpt_hooks._tensors import refilling
 from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
-from tests.measure import Frames
+from tests.measure import Frames, allocated
 from tests.regions import assert_same
 
 
@@ -213,8 +217,31 @@ class Emptied:
                 module._parameters[name].data = torch.empty(0)
 
 
+KEPT = [torch.ops.aten.addmm.default]
+
+
+def through_torch(layer, x):
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+
+def selective(module):
+    contexts = functools.partial(module.create_selective_checkpoint_contexts, KEPT)
+    return lambda layer, x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+#: Ways to give a policy, each with the surroundings in which it is given.
+WAYS = {
+    "checkpoint(policy=)": (contextlib.nullcontext, lambda layer, x: checkpoint(policy=KEPT)(layer)(x)),
+    "patch_torch(policy=)": (functools.partial(patch_torch, policy=KEPT), through_torch),
+    "patch_torch, torch's context_fn": (patch_torch, selective(torch.utils.checkpoint)),
+    "patch_torch, our context_fn": (patch_torch, selective(ckpt_hooks)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("swaps", [False, True])
-def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, monkeypatch):
+def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, way, monkeypatch):
+    """And hold no more than under torch's implementation, from the second region on."""
     monkeypatch.setattr("ckpt_hooks.selective._takers", set())
 
     def steps(form):
@@ -224,19 +251,28 @@ def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, monk
             if form is not None:
                 Emptied(layer[0], swaps=swaps)
             layer.requires_grad_(not swaps)
-        found, kinds = [], []
-        for _ in range(3):
-            x = torch.randn(2, 4, requires_grad=True)
-            h = x
+        found, kinds, live = [], [], []
+
+        def run(layers, h):
             for layer in layers:
                 h = layer(h) if form is None else form(layer, h)
                 kinds.append(type(h.grad_fn._raw_saved_result.data).__name__ if form is not None else "")
+            return h
+
+        for _ in range(3):
+            x = torch.randn(2, 4, requires_grad=True)
+            first = run(layers[:1], x)
+            h, held = allocated(lambda: run(layers[1:], first))
+            live.append(held)
             h.sum().backward()
             found += [x.grad, *(p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None)]
-        return found, kinds
+        return found, kinds, live
 
-    expected, _ = steps(None)
-    with pytest.warns(UserWarning, match="run without their policy"):
-        found, kinds = steps(lambda layer, x: checkpoint(policy=[torch.ops.aten.addmm.default])(layer)(x))
+    surroundings, form = WAYS[way]
+    expected, _, _ = steps(None)
+    _, _, theirs = steps(selective(torch.utils.checkpoint))
+    with pytest.warns(UserWarning, match="run without their policy"), surroundings():
+        found, kinds, ours = steps(form)
     assert all(map(torch.equal, expected, found))
     assert kinds == ["Handle", *["tuple"] * 11]
+    assert all(mine <= other for mine, other in zip(ours, theirs, strict=True))
