@@ -110,10 +110,12 @@ class Waste(str, enum.Enum):
     LEAF = "region around a leaf"
     #: A policy by which no region has kept anything.
     UNMATCHED_POLICY = "policy matches nothing"
-    #: A result of a region which something outside holds in backward.
-    HELD_OUTSIDE = "result held from outside"
+    #: A result of forward which the program, and not the graph, holds in backward.
+    HELD_OUTSIDE = "result held in backward"
     #: Regions in regions in regions.
     NESTED = "nested three times"
+    #: Results for all parameters at once, in a step of an optimizer.
+    FOREACH = "optimizer on lists"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Advice:
         peak_nbytes: How much lower the peak of the step is without the waste; 0 where that is not known.
         recomputed_nbytes: The bytes which are no longer computed again.
         code: A line of code to write.
+        is_at_most: Whether ``peak_nbytes`` is a bound: something else may hold the memory, or take its place.
     """
 
     waste: Waste
@@ -137,6 +140,7 @@ class Advice:
     peak_nbytes: int
     recomputed_nbytes: int
     code: str
+    is_at_most: bool = False
 
     to_json = json_of
 
@@ -145,7 +149,7 @@ def table_of_advice(advice: Sequence[Advice]) -> Table:
     """Returns a table of advice."""
     rows = [
         [
-            format_bytes(one.peak_nbytes) if one.peak_nbytes else "",
+            f"{'at most ' * one.is_at_most}{format_bytes(one.peak_nbytes)}" if one.peak_nbytes else "",
             format_bytes(one.recomputed_nbytes) if one.recomputed_nbytes else "",
             one.waste.value,
             f"x{one.count} {one.where}" if one.count > 1 else one.where,
@@ -159,7 +163,7 @@ def table_of_advice(advice: Sequence[Advice]) -> Table:
 
 #: What takes away memory that is held for a reason; None for what the program alone holds.
 REMEDIES: dict[Reason | None, str] = {
-    None: "delete it before, or keep value.detach().cpu()",
+    None: "delete it once it is used, with the list or attribute that has it",
     Reason.SAVED: "checkpoint_region() around the lines that use it",
     Reason.HOOKS: "no saved-tensor hooks around it, or hooks that keep less",
     Reason.CTX: "ctx.save_for_backward in the autograd.Function",
@@ -170,7 +174,7 @@ REMEDIES: dict[Reason | None, str] = {
     Reason.STATE: "make it inside of the region, or pass it as an argument",
     Reason.RANDOM_STATE: "preserve_rng_state=False, where nothing is drawn",
     Reason.RECOMPUTED: "smaller regions",
-    Reason.GRADIENT: "zero_grad() before forward, or the optimizer's step in hooks of backward",
+    Reason.GRADIENT: "the optimizer's step in hooks of backward, with zero_grad()",
     Reason.BACKWARD: "fewer samples at a time",
 }
 

@@ -119,7 +119,7 @@ class StepTrace(Printed):
             if region.operators is not None and region.recomputed_operators is not None:
                 self.operators = (self.operators or 0) + region.operators
                 self.recomputed_operators = (self.recomputed_operators or 0) + region.recomputed_operators
-        self.held_bytes, self.advice = dict(held.most_common()), _unmatched_policies(self.walk())
+        self.held_bytes, self.advice = dict(held.most_common()), unmatched_policies(self.walk())
 
     def _headline(self) -> str:
         parts = [
@@ -185,7 +185,8 @@ def drift_of(steps: Sequence[StepTrace]) -> tuple[Drift, ...]:
     )
 
 
-def _unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
+def unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
+    """Returns advice on policies by which no region has kept anything."""
     found = []
     for group in alike((region for region in regions if region.policy), lambda region: region.policy):
         kept = sum(region.held_bytes.get(reason.value, 0) for region in group for reason in (Reason.POLICY, Reason.NAME))

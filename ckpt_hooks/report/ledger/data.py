@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from ckpt_hooks.report.entries import NOWHERE, Maker, Origin
 from ckpt_hooks.report.formatting import json_of
 
 from .rows import Row
+
+NEVER = sys.maxsize  # of what is not freed, or not let go
 
 
 @dataclasses.dataclass
@@ -104,6 +107,8 @@ class RegionEntry:
         modules: The number of calls of modules in its forward.
         recomputes: For each recompute, the numbers of changes before its begin and its end.
         needs: The storages which backward needs, each a :class:`Hold`.
+        policy: The policy on outputs to keep, in words; None without one.
+        policy_keeps: Whether the policy has kept something, or moved it to the host.
     """
 
     name: str
@@ -117,6 +122,8 @@ class RegionEntry:
     modules: int = 0
     recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     needs: list[Hold] = dataclasses.field(default_factory=list)
+    policy: str | None = None
+    policy_keeps: bool = False
 
 
 class Change(NamedTuple):
@@ -199,7 +206,7 @@ class StepReader:
             return
         allocation = self.allocations[number]
         allocation.freed = len(self.changes)
-        if row.place.node is not None and allocation.origin.maker in _HELD_BY_GRAPH and not allocation.holds:
+        if row.place.node is not None and is_forward(allocation) and not allocation.holds:
             # Nothing but the graph, as freed by backward: of a result kept by the program as well, the end is elsewhere.
             allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed, number))
         self._change(row, number, row.nbytes)
@@ -275,6 +282,10 @@ class StepReader:
         if hold is not None:
             hold.end = len(self.changes)
 
+    def asked(self, region: int, policy: str, keeps: bool) -> None:
+        if region in self.entries:
+            self.entries[region].policy, self.entries[region].policy_keeps = policy, keeps
+
     def frame_gone(self, region: int) -> None:
         for hold in self._holds.pop(region, {}).values():
             hold.end = len(self.changes)
@@ -289,7 +300,9 @@ class StepReader:
                 self.allocations[self._alive[address]].is_gradient = True
 
 
-_HELD_BY_GRAPH = frozenset({Maker.REGION, Maker.MODULE, Maker.OUTSIDE})
+def is_forward(one: Allocation) -> bool:
+    """Whether forward made an allocation, so that the graph may hold it."""
+    return one.origin.maker in (Maker.REGION, Maker.MODULE, Maker.OUTSIDE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,6 +122,9 @@ class _Holdings(RegionMarks):
                     self._mark("holds", region.id, ("held", number, part), holding.reason, address)
         frame = region.frame()
         if frame is not None:
+            if (policy := frame.policy_in_words()) is not None:
+                keeps = any(holding.reason in (Reason.POLICY, Reason.NAME, Reason.OFFLOADED) for holding in holdings)
+                self._mark("asked", region.id, policy, keeps)
             weakref.finalize(frame, self._mark, "frame_gone", region.id).atexit = False
 
 
