@@ -13,6 +13,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.hooks import RemovableHandle
 
 from ._core.call_sites import warn_user
+from ._core.misuse import checked_flag
 from ._function.options import (
     ContextPair,
     PolicyContext,
@@ -72,6 +73,7 @@ def create_selective_checkpoint_contexts(
         >>> y = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4), context_fn=save_products)
     """
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
+    checked_flag(allow_cache_entry_mutation, "allow_cache_entry_mutation")
     if is_compiled():  # the compiler asks for the contexts when it has traced the region
         create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
         contexts: tuple[Any, Any] = create(asks_for_torch(policy))

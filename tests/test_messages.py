@@ -873,6 +873,9 @@ CALLS = {
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
+        r"Write `with checkpoint_region\(\):`, or `checkpoint\(\.\.\.\)\(function": lambda: checkpoint(name="x").__enter__(),
+        "got 'GELU'. Make a module of the class first: `GELU": lambda: checkpoint()(nn.GELU),
+        "Pass the function, not what it returns": lambda: checkpoint(context_fn=noop_context_fn()),
         "path should be the path of a file, but got 3": lambda: memory_ledger(lambda: None).plot(3),
         "plain should be a ledger, but got 3": lambda: compare(plain=3),
         "got 3 of type int. Pass the model of the plan": lambda: planned(blocks=["1"]).apply(3),
@@ -1001,6 +1004,12 @@ CALLS = {
         r"of the tensor to cut \(a tensor, float32\[5, 2\] on cpu\), but got 2": lambda: chunked(dim=2),
         "but got -3 of type int. Pass that of the rows": lambda: chunked(dim=-3),
         "dim should be .* but got 'rows' of type str": lambda: chunked(dim="rows"),
+        r"policy. checkpoint_chunks takes .* write `checkpoint_chunks\(checkpoint\(policy=": lambda: chunked(
+            policy=[aten.mm.default]
+        ),
+        "model should be one with a module '1'": lambda: planned(blocks=["1"]).apply(nn.Linear(3, 3)),
+        "For the model, write `checkpoint_module": lambda: ckpt_hooks.apply_checkpointing(nn.Linear(3, 3), "*"),
+        "the index of a change, below 0": lambda: memory_ledger(lambda: None).holders_at(9),
         "reduce should be None, 'sum' or 'mean', but got 'max'": lambda: chunked(reduce="max"),
         "chunked has 'mask' of type str, but 'sin' gets no argument": lambda: chunked(chunked="mask"),
         r"y should be a tensor with 5 rows in dimension 0.*float32\[3\]": lambda: chunked(scaled, chunked="y", y=torch.ones(3)),

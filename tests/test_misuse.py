@@ -366,6 +366,70 @@ def state_of(model):
     return [sorted(vars(one)) for one in model.modules()] if isinstance(model, nn.Module) else None
 
 
+def applied_elsewhere():
+    plan()[1].apply(nn.Linear(3, 3))
+
+
+def in_a_block():
+    with checkpoint(policy=policies.dots_saveable):
+        block(x())
+
+
+CONTEXTS = ckpt_hooks.create_selective_checkpoint_contexts
+FORMS = {
+    "checkpoint()": lambda function: checkpoint()(function)(x()),
+    "checkpoint_region": lambda function: checkpoint_region()(function)(x()),
+    "checkpoint_chunks": lambda function: ckpt_hooks.checkpoint_chunks(function, x(), chunks=2),
+    "checkpoint_loop": lambda function: ckpt_hooks.checkpoint_loop(function, x(), n=3, slots=2),
+    "checkpoint_sequential": lambda function: ckpt_hooks.checkpoint_sequential([function], 1, x()),
+}
+#: What is not the value of one argument alone: the call, the error, and words of what came and of the fix.
+SLIPS = {
+    **{f"a class, {name}": (lambda form=form: form(nn.GELU), TypeError, "got 'GELU'") for name, form in FORMS.items()},
+    "a set": (lambda: ckpt_hooks.checkpoint_sequential({*block}, 2, x()), TypeError, "should be a sequence"),
+    "a block": (in_a_block, TypeError, r"Write `with checkpoint_region\(\):`"),
+    "JAX's policy": (
+        lambda: policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        TypeError,
+        "without parentheses",
+    ),
+    "contexts, called": (
+        lambda: checkpoint(context_fn=CONTEXTS(policies.dots_saveable)),
+        TypeError,
+        "context_fn should be a function.*Pass the function, not what it returns: noop_context_fn, say, or a policy",
+    ),
+    "cached": (lambda: CONTEXTS([MM], allow_cache_entry_mutation="no"), TypeError, "allow_cache_entry_mutation should be True"),
+    "chunk=": (lambda: ckpt_hooks.checkpoint_chunks(block, x(), chunk=2), ValueError, "Write chunks for chunk"),
+    "chunks of a policy": (
+        lambda: ckpt_hooks.checkpoint_chunks(block, x(), chunks=2, policy=[MM]),
+        ValueError,
+        r"policy\. checkpoint_chunks takes chunks.*write `checkpoint_chunks\(checkpoint\(policy=",
+    ),
+    "dim alone": (lambda: checkpoint_module(model(), dim=1), ValueError, "Write chunks=8, or leave dim out"),
+    "a step of two": (
+        lambda: ckpt_hooks.checkpoint_loop(lambda i, x: x, x(), n=3, slots=2),
+        TypeError,
+        r"step is called with \(state\), but .* takes \(i, x\)",
+    ),
+    "a step by name": (lambda: memory_ledger(step=lambda: None), TypeError, r"Write `memory_ledger\(step, \*args\)`"),
+    "no such change": (lambda: ledger().holders_at(10**6), ValueError, "change should be the index of a change, below"),
+    "no modules": (
+        lambda: ckpt_hooks.apply_checkpointing(nn.Linear(3, 3), "*"),
+        ValueError,
+        r"For the model, write `checkpoint_module\(model\)`",
+    ),
+    "another model": (applied_elsewhere, ValueError, "model should be one with a module '0'.*Pass the model of the plan"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_slips(name):
+    use, kind, words = SLIPS[name]
+    with pytest.raises(kind, match=words) as caught:
+        use()
+    assert ROOT in Path(traceback.extract_tb(caught.value.__traceback__)[-1].filename).parents
+
+
 def test_right_values_are_right_for_every_public_function():
     """No function is left out, and no reason stands for what is an error."""
     public = set()

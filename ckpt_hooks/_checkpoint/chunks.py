@@ -7,7 +7,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ckpt_hooks._core.misuse import Misuse, checked_flag, described_as, name_of_callable, signature_of, wrong
+from ckpt_hooks._core.misuse import (
+    Misuse,
+    accepts,
+    checked_flag,
+    described_as,
+    name_of_callable,
+    signature_of,
+    unknown_error,
+    wrong,
+)
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
 from ckpt_hooks._torch.compiling import skipped
 
@@ -45,7 +54,7 @@ def chunks_among(options: dict[str, Any]) -> Chunks | None:
     """Takes the options of chunks from those of a module; None if there are none."""
     found = {name: options.pop(name) for name in Chunks._fields if name in options}
     if found and "chunks" not in found:
-        raise Misuse.NO_CHUNKS.error(8, ValueError, name=next(iter(found)))
+        raise Misuse.NO_CHUNKS.error(kind=ValueError, name=next(iter(found)))
     return Chunks(**found).checked() if found else None
 
 
@@ -132,6 +141,9 @@ def checkpoint_chunks(
     if not callable(function):
         raise Misuse.NO_FUNCTION.error(function, form="checkpoint_chunks", right="checkpoint_chunks(block, x)")
     check_runs(function)
+    if unknown := [name for name in kwargs if name not in how.chunked and not accepts(function, (), {name: None}, partly=True)]:
+        advice = f"For an option of regions, write `checkpoint_chunks(checkpoint({unknown[0]}=...)(function), x)`."
+        raise unknown_error(unknown, Chunks._fields, "checkpoint_chunks", advice)
     return run_in_chunks(region.run, function, (x, *args), kwargs, how)
 
 

@@ -8,13 +8,13 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Generic, SupportsIndex, TypeVar
+from typing import Any, Generic, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
-from ckpt_hooks._core.misuse import check_curried, unknown_error
+from ckpt_hooks._core.misuse import Misuse, check_curried, unknown_error
 from ckpt_hooks._function.options import (
     ContextPair,
     Form,
@@ -152,6 +152,12 @@ class Curried:
         if is_function or torch.compiler.is_dynamo_compiling():
             return CheckpointedFunction(function, self)
         return checkpointed_module(module, self)
+
+    def __enter__(self) -> NoReturn:
+        raise Misuse.NO_BLOCK.error(name="checkpoint(...)")
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Python looks for ``__exit__`` before it enters the block."""
 
     @skipped
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

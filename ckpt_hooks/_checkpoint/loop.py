@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map
 
-from ckpt_hooks._core.misuse import Misuse, checked_integer
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, noop_context_fn
+from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
 
 from .running import run
 
@@ -57,6 +57,8 @@ def checkpoint_loop(step: Callable[[State], State], state: State, n: int, slots:
     """
     if not callable(step):
         raise Misuse.NO_FUNCTION.error(step, form="checkpoint_loop", right="checkpoint_loop(step, state, n, slots)")
+    check_runs(step)
+    check_signature(step, "step", "state")
     checked_integer(n, "n", least=0)
     checked_integer(slots, "slots", least=2)
     return _Steps(step, 0, n, slots)(state) if n else state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -58,11 +58,12 @@ def checkpoint_sequential(
         )
     if use_reentrant:
         raise reentrant_error(use_reentrant)
-    if not hasattr(functions, "__iter__") or isinstance(functions, (type, Mapping, torch.nn.ModuleDict)):  # which give names
+    # A set has no order, the others give names.
+    if not hasattr(functions, "__iter__") or isinstance(functions, (type, Set, Mapping, torch.nn.ModuleDict)):
         raise Misuse.STEPS.error(functions)
     steps: list[Callable[[Any], Any]] = list(functions)
     for at, step in enumerate(steps):
-        if not callable(step):
+        if not callable(step) or (isinstance(step, type) and issubclass(step, torch.nn.Module)):
             raise wrong(step, f"functions[{at}]", "a function or a module", "Leave it out, or pass one that returns its input.")
     number = integer_in(segments)
     if number is None or not 1 <= number <= max(len(steps), 1):

@@ -36,6 +36,7 @@ class Misuse(enum.Enum):
     )
     SIGNATURE = "{name} is called with ({parameters}), but {given} takes {own}. Write `def {name}({parameters}):`."
     PARENTHESES = "{name} is a class: write `with {name}():`, with parentheses."
+    NO_BLOCK = "{name} makes regions of calls, no block. Write `with checkpoint_region():`, or `{name}(function)(*args)`."
     CALLED = "{name} is a policy, which regions call. Pass it as it is, without parentheses: `policy={name}`."
     PICKLED = (
         "{name} belongs to objects of this process, and cannot be pickled. Leave it out, and carry its `to_json()`, if it has "
@@ -62,7 +63,7 @@ class Misuse(enum.Enum):
         "in the function: run a generator with a region in it to its end, or close it."
     )
     SEQUENTIAL_ORDER = "checkpoint_sequential got {given} for segments. Write `checkpoint_sequential(functions, {input}, x)`."
-    NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks={given}, or leave {name} out."
+    NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks=8, or leave {name} out."
     NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
     RESULT = (
         "For each slice the function should return a tensor, or a tuple of as many tensors as for others, but returned "

@@ -22,7 +22,7 @@ from torch.nn import Module
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, checked_flag, flag_or_none
+from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, checked_flag, flag_or_none, wrong
 from ckpt_hooks._core.modes import QuietDispatchMode, reusable
 from ckpt_hooks._tensors.checks import Check, check_of
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
@@ -151,6 +151,8 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
 def check_context_fn(context_fn: Any) -> None:
     """Checks a ``context_fn`` without calling it."""
     advice = "Leave it out, or pass noop_context_fn, where there is nothing to enter."
+    if isinstance(context_fn, tuple):  # of what was called
+        advice = "Pass the function, not what it returns: noop_context_fn, say, or a policy as `policy=...`."
     check_callable(context_fn, "context_fn", "", "a function that returns two context managers", advice)
 
 
@@ -299,6 +301,8 @@ _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 def check_runs(function: Any) -> None:
     """Refuses generator functions and coroutine functions, and callables that call one, as far as seen without a call."""
     inner = unwrapped(function)
+    if isinstance(inner, type) and issubclass(inner, Module):
+        raise wrong(inner, "function", "a function or a module", f"Make a module of the class first: `{inner.__name__}(...)`.")
     if isinstance(inner, Module):
         inner = inner.forward
     elif not inspect.isroutine(inner) and not isinstance(inner, type):

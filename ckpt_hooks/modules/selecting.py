@@ -129,10 +129,11 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[str, Any], argume
         expression = re.compile(name_expression(pattern))
         matches = [name for name in (starred if "*" in pattern else modules) if expression.fullmatch(name)]
         if not matches:
-            near = difflib.get_close_matches(pattern, modules, 1) or [next((name for name in modules if name), "")]
+            near = difflib.get_close_matches(pattern, modules, 1) or [name for name in modules if name]
+            advice = f"Take a name near to it: {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
             raise ValueError(
                 f"{argument}={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number "
-                f"of these, but neither the model nor a list of modules. Take a name near to it: {near[0]!r}."
+                f"of these, but neither the model nor a list of modules. {advice}"
             )
         for name in matches:
             found.setdefault(name, (modules[name], patterns[pattern]))

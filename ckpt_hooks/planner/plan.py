@@ -86,7 +86,11 @@ class Plan(Printed):
             ValueError: If the model is gone, or has no such blocks.
         """
         found, runners = self._found(model, "apply"), self.runners()
-        names = names_in(found, runners)
+        names, inside = names_in(found, runners), dict(found.named_modules())
+        if missing := [name for name in names.values() if name not in inside]:
+            raise wrong(
+                found, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
+            )
         return apply_checkpointing(found, {names[name]: runner for name, runner in runners.items()})
 
     def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:

@@ -147,7 +147,7 @@ class Policy(abc.ABC):
 
     def __call__(self, *given: Any, **kwargs: Any) -> CheckpointPolicy:
         """Decides on one run of an operator, given a context, the operator and its arguments."""
-        if len(given) < 2:
+        if len(given) < 2 or not callable(given[1]):
             raise Misuse.CALLED.error(name=self.title or type(self).__name__)
         decision = self.for_op(op := given[1])
         if decision is None:

@@ -251,7 +251,7 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
         >>> [(holder.nbytes, holder.reason.value) for holder in found.peak.holders if holder.reason]
         [(16384, 'backward'), (16384, 'backward'), (16384, 'gradient')]
     """
-    if step is None:
+    if step is None and not kwargs:
         return _block()
     if not callable(step):
         advice = "Write `memory_ledger(step, *args)`, or `with memory_ledger() as found:` around the step."

@@ -425,8 +425,9 @@ class LedgerData:
         Args:
             change: The index of the change.
         """
-        if integer_in(change) is None:
-            raise wrong(change, "change", "the index of a change", "Pass -1 for the begin.")
+        if (number := integer_in(change)) is None or not -1 <= number < len(self.changes):
+            wanted = f"the index of a change, below {len(self.changes)}"
+            raise wrong(change, "change", wanted, "Pass -1 for the begin.", TypeError if number is None else ValueError)
         sizes: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
         counts: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
         for allocation in self.allocations:
