@@ -21,7 +21,9 @@ else:
     from pip._vendor import tomli as tomllib
 
 ROOT = pathlib.Path(__file__).parent.parent
-GROUND = ROOT / "ckpt_hooks" / "_torch"
+#: Where private parts of torch are named.
+ROOMS = {"_torch": ("autograd", "compiling", "functions", "modes", "profiling", "tensors"), "_ambient": ("switches",)}
+GROUND = [f"{room}/{name}" for room, names in ROOMS.items() for name in names]
 
 
 def metadata() -> dict[str, Any]:
@@ -76,8 +78,8 @@ def test_snippets_of_the_readme_elsewhere(flags, absent):
 def hook_points() -> list[str]:
     """Returns the private parts of torch that are named on import, but for those of some versions or builds."""
     found = set()
-    for name in ("autograd", "compiling", "functions", "modes", "profiling", "tensors"):
-        tree = ast.parse((GROUND / f"{name}.py").read_text())
+    for name in GROUND:
+        tree = ast.parse((ROOT / "ckpt_hooks" / f"{name}.py").read_text().replace("_c.", "torch._C."))
         optional = {
             part
             for node in ast.walk(tree)
@@ -101,14 +103,15 @@ for path in json.loads(sys.argv[1]):
     owner = sys.modules["torch"]
     for part in outer[1:]:
         owner = getattr(owner, part)
-    held = {key: sys.modules.pop(key) for key in list(sys.modules) if key.startswith("ckpt_hooks._torch")}
+    rooms = "ckpt_hooks._torch", "ckpt_hooks._ambient"
+    held = {key: sys.modules.pop(key) for key in list(sys.modules) if key.startswith(rooms)}
     part = getattr(owner, name)
     try:
         delattr(owner, name)
     except (AttributeError, TypeError):
         continue
     try:
-        importlib.import_module("ckpt_hooks._torch.autograd")
+        importlib.import_module("ckpt_hooks._ambient")
         found[path] = "imported"
     except BaseException as error:
         found[path] = f"{type(error).__name__}: {error}"

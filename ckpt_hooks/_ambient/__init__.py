@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._torch import hook_points
 from ckpt_hooks._torch.modes import GLOBAL_DEVICE, num_function_modes
 
-from . import streams, switches
-from .streams import CPU, HEAD, TAIL, TORCH_NAMES, TRACKED
-from .switches import AUTOCAST, FUNCTION_MODES
+with hook_points():
+    from . import streams, switches
+    from .streams import CPU, HEAD, TAIL, TORCH_NAMES, TRACKED
+    from .switches import AUTOCAST, FUNCTION_MODES
 
 
 class Ambient:
