@@ -21,6 +21,8 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from ckpt_hooks._torch.checkpoint import COMPOSABLE
+
 from .notes import Again, Note, Passing, TensorNote, Use, Weak, notes_in
 from .places import (
     ABSENT,
@@ -188,6 +190,8 @@ class Walk:
             self.look(value, levels)
 
     def _into_function(self, function: types.FunctionType, levels: int) -> None:
+        if function.__module__ == COMPOSABLE:
+            return  # a hook of the module, which holds the caller's contexts: they are around a rerun, and no part of it
         self.functions.append(function)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.look(value, levels)

@@ -166,7 +166,7 @@ def is_compiled() -> bool:
 
 # There the user's context is inside ``_no_hook(module, context)``, by which the hooks of the module rest in a recompute. 2.11
 # to 2.15. Goes with a public way.
-_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 
 def without_composable(
@@ -174,7 +174,7 @@ def without_composable(
 ) -> tuple[AbstractContextManager[Any] | None, AbstractContextManager[Any]] | None:
     """Takes apart the context of a recompute by torch's composable ``checkpoint``: the user's or None, and the other one."""
     function: Any = getattr(context, "func", None)
-    if getattr(function, "__module__", None) != _COMPOSABLE or function.__name__ != "_no_hook":
+    if getattr(function, "__module__", None) != COMPOSABLE or function.__name__ != "_no_hook":
         return None  # of others
     module, users = (*context.args, None)[:2]  # type: ignore[attr-defined]
     return users, contextlib.contextmanager(function)(module)
