@@ -1,0 +1,1 @@
+"""What differs from torch's own implementation, and is meant to."""
