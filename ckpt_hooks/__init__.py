@@ -37,7 +37,7 @@ if _TYPE_CHECKING:
     from .device_states import DefaultDeviceType, get_device_states, set_device_states
     from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
     from .integrations import enable_in_transformers, patch_torch
-    from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
+    from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing, span
     from .planner import plan_memory
     from .policies import CheckpointPolicy, SelectiveCheckpointContext
     from .region import checkpoint_name, checkpoint_region
@@ -93,6 +93,7 @@ __all__ = [
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "span",
     "trace",
     "track_rng",
 ]
@@ -113,7 +114,7 @@ __getattr__, __dir__ = _names_of(
         ".device_states": "DefaultDeviceType get_device_states set_device_states",
         ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",
         ".integrations": "enable_in_transformers patch_torch",
-        ".modules": "apply_checkpointing checkpoint_module every remove_checkpointing",
+        ".modules": "apply_checkpointing checkpoint_module every remove_checkpointing span",
         ".offload": "",
         ".planner": "plan_memory",
         ".policies": "CheckpointPolicy SelectiveCheckpointContext",

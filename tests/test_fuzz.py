@@ -39,7 +39,7 @@ def test_programs_are_what_they_are_without_regions(start):
 
 
 @pytest.mark.parametrize(
-    "name", ["ours-curried", "ours-to-the-end", "ours-debug", "ours-varied", "ours-selective", "ours-kept"]
+    "name", ["ours-curried", "ours-to-the-end", "ours-debug", "ours-varied", "ours-selective", "ours-kept", "ours-spans"]
 )
 def test_options_change_nothing(name):
     """The curried form, no early stop, debug mode, options and policies that differ from region to region."""

@@ -59,6 +59,7 @@ from ckpt_hooks import (
     policies,
     remove_checkpointing,
     set_checkpoint_early_stop,
+    span,
     trace,
     track_rng,
 )
@@ -315,6 +316,30 @@ def a_tensor_of_a_collector_that_is_gone():
         return checkpoint(lambda x: (x * collected.get()[0]).sin(), leaf(3))
 
     backward(contextvars.copy_context().run(forward))
+
+
+class Spanned(nn.Module):
+    """Calls a layer, and another one without gradients, or not at all."""
+
+    def __init__(self, is_called):
+        super().__init__()
+        self.one, self.other, self.is_called = nn.Linear(3, 3), nn.Linear(3, 3), is_called
+        apply_checkpointing(self, span("one", "other"))
+
+    def forward(self, x):
+        x = self.one(x)
+        with torch.no_grad():
+            return self.other(x) if self.is_called else x
+
+
+@says(CheckpointError, "the grad mode is not the same at both ends: before the first layer on", region=("one to other",))
+def a_span_whose_ends_differ():
+    Spanned(True)(torch.ones(2, 3))
+
+
+@says(CheckpointError, "has not called the last layer after the first", region=("one to other",))
+def a_span_without_an_end():
+    Spanned(False)(torch.ones(2, 3))
 
 
 @says(CheckpointError, "a tensor that a recompute of the region has left outside")
@@ -618,6 +643,9 @@ def two_blocks():
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
 
 
+SPANS = [span("0", "1"), span("1", "2")]
+
+
 def planned(step=None, budget=0.5, blocks=None, model=None, **options):
     model = two_blocks() if model is None else model
     step = step or (lambda model: model(torch.ones(2, 4)).sum().backward())
@@ -888,6 +916,7 @@ CALLS = {
         r"determinism_check is called with \(tensor\)": lambda: checkpoint(determinism_check=lambda: None),
         "enabled should be True or False or None, but got 'yes'": lambda: debug_in_a_block("yes"),
         "source should be .* but got 3 of type int": lambda: track_rng(3).__enter__(),
+        "first should be a string, but got 0": lambda: span(0, "1"),
         # Policies
         r"policy of ckpt_hooks\.policies, but got the operator aten\.mm\.default": lambda: checkpoint(policy=MM),
         r"aten\.mm, which has several operators": lambda: checkpoint(policy=aten.mm),
@@ -1026,6 +1055,9 @@ CALLS = {
         "which has no forward": lambda: checkpoint_module(nn.ModuleList()),
         "n should be a positive integer, but got 0 of type int. Pass 2 to select": lambda: every(0),
         "selects no module. Select among these classes: Linear": lambda: apply_checkpointing(block, nn.Conv2d),
+        "a span of two modules whose forwards one module calls": lambda: apply_checkpointing(two_blocks(), span("0", "1.0")),
+        "The spans .* overlap. Pass": lambda: apply_checkpointing(nn.Sequential(*two_blocks(), block), SPANS),
+        "is a span, of which no argument": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
         "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
         "name. apply_checkpointing, for '0', takes": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "leave no region of 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),

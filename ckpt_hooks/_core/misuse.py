@@ -62,6 +62,14 @@ class Misuse(enum.Enum):
         "region {region!r}: its function has returned, and left open {inner} that it had entered. Leave that region "
         "in the function: run a generator with a region in it to its end, or close it."
     )
+    SPAN_OPEN = (
+        "region {region!r}: the module around has returned, and has not called the last layer after the first, as where an "
+        "exception was caught between. Let the span end at a layer which runs in each call."
+    )
+    SPAN_END = (
+        "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
+        "the span begin and end inside of one block, or on either side of it."
+    )
     SEQUENTIAL_ORDER = "checkpoint_sequential got {given} for segments. Write `checkpoint_sequential(functions, {input}, x)`."
     NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks=8, or leave {name} out."
     NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."

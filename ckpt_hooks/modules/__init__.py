@@ -8,7 +8,7 @@ and after forward. Torch skips the latter on Ctrl-C, and a rerun would call the 
 from __future__ import annotations
 
 from .applying import AppliedCheckpointing, AppliedRegion, apply_checkpointing, checkpoint_module, remove_checkpointing
-from .selecting import every
+from .selecting import every, span
 
 __all__ = [
     "AppliedCheckpointing",
@@ -17,4 +17,5 @@ __all__ = [
     "checkpoint_module",
     "every",
     "remove_checkpointing",
+    "span",
 ]

@@ -6,18 +6,18 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import OfThisProcess, check_module
-from ckpt_hooks._function.options import check_runs, checked_name
+from ckpt_hooks._core.misuse import OfThisProcess, check_module, checked_flag
+from ckpt_hooks._function.options import checked_name
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
-from .forward import RegionForward, RegionRunner, checked_runner, forward_of_class, region_forward_of
+from .forward import RegionForward, RegionRunner, check_forward, checked_runner, region_forward_for, region_forward_of
 from .own_switches import own_switches
-from .selecting import Select, ends_of, select_modules
+from .selecting import Select, ends_of, select_modules, span
+from .spans import RegionSpan, check_spans, span_in
 
 AModule = TypeVar("AModule", bound=Module)
 
@@ -61,8 +61,8 @@ def checkpoint_module(
     check_module(module, "module", "For a function, write `checkpoint`.")
     name = checked_name(name) or type(module).__qualname__
     runner = checked_runner("checkpoint_module", recorded, {"policy": policy, "name": name, **options})
-    forward = _forward_for(module, name, runner)
-    forward.put(module)
+    _check_free(module, name)
+    region_forward_for(module).run = runner
     return module
 
 
@@ -111,16 +111,18 @@ class AppliedCheckpointing(OfThisProcess, Printed):
     ``keep_last`` left without regions.
     """
 
-    def __init__(self, regions: Iterable[AppliedRegion], forwards: Iterable[RegionForward], kept: Iterable[str] = ()) -> None:
+    def __init__(
+        self, regions: Iterable[AppliedRegion], parts: Iterable[tuple[RegionForward, object]], kept: Iterable[str] = ()
+    ) -> None:
         self.regions, self.kept = tuple(regions), tuple(kept)
-        self._forwards = tuple(map(weakref.ref, forwards))
+        self._parts = tuple((weakref.ref(forward), one) for forward, one in parts)
 
     def undo(self) -> None:
         """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
-        for reference in self._forwards:
+        for reference, one in self._parts:
             if (forward := reference()) is not None:
-                forward.remove()
-        self._forwards = ()
+                forward.remove(one)
+        self._parts = ()
 
     def __enter__(self) -> Self:
         return self
@@ -165,10 +167,12 @@ def apply_checkpointing(
             - module classes, one or several, or a predicate called with each module's name and the module: the outermost
               modules found;
             - :func:`every` for every n-th layer;
-            - name patterns, one or several, in which ``*`` stands for a part of a name between dots and ``**`` for any number
-              of parts: all modules found, also inside each other, but neither the model itself nor lists of modules;
-            - a mapping of name patterns to policies, or to mappings of options, as in ``{"policy": ..., "recorded": True}``:
-              likewise, with the policy or the options of the first matching pattern. ``{"chunks": 8, "dim": 1}`` cuts the
+            - :class:`span` for one region from one layer to another, a recorded one in any case;
+            - name patterns and spans, one or several; in a pattern ``*`` stands for a part of a name between dots and ``**``
+              for any number of parts: all modules found, also inside each other, but neither the model itself nor lists of
+              modules;
+            - a mapping of name patterns and spans to policies, or to mappings of options, as in ``{"policy": ...,
+              "recorded": True}``: likewise, with those of the first matching pattern. ``{"chunks": 8, "dim": 1}`` cuts the
               first argument of a call into slices, as :func:`ckpt_hooks.checkpoint_chunks` does.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
@@ -204,20 +208,30 @@ def apply_checkpointing(
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
     selected = select_modules(model, select, policy)
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
-    names = {name: name or type(module).__qualname__ for name, (module, _) in selected.items()}
-    runners = {name: _runner_for(names[name], recorded, options, value) for name, (_, value) in selected.items()}
-    forwards = [_forward_for(module, names[name], runners[name]) for name, (module, _) in selected.items()]
+    names = {name: name or type(model).__qualname__ for name in selected}
+    runners = {name: _runner_for(names[name], one, recorded, options, value) for name, (one, value) in selected.items()}
+    spans = {name: span_in(model, one) for name, (one, _) in selected.items() if isinstance(one, span)}
+    regions, parts = list[AppliedRegion](), list[tuple[RegionForward, object]]()
+    for name, (module, _) in selected.items():
+        kind = type(module).__name__
+        if name in spans:
+            kind = " to ".join(dict.fromkeys(type(one).__name__ for one in (spans[name].first, spans[name].last)))
+        else:
+            _check_free(module, names[name])
+        regions.append(AppliedRegion(name, kind, _form_of(runners[name]), runners[name].policy))
+    made = {name: RegionSpan(modules, runners[name]) for name, modules in spans.items()}
+    check_spans([(made[name], modules) for name, modules in spans.items()])
     switches = own_switches(model, selected)
     for switch in switches.values():
         switch.look(runs=False)
-    for forward, (name, (module, _)) in zip(forwards, selected.items(), strict=True):
-        forward.put(module)
-        forward.own_switch = switches.get(name)
-    regions = [
-        AppliedRegion(name, type(module).__name__, _form_of(runners[name]), runners[name].policy)
-        for name, (module, _) in selected.items()
-    ]
-    return AppliedCheckpointing(regions, forwards, kept)
+    for name, (module, _) in selected.items():
+        if name in spans:
+            parts += [(forward, made[name]) for forward in made[name].put(spans[name])]
+        else:
+            forward = region_forward_for(module)
+            forward.run, forward.own_switch = runners[name], switches.get(name)
+            parts.append((forward, runners[name]))
+    return AppliedCheckpointing(regions, parts, kept)
 
 
 def _form_of(runner: RegionRunner) -> str:
@@ -225,27 +239,24 @@ def _form_of(runner: RegionRunner) -> str:
     return form if runner.chunks is None else f"{form} x{runner.chunks.chunks}"
 
 
-def _runner_for(name: str, recorded: Any, common: dict[str, Any], value: Any) -> RegionRunner:
-    """Returns the function which calls a selected module, with the module's own policy or options."""
+def _runner_for(name: str, one: Module | span, recorded: Any, common: dict[str, Any], value: Any) -> RegionRunner:
+    """Returns the function which calls what was selected, with a policy or options of its own."""
     if isinstance(value, RegionRunner):
         return value
     own = value if isinstance(value, Mapping) else {"policy": value}
     options = {"recorded": recorded, "policy": None, **common, **own}
     form = f"apply_checkpointing, for {name!r}," if own is value else "apply_checkpointing"
-    return checked_runner(form, options.pop("recorded"), options, of=name)
+    is_recorded = checked_flag(options.pop("recorded"), "recorded") or isinstance(one, span)
+    runner = checked_runner(form, is_recorded, options, of=name)
+    if isinstance(one, span) and runner.chunks is not None:
+        raise ValueError(f"{name!r} is a span, of which no argument can be cut. Select the modules in it for chunks.")
+    return runner
 
 
-def _forward_for(module: Module, name: str, runner: RegionRunner) -> RegionForward:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"{name!r} is a TorchScript module, whose forward is no attribute. Write `checkpoint(module, x)`.")
-    if region_forward_of(module) is not None:
+def _check_free(module: Module, name: str) -> None:
+    if (forward := region_forward_of(module)) is not None and forward.run is not None:
         raise ValueError(f"{name!r} is checkpointed already. Call `remove_checkpointing(module)` before.")
-    if "forward" not in vars(module):
-        found: Any = forward_of_class(module)
-        if getattr(found, "__func__", None) is Module.forward:
-            raise ValueError(f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it.")
-        check_runs(found)
-    return RegionForward(module, runner)
+    check_forward(module, name)
 
 
 def _in_words(policy: Any) -> str:

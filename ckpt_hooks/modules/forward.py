@@ -16,7 +16,7 @@ from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._checkpoint.chunks import Chunks, chunks_among, run_in_chunks
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import checked_flag, unknown_error
-from ckpt_hooks._function.options import Form, options_of
+from ckpt_hooks._function.options import Form, check_runs, options_of
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.region import checkpoint_region
 
@@ -34,12 +34,19 @@ class RegionRunner:
         self.recorded, self.policy, self.chunks, self.name = recorded, options.get("policy"), chunks, options.get("name")
         region: Any = checkpoint_region(**options) if recorded else checkpoint(**options)
         self._run = region._run if recorded else region.run
+        self._region: checkpoint_region | None = region if recorded else None
 
     @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.chunks is not None:
             return run_in_chunks(self._run, function, args, kwargs, self.chunks)
         return self._run(function, args, kwargs)
+
+    def region_of(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> checkpoint_region | None:
+        """Returns the recorded region for a call; None for a plain call."""
+        return self._region
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RegionRunner, self._made_of
@@ -74,8 +81,12 @@ class RegionForward:
 
     own_switch: OwnSwitch | None = None  # none in copies
 
-    def __init__(self, module: Module, run: RegionRunner) -> None:
-        self.run = run
+    def __init__(self, module: Module) -> None:
+        self.run: RegionRunner | None = None  # None where only spans begin, end or run here
+        # Parts of spans, which call a function: those which open and close a region around this module, the widest first, and
+        # those whose ends this module calls. The latter are inside, so that a rerun of this module opens the regions again.
+        self.around: list[Any] = []
+        self.inside: list[Any] = []
         self.replaced: Callable[..., Any] | None = None  # the instance's own ``forward`` before; None for the class's
         self.is_active = True  # not where checkpointing was removed, and another object calls this one
         self._reference = weakref.ref(module)  # weakly, since the module holds this object
@@ -87,9 +98,16 @@ class RegionForward:
             function = functools.partial(type(self.module).forward, self.module)
         if not self.is_active:
             return function(*args, **kwargs)
-        if self.own_switch is not None and not torch.compiler.is_dynamo_compiling():
+        is_traced = torch.compiler.is_dynamo_compiling()  # spans of compiled code are plain
+        if self.own_switch is not None and not is_traced:
             self.own_switch.look()
-        return self.run(function, *args, **kwargs)
+        for part in () if is_traced else self.inside:
+            function = functools.partial(part, function)
+        if self.run is not None:
+            function = functools.partial(self.run, function)
+        for part in () if is_traced else reversed(self.around):
+            function = functools.partial(part, function)
+        return function(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -129,7 +147,16 @@ class RegionForward:
         own["forward"] = self
         own[_REPLICATE] = _Replication(self)
 
-    def remove(self) -> None:
+    def remove(self, one: object = None) -> None:
+        """Takes the region away, the parts of one span, or all."""
+        for parts in (self.around, self.inside):
+            for part in [part for part in parts if one in (None, part.__self__)]:
+                parts.remove(part)
+                part.__self__.is_active = False
+        name = "a span" if self.run is None else repr(self.run.name)
+        self.run = None if one in (None, self.run) else self.run
+        if self.run is not None or self.around or self.inside:
+            return
         module, was_active = self._reference(), self.is_active
         self.is_active = False  # for another object in ``forward``, which calls this one
         if module is None:
@@ -142,7 +169,7 @@ class RegionForward:
                 own["forward"] = self.replaced
         elif "forward" in own and was_active:
             warn_user(
-                f"The forward of {self.run.name!r}, a {type(module).__name__}, was set anew after the module became a region. "
+                f"The forward of {name}, a {type(module).__name__}, was set anew after the module became a region. "
                 "That one stays, with no region below. Take it away before you undo regions, or now: `del module.forward`."
             )
         if region_forward_of(module) is self:
@@ -156,23 +183,23 @@ class RegionForward:
         del own[_REPLICATE]
         if own["forward"] is self:
             del own["forward"]
-            forward = RegionForward(replica, self.run)
+            forward = RegionForward(replica)
             forward.put(replica)
-            forward.replaced = self.replaced
+            forward.__dict__.update(run=self.run, around=self.around, inside=self.inside, replaced=self.replaced)
         return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
         module = self.module
-        found = RegionForward(memo.get(id(module), module), copy.deepcopy(self.run, memo))
-        memo[id(self)] = found
-        found.replaced, found.is_active = copy.deepcopy(self.replaced, memo), self.is_active
+        found = memo[id(self)] = RegionForward(memo.get(id(module), module))
+        state = {name: value for name, value in vars(self).items() if name != "_reference"}
+        found.__dict__.update(copy.deepcopy({**state, "own_switch": None}, memo))
         return found
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.module, self.run, self.replaced, self.is_active
+        return self.module, self.run, self.replaced, self.is_active, self.around, self.inside
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        module, self.run, self.replaced, self.is_active = state
+        module, self.run, self.replaced, self.is_active, self.around, self.inside = state
         self._reference = weakref.ref(module)
 
 
@@ -192,3 +219,23 @@ def region_forward_of(module: Module) -> RegionForward | None:
     """Returns the object which makes a module's calls regions, under other objects of the kind maybe; None without."""
     found = vars(module).get(_REPLICATE)
     return found.forward if type(found) is _Replication else None
+
+
+def region_forward_for(module: Module) -> RegionForward:
+    """Returns the object which makes a module's calls regions, or one anew."""
+    found = region_forward_of(module)
+    if found is None:
+        found = RegionForward(module)
+        found.put(module)
+    return found
+
+
+def check_forward(module: Module, name: str) -> None:
+    """Raises unless a module's forward can be another object."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"{name!r} is a TorchScript module, whose forward is no attribute. Write `checkpoint(module, x)`.")
+    if "forward" not in vars(module):
+        found: Any = forward_of_class(module)
+        if getattr(found, "__func__", None) is Module.forward:
+            raise ValueError(f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it.")
+        check_runs(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module, ModuleList
@@ -15,8 +15,50 @@ from ckpt_hooks._core.misuse import check_callable, check_is, checked_integer, w
 
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
 Select = Any
-#: Selected modules by name, each with its policy.
-Selected = dict[str, tuple[Module, Any]]
+#: Selected modules by name, and spans by theirs, each with its policy.
+Selected = dict[str, tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class span:  # noqa: N801 -- used like a function
+    """Selects what runs from one layer to another, as one region, for :func:`ckpt_hooks.apply_checkpointing`.
+
+    For a flat ``Sequential``, whose single layers have nothing to drop, and for several layers of a list together::
+
+        apply_checkpointing(model, [span("layers.0", "layers.3"), span("layers.4", "layers.7")])
+
+    A recorded region opens before the first layer and closes after the last in each call of the module which calls both, code
+    between the layers included. Layers and smaller spans inside may be regions, too. An exception which leaves the module
+    closes the region. A call of a layer by something else is plain, and so are all in a graph of ``torch.compile``.
+
+    Args:
+        first: The name of the first layer.
+        last: The name of the last layer, which the same module calls after it.
+
+    Raises:
+        TypeError: If a name is no string.
+
+    Note:
+        Raised in forward is a :class:`ckpt_hooks.CheckpointError` where autocast, the grad mode, a mode, a region around, or an
+        exception being handled is not the same at both ends, or where the module returns without a call of the last layer.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import apply_checkpointing, span
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
+        >>> with apply_checkpointing(model, [span("0", "3"), span("4", "7")]):
+        ...     model(torch.ones(2, 4)).sum().backward()
+    """
+
+    first: str
+    last: str
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            check_is(getattr(self, name), str, name, "a string", "Give a name as `model.named_modules()` has it.")
+
+    def __str__(self) -> str:
+        return f"{self.first} to {self.last}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +95,8 @@ def select_modules(model: Module, select: Select, policy: Any) -> Selected:
 
 def selected_of(modules: dict[str, Module], select: Select, policy: Any, argument: str) -> Selected:
     """Returns the selected ones of some modules; errors call the selection by the argument's name."""
-    names = [select] if isinstance(select, str) else select if isinstance(select, (list, tuple, set, frozenset)) else ()
-    are_names = bool(names) and all(isinstance(name, str) for name in names)
+    names = [select] if isinstance(select, (str, span)) else select if isinstance(select, (list, tuple, set, frozenset)) else ()
+    are_names = bool(names) and all(isinstance(name, (str, span)) for name in names)
     if are_names or isinstance(select, Mapping):
         selected = _by_patterns(modules, dict.fromkeys(names, policy) if are_names else select, argument)
     else:
@@ -78,7 +120,7 @@ def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
     kinds = tuple(select) if isinstance(select, (list, tuple, set, frozenset)) else (select,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, Module) for kind in kinds):
         return lambda name, module: isinstance(module, kinds)
-    wanted = "module classes, name patterns, a function of a name and a module, every(n), or a mapping of patterns to policies"
+    wanted = "module classes, name patterns, spans, a function of a name and a module, every(n), or a mapping of these"
     if isinstance(select, (type, Module)):
         raise wrong(select, argument, wanted, "To select one module, write its name, or `checkpoint_module(module)`.")
     check_callable(select, argument, "name, module", wanted, "Write a name as `model.named_modules()` has it.")
@@ -119,22 +161,32 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
     return found
 
 
-def _by_patterns(modules: dict[str, Module], patterns: Mapping[str, Any], argument: str) -> Selected:
-    """Returns the modules whose name matches a pattern, with the policy of the first such pattern."""
+def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argument: str) -> Selected:
+    """Returns the modules whose name matches a pattern, with the policy of the first such pattern, and spans."""
     # By a star nobody means the model, nor a list of modules, which has no forward.
     starred = [at for at, one in modules.items() if at and (type(one).forward is not Module.forward or "forward" in vars(one))]
     found: Selected = {}
-    for pattern in patterns:
+    for pattern, policy in patterns.items():
+        if isinstance(pattern, span):
+            for end in (pattern.first, pattern.last):
+                _matching(modules, re.escape(end), end, argument)
+            found[str(pattern)] = pattern, policy
+            continue
         check_is(pattern, str, f"a key of {argument}", "a name pattern", "Give the name of a module.")
-        expression = re.compile(name_expression(pattern))
-        matches = [name for name in (starred if "*" in pattern else modules) if expression.fullmatch(name)]
-        if not matches:
-            near = difflib.get_close_matches(pattern, modules, 1) or [name for name in modules if name]
-            advice = f"Take a name near to it: {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
-            raise ValueError(
-                f"{argument}={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number "
-                f"of these, but neither the model nor a list of modules. {advice}"
-            )
-        for name in matches:
-            found.setdefault(name, (modules[name], patterns[pattern]))
-    return {name: found[name] for name in modules if name in found}
+        for name in _matching(starred if "*" in pattern else modules, name_expression(pattern), pattern, argument):
+            found.setdefault(name, (modules[name], policy))
+    places = {name: place for place, name in enumerate(modules)}
+    return dict(sorted(found.items(), key=lambda one: places[one[0].partition(" to ")[0]]))
+
+
+def _matching(modules: Collection[str], expression: str, pattern: str, argument: str) -> list[str]:
+    """Returns the names which match a pattern, of which there must be one."""
+    matches = [name for name in modules if re.fullmatch(expression, name)]
+    if not matches:
+        near = difflib.get_close_matches(pattern, modules, 1) or [name for name in modules if name]
+        advice = f"Take a name near to it: {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
+        raise ValueError(
+            f"{argument}={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number "
+            f"of these, but neither the model nor a list of modules. {advice}"
+        )
+    return matches

@@ -185,6 +185,50 @@ def mixed() -> Run:
     return run
 
 
+class _Calling(torch.nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.functions = [function]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.functions[0](*args, **kwargs)
+
+
+class _Spanned(torch.nn.Module):
+    """Calls a function between two layers, past hooks for all modules: those of a program would see other modules."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.body, self.last = _Calling(list), _Calling(function), _Calling(list)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.first.forward()
+        result = self.body.forward(*args, **kwargs)
+        self.last.forward()
+        return result
+
+
+def spans() -> Run:
+    """Returns what makes each region a span, with a policy of its own maybe, around or inside of others."""
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        number = _number_of(function) + 3
+        draw = random.Random(number)
+        policy = Arbitrary(number, draw.choice([15, 50, 85])) if draw.random() < 0.3 else None
+        select: dict[Any, Any] = {ckpt_hooks.span("first", "last"): {"replay_whole": draw.choice([None, True, False])}}
+        if draw.random() < 0.5:
+            select[ckpt_hooks.span(*draw.choice([("first", "body"), ("body", "last"), ("body", "body")]))] = policy
+        if draw.random() < 0.3:
+            select["body"] = {"recorded": draw.random() < 0.5}
+        model = _Spanned(function)
+        ckpt_hooks.apply_checkpointing(model, select)
+        return model.forward(*args, **kwargs)
+
+    return run
+
+
 #: What programs find beside the functions of this module.
 checkpoint_sequential, checkpoint_chunks = ckpt_hooks.checkpoint_sequential, ckpt_hooks.checkpoint_chunks
 checkpoint_loop = ckpt_hooks.checkpoint_loop
@@ -225,6 +269,7 @@ IMPLEMENTATIONS = {
         _stateless("ours-region", region, "from tests.fuzz.implementations import region as run", has_modes=True),
         Implementation("ours-mixed", mixed, "from tests.fuzz.implementations import mixed\n\nrun = mixed()", True),
         Implementation("ours-kept", kept, "from tests.fuzz.implementations import kept\n\nrun = kept()", True),
+        Implementation("ours-spans", spans, "from tests.fuzz.implementations import spans\n\nrun = spans()", True),
         Implementation("ours-varied", varied, "from tests.fuzz.implementations import varied\n\nrun = varied()"),
     )
 }

@@ -1,0 +1,191 @@
+"""Spans: regions from one module to another, in each call of their parent."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+
+from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
+from ckpt_hooks._core.frame import stack
+from ckpt_hooks._core.misuse import Misuse, wrong
+from ckpt_hooks._core.modes import users_modes
+from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
+from ckpt_hooks._torch.compiling import skipped
+
+from .forward import RegionForward, RegionRunner, check_forward, region_forward_for, region_forward_of
+from .selecting import span
+
+
+class SpanModules(NamedTuple):
+    """The modules of a span in a model, and its place among those of the parent."""
+
+    name: str
+    parent: Module
+    first: Module
+    last: Module
+    place: tuple[int, int]  # of both ends
+
+
+def span_in(model: Module, one: span) -> SpanModules:
+    """Returns the modules of a span whose ends are in a model."""
+    modules = dict(model.named_modules())
+    first, last = (_parent_of(modules, name) for name in (one.first, one.last))
+    if first != last:
+        advice = "Pass two layers of one list or Sequential, or two attributes of one module."
+        raise wrong(one, "select", "a span of two modules whose forwards one module calls", advice, ValueError)
+    names = [*modules]
+    place = names.index(one.first), names.index(one.last)
+    return SpanModules(str(one), modules[first], modules[one.first], modules[one.last], place)
+
+
+def _parent_of(modules: dict[str, Module], name: str) -> str:
+    """Returns the name of the module whose forward calls another: lists have none."""
+    while name:
+        name = name.rpartition(".")[0]
+        if type(modules[name]).forward is not Module.forward:
+            break
+    return name
+
+
+class _Calls(threading.local):
+    """The calls of parents that run on a thread."""
+
+    def __init__(self) -> None:
+        self.open: list[_Call] = []
+
+
+_calls = _Calls()
+
+
+class RegionSpan:
+    """Opens a region before a module of a parent's call and closes it after another; copied with the modules."""
+
+    def __init__(self, modules: SpanModules, runner: RegionRunner) -> None:
+        self.name, self.place, self.runner = modules.name, modules.place, runner
+        self.is_active = True  # not where a part was taken away
+
+    def put(self, modules: SpanModules) -> list[RegionForward]:
+        """Makes the span a region, and returns the objects in the forwards of its modules."""
+        forwards = [region_forward_for(module) for module in modules[1:4]]
+        forwards[0].inside.append(self.call_parent)
+        for forward, part in zip(forwards[1:], (self.call_first, self.call_last), strict=True):
+            forward.around.append(part)
+            forward.around.sort(key=lambda part: (part.__self__.place[0], -part.__self__.place[1]))  # the widest first
+        return forwards
+
+    @skipped
+    def call_parent(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the parent; a region that is open then is closed."""
+        call = _Call(self)
+        _calls.open.append(call)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            call.close(error)
+            raise
+        finally:
+            _calls.open.remove(call)
+        if call.leave is not None:
+            call.close()
+            raise Misuse.SPAN_OPEN.error_of((self.name, None))
+        return result
+
+    @skipped
+    def call_first(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the first module, in a region which this opens."""
+        call = self._call()
+        if call is not None and call.leave is None:
+            call.enter(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    @skipped
+    def call_last(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the last module, and closes the region."""
+        call = self._call()
+        if call is None or call.is_in_last:
+            return function(*args, **kwargs)
+        call.is_in_last = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            call.is_in_last = False
+        if call.leave is not None:
+            call.close()
+            now = _surroundings()
+            for name, before in call.around.items():
+                if now[name] != before:
+                    raise Misuse.SPAN_END.error_of((self.name, None), name=name, before=before[0], now=now[name][0])
+        return result
+
+    def _call(self) -> _Call | None:
+        """Returns the innermost call of the parent on this thread."""
+        return next((call for call in reversed(_calls.open) if call.span is self and self.is_active), None)
+
+
+def check_spans(made: list[tuple[RegionSpan, SpanModules]]) -> None:
+    """Raises unless regions can be made of some spans: beside others of their parents, or inside these."""
+    there: dict[int, list[RegionSpan]] = {}
+    for one, modules in made:
+        for module in modules[1:4]:
+            check_forward(module, one.name)
+        if id(modules.parent) not in there:
+            forward = region_forward_of(modules.parent)
+            there[id(modules.parent)] = [] if forward is None else [part.__self__ for part in forward.inside]
+        for other in there[id(modules.parent)]:
+            (begin, end), (first, last) = sorted((one.place, other.place))
+            if one.place == other.place or begin < first <= end < last:
+                raise ValueError(
+                    f"The spans {other.name!r} and {one.name!r} overlap. Pass one inside of the other, or one after the other. "
+                    "If one is of an earlier call, undo that before."
+                )
+        there[id(modules.parent)].append(one)
+
+
+class _Call:
+    """One call of a span's parent."""
+
+    def __init__(self, span: RegionSpan) -> None:
+        self.span = span
+        self.leave: Callable[..., object] | None = None  # while the region is open
+        self.around: dict[str, tuple[Any, ...]] = {}
+        self.is_in_last = False  # a module may call itself
+
+    def enter(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.around = _surroundings()
+        region = self.span.runner.region_of(function, args, kwargs)
+        if region is None:
+            self.leave = _nothing
+            return
+        leave = region.__exit__  # of this entry, as a ``with`` block takes it
+        region.__enter__()
+        self.leave = leave
+
+    def close(self, error: BaseException | None = None) -> None:
+        leave, self.leave = self.leave, None
+        if leave is not None:
+            leave(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+
+def _nothing(*exc_info: object) -> None:
+    pass
+
+
+def _surroundings() -> dict[str, tuple[Any, ...]]:
+    """Returns what has to be the same at both ends of a span: each first in words, and then as compared."""
+    gradients, handled, casts = torch.is_grad_enabled(), sys.exc_info()[1], AUTOCAST.capture()
+    modes, functions = users_modes(), FUNCTION_MODES.capture()
+    hooks, frame = top_saved_tensors_hooks(False), stack.innermost
+    return {
+        "an exception": ("none is handled" if handled is None else f"a {type(handled).__name__} is handled", id(handled)),
+        "autocast": ("off" if casts is None else "on", casts),
+        "the grad mode": ("on" if gradients else "off", torch.is_inference_mode_enabled()),
+        "the dispatch mode": (", ".join(modes) or "none",),
+        "the function mode": ("none" if functions is None else "on", None if functions is None else [*map(id, functions)]),
+        "the region around": ("none" if frame is None else frame.path[0], id(frame)),
+        "a pair of saved-tensor hooks": ("none" if hooks is None else "there", hooks),
+    }
