@@ -215,7 +215,7 @@ def apply_checkpointing(
     for name, (module, _) in selected.items():
         kind = type(module).__name__
         if name in spans:
-            kind = " to ".join(dict.fromkeys(type(one).__name__ for one in (spans[name].first, spans[name].last)))
+            kind = spans[name].kind
         else:
             _check_free(module, names[name])
         regions.append(AppliedRegion(name, kind, _form_of(runners[name]), runners[name].policy))

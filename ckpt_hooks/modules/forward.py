@@ -42,10 +42,8 @@ class RegionRunner:
             return run_in_chunks(self._run, function, args, kwargs, self.chunks)
         return self._run(function, args, kwargs)
 
-    def region_of(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> checkpoint_region | None:
-        """Returns the recorded region for a call; None for a plain call."""
+    def region_of(self, root: Any, function: Any, args: Any, kwargs: dict[str, Any]) -> checkpoint_region | None:
+        """Returns the recorded region of a call, with names of submodules in a module; None for a plain call."""
         return self._region
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,7 +100,7 @@ class RegionForward:
         if self.own_switch is not None and not is_traced:
             self.own_switch.look()
         for part in () if is_traced else self.inside:
-            function = functools.partial(part, function)
+            function = functools.partial(part, function, self.module)
         if self.run is not None:
             function = functools.partial(self.run, function)
         for part in () if is_traced else reversed(self.around):

@@ -61,6 +61,12 @@ class span:  # noqa: N801 -- used like a function
         return f"{self.first} to {self.last}"
 
 
+def selector_of(name: str) -> str | span:
+    """Returns what selects a module, or a span by its words."""
+    first, _, last = name.partition(" to ")
+    return span(first, last) if last else name
+
+
 @dataclasses.dataclass(frozen=True)
 class every:  # noqa: N801 -- used like a function
     """Selects every n-th layer, beginning with the first, for :func:`ckpt_hooks.apply_checkpointing`.

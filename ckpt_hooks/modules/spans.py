@@ -30,6 +30,11 @@ class SpanModules(NamedTuple):
     last: Module
     place: tuple[int, int]  # of both ends
 
+    @property
+    def kind(self) -> str:
+        """The classes of both ends."""
+        return " to ".join(dict.fromkeys(type(one).__name__ for one in (self.first, self.last)))
+
 
 def span_in(model: Module, one: span) -> SpanModules:
     """Returns the modules of a span whose ends are in a model."""
@@ -79,9 +84,9 @@ class RegionSpan:
         return forwards
 
     @skipped
-    def call_parent(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call_parent(self, function: Callable[..., Any], parent: Module, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the parent; a region that is open then is closed."""
-        call = _Call(self)
+        call = _Call(self, parent)
         _calls.open.append(call)
         try:
             result = function(*args, **kwargs)
@@ -149,15 +154,15 @@ def check_spans(made: list[tuple[RegionSpan, SpanModules]]) -> None:
 class _Call:
     """One call of a span's parent."""
 
-    def __init__(self, span: RegionSpan) -> None:
-        self.span = span
+    def __init__(self, span: RegionSpan, parent: Module) -> None:
+        self.span, self.parent = span, parent
         self.leave: Callable[..., object] | None = None  # while the region is open
         self.around: dict[str, tuple[Any, ...]] = {}
         self.is_in_last = False  # a module may call itself
 
     def enter(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.around = _surroundings()
-        region = self.span.runner.region_of(function, args, kwargs)
+        region = self.span.runner.region_of(self.parent, function, args, kwargs)
         if region is None:
             self.leave = _nothing
             return

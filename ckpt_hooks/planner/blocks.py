@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import check_module
-from ckpt_hooks.modules.selecting import selected_of
+from ckpt_hooks.modules.selecting import selected_of, selector_of, span
+from ckpt_hooks.modules.spans import span_in
 from ckpt_hooks.report.ledger import MemoryLedger
 from ckpt_hooks.report.ledger.data import Holder
 
@@ -18,11 +20,13 @@ from ckpt_hooks.report.ledger.data import Holder
 _LARGEST = 0.25
 
 
-def blocks_of(model: Module, ledger: MemoryLedger) -> dict[str, Module]:
-    """Returns the blocks of a model, by name."""
+def blocks_of(model: Module, ledger: MemoryLedger) -> list[str]:
+    """Returns the blocks of a model: names of modules, and of spans of layers."""
     # The model's tree is descended until a module saves at most a quarter of all that blocks may save: what the model itself
-    # and its leaves save, as logits, is of no block. A leaf is no block: a region around one operator drops nothing.
+    # and its leaves save, as logits, is of no block. A leaf is no block: a region around one operator drops nothing. Of leaves
+    # in a row, several are.
     possible = {name for name, one in model.named_modules() if name and _can_be_block(one)}
+    possible.update(name for at, one in model.named_modules() for run in _leaves_in_a_row(at, one) for name in run)
     saved: collections.Counter[str] = collections.Counter()
     for one in ledger.allocations:
         if one.origin.module is not None and any(hold.reason is Reason.SAVED for hold in one.holds):
@@ -30,36 +34,110 @@ def blocks_of(model: Module, ledger: MemoryLedger) -> dict[str, Module]:
             around = _around(name)
             saved.update(dict.fromkeys(around, one.nbytes))
             saved[""] += one.nbytes if not possible.isdisjoint(around) else 0
-    found: dict[str, Module] = {}
-    todo = [(name, module) for name, module in reversed([*model.named_children()])]
+    found: list[str] = []
+    todo = [("", model)]
     while todo:
         name, module = todo.pop()
-        children = [(f"{name}.{child}", one) for child, one in module.named_children()]
+        children = [(f"{name}.{child}".strip("."), one) for child, one in module.named_children()]
         if not saved[name] or not children:
             continue
+        runs = _leaves_in_a_row(name, module)
         is_flat = all(not [*one.children()] for _, one in children)
-        if _can_be_block(module) and (saved[name] <= _LARGEST * saved[""] or is_flat):
-            found[name] = module
+        if name and _can_be_block(module) and (saved[name] <= _LARGEST * saved[""] or (is_flat and not runs)):
+            found.append(name)
         else:
+            for run in runs:
+                found += _spans_of(run, saved)
             todo += reversed(children)
     if not found:
         raise ValueError(
             f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of what "
-            "backward needs. Pass blocks=..., module classes or names as apply_checkpointing takes them."
+            "backward needs, or layers in a row. Pass blocks=..., module classes or names as apply_checkpointing takes them."
         )
     return found
 
 
-def selected_blocks(model: Module, select: Any) -> dict[str, Module]:
+def _leaves_in_a_row(name: str, module: Module) -> list[list[str]]:
+    """Returns the names of leaves which follow each other in a list or Sequential, which calls them in their order."""
+    runs: list[list[str]] = [[]]
+    for child, one in module.named_children() if isinstance(module, (ModuleList, Sequential)) else ():
+        if any(True for _ in one.children()):
+            runs.append([])
+        else:
+            runs[-1].append(f"{name}.{child}".strip("."))
+    return [run for run in runs if len(run) > 3]
+
+
+def _spans_of(run: list[str], saved: Mapping[str, int]) -> list[str]:
+    """Returns spans of leaves in a row, in each as many as there are spans, by bytes."""
+    most = sum(saved[name] for name in run) / math.sqrt(len(run))
+    spans: list[list[str]] = []
+    size = math.inf
+    for name in run:
+        if size + saved[name] > most:
+            spans.append([])
+            size = 0.0
+        spans[-1].append(name)
+        size += saved[name]
+    return [str(span(one[0], one[-1])) for one in spans if len(one) > 1]
+
+
+def with_spans_around(blocks: Sequence[str]) -> list[str]:
+    """Returns blocks, and spans of those in a row: as many spans as blocks in each."""
+    parents: dict[str, list[str]] = {}
+    for name in blocks:
+        parents.setdefault(name.partition(" to ")[0].rpartition(".")[0], []).append(name)
+    found: list[str] = []
+    for row in parents.values():
+        count = math.isqrt(len(row))
+        for at in range(0, len(row) if count > 1 else 0, count):
+            ends = row[at : at + count]
+            if len(ends) > 1:
+                found.append(str(span(ends[0].partition(" to ")[0], ends[-1].rpartition(" to ")[2])))
+    return [*found, *blocks] if found else []
+
+
+def selected_blocks(model: Module, select: Any) -> list[str]:
     """Returns the blocks that a user selects, by name."""
     # A block that is the whole model would leave a plan no choice.
     below = {name: module for name, module in model.named_modules() if name}
     found = {name: module for name, (module, _) in selected_of(below, select, None, "blocks").items()}
-    outer = {id(inner): name for name, module in found.items() for inner in module.modules() if inner is not module}
+    outer = {
+        id(inner): name
+        for name, module in found.items()
+        for inner in (() if isinstance(module, span) else module.modules())
+        if inner is not module
+    }
     for name, module in found.items():
         if id(module) in outer:
             raise ValueError(f"Block {name!r} is inside of block {outer[id(module)]!r}. Leave out one of the two.")
-    return found
+    return [*found]
+
+
+class Blocks:
+    """The blocks of a plan in a model: modules, and spans, which may be around others."""
+
+    def __init__(self, model: Module, names: Sequence[str]) -> None:
+        self.roots: dict[str, Module] = {}  # in which submodules have their names
+        self.kinds: dict[str, str] = {}
+        self.around: dict[str, str] = {}  # of a block in a span, the span
+        self.members: set[str] = set()  # names of the modules in blocks
+        for name in names:
+            one = selector_of(name)
+            if isinstance(one, span):
+                modules = span_in(model, one)
+                self.roots[name], self.kinds[name] = modules.parent, modules.kind
+                row = [at for at, _ in model.named_modules()][modules.place[0] : modules.place[1] + 1]
+                self.members.update(row)
+                self.around.update({other: name for other in names if other != name and {*_ends_of(other)} <= {*row}})
+            else:
+                self.roots[name] = model.get_submodule(name)
+                self.kinds[name] = type(self.roots[name]).__name__
+                self.members.add(name)
+
+
+def _ends_of(name: str) -> tuple[str, str]:
+    return name.partition(" to ")[0], name.rpartition(" to ")[2]
 
 
 def _around(name: str) -> list[str]:
@@ -82,14 +160,15 @@ def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
     # Of a wrapper and what is in it, of one name then, the latter is the block: a region belongs inside of FSDP1's gathers.
     found = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
     outers = sorted(found, key=lambda name: name.count(".") + bool(name))
-    for cut in range(min(name.count(".") for name in blocks) + 1):
-        inner = {name: ".".join(name.split(".")[cut:]) for name in blocks}
+    ends = {end for name in blocks for end in _ends_of(name)}
+    for cut in range(min(name.count(".") for name in ends) + 1):
+        inner = {name: ".".join(name.split(".")[cut:]) for name in ends}
         if len({name.removesuffix(one) for name, one in inner.items()}) > 1:
             break
         for outer in outers:
             names = {name: f"{outer}.{one}".strip(".") for name, one in inner.items()}
             if all(one in found for one in names.values()):
-                return {name: found[one] for name, one in names.items()}
+                return {name: " to ".join(dict.fromkeys(found[names[end]] for end in _ends_of(name))) for name in blocks}
     return {name: name for name in blocks}  # of which apply_checkpointing says that there are none
 
 

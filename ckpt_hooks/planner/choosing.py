@@ -17,7 +17,7 @@ import torch
 
 from .cuts import Choice
 from .profiling import Profile
-from .simulating import Delta, Effect, effect_of, timeline_of
+from .simulating import Delta, Effect, effect_of, nested_effect_of, timeline_of
 
 
 @dataclasses.dataclass
@@ -299,7 +299,8 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
             effects = []
             for entry in entries:
                 kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
-                effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
+                plan = functools.partial(effect_of, kept=kept, is_plain=runs is None)
+                effects.append((nested_effect_of if choice.is_nested else plan)(profile, entry))
             seconds = 0.0 if runs is None else profile.region_seconds * sum(len(entry.ops) for entry in entries)
             cost = sum(effect.cost for effect in effects) + seconds * profile.per_second
             found[block].append(BlockOption(choice, effects, cost, seconds))

@@ -107,15 +107,18 @@ class ParetoFront(Printed):
             yield Table(["peak", "again", "ms", title], rows, (0, 1, 2), (3,))
 
 
-def budgets_of(search: Search) -> Iterator[tuple[int, list[int]]]:
+def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
     """Yields budgets from the least to that of no regions, with the choice for each; equal choices once."""
-    least, seen = search.least, list[list[int]]()
+    seen = list[list[int]]()
+    structures = search.structures()
+    least = min(one.least for one in structures)
     for number in range(_BUDGETS):
         budget = least + (max(search.plain_peak, least) - least) * number / (_BUDGETS - 1)
-        chosen = choose(search.problem, budget) or search.problem.least
+        one = next(one for one in structures if one.least <= budget)
+        chosen = choose(one.problem, budget) or one.problem.least
         if chosen not in seen:
             seen.append(chosen)
-            yield int(budget), chosen
+            yield int(budget), one, chosen
 
 
 def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:

@@ -15,6 +15,7 @@ from torch.nn import Module
 from ckpt_hooks._core.misuse import unknown_error, wrong
 from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
+from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 
@@ -87,11 +88,11 @@ class Plan(Printed):
         """
         found, runners = self._found(model, "apply"), self.runners()
         names, inside = names_in(found, runners), dict(found.named_modules())
-        if missing := [name for name in names.values() if name not in inside]:
+        if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
             raise wrong(
                 found, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
             )
-        return apply_checkpointing(found, {names[name]: runner for name, runner in runners.items()})
+        return apply_checkpointing(found, {selector_of(names[name]): runner for name, runner in runners.items()})
 
     def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:
         """Measures a step of other shapes, and finds a plan for it with the same blocks and the same budget.
@@ -111,8 +112,11 @@ class Plan(Printed):
         """
         model = self._found(model, "add")
         own = {there: name for name, there in names_in(model, [block.name for block in self.blocks]).items()}
-        found = Plan(**searched(model, step, self.budget, blocks=list(own), margin=self.margin, cost=self.cost))
-        found = dataclasses.replace(found, blocks=tuple(dataclasses.replace(one, name=own[one.name]) for one in found.blocks))
+        found = Plan(**searched(model, step, self.budget, blocks=[*map(selector_of, own)], margin=self.margin, cost=self.cost))
+        found = dataclasses.replace(
+            found,
+            blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
+        )
         self.others.append(found)
         return found
 
@@ -149,8 +153,9 @@ class Plan(Printed):
         """
         search = self._profiled("pareto")
         points = []
-        for budget, chosen in budgets_of(search):
-            attributes = {**search.attributes(chosen), "budget": budget, "is_measured": False, "_model": self._model}
+        for budget, one, chosen in budgets_of(search):
+            attributes = {**one.attributes(chosen), "budget": budget, "is_measured": False, "_model": self._model}
+            attributes.update(_search=search, least_peak=self.least_peak)
             points.append(_point(f"of {format_bytes(budget)}", Plan(**attributes)))
         points.sort(key=lambda one: one.peak)
         return ParetoFront(tuple(points), points_of_torch(search), _point("this plan", self), self.budget)
@@ -193,12 +198,19 @@ class Plan(Printed):
     def _tables(self) -> Iterator[Table]:
         def key(block: PlannedBlock) -> object:
             kept = None if block.kept is None else tuple(map(_in_words, block.kept))
-            return name_pattern(block.name), block.kind, kept, block.kept_bytes
+            return name_pattern(block.name), block.kind, kept, block.kept_bytes, block.name in inside
 
         rows = []
-        for group in alike(self.blocks, key):
+        inside = {block.around for block in self.blocks if block.around and block.kept is not None}
+        for group in alike([block for block in self.blocks if not block.around], key):
             first = group[0]
-            kept = "all, no region" if first.kept is None else ", ".join(map(_in_words, first.kept)) or "nothing"
+            kept = (
+                "nothing, blocks inside are regions"
+                if first.name in inside
+                else "all, no region"
+                if first.kept is None
+                else ", ".join(map(_in_words, first.kept)) or "nothing"
+            )
             seconds = sum(block.recomputed_seconds for block in group) / len(group)
             names = fold_names(block.name for block in group)
             again = f"{first.recomputed:.0%}", f"{seconds * 1e3:.2f}", format_bytes(first.recomputed_bytes)
@@ -338,7 +350,8 @@ def plan_memory(
         memory_budget: The peak allowed: bytes, words such as ``"20GiB"``, or a part from 0.0, the least peak of any plan, to
             1.0, that of no regions.
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
-            them: modules which save at most a quarter of what modules below the model save, leaves left out.
+            them: modules which save at most a quarter of what modules below the model save, or spans of layers in a row, and
+            spans around these where that lowers the least peak.
         total: Whether the budget is for all memory in use, not only for what the step adds.
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.

@@ -18,6 +18,7 @@ from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
+from ckpt_hooks.region import checkpoint_region
 
 #: The dtype and the shape of each tensor in the arguments of a call.
 Shapes = tuple[tuple[torch.dtype, Any], ...]
@@ -25,11 +26,8 @@ Shapes = tuple[tuple[torch.dtype, Any], ...]
 Runs = tuple[tuple[str, str, int], ...]
 
 
-def shapes_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Returns the shapes of a call."""
-    # Transformers puts the keywords of a layer into a ``functools.partial``.
-    while isinstance(function, functools.partial):
-        function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
     tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
     return tuple(map(dtype_and_shape, tensors))
 
@@ -61,14 +59,16 @@ class PlannedBlock:
     """A block of a plan.
 
     Attributes:
-        name: The block's name in the model.
+        name: The block's name in the model; of a span, as in ``"layers.0 to layers.3"``.
         kind: The class.
         kept: The results kept; None without a region, where autograd keeps all.
         kept_bytes: The bytes kept, in all calls.
         recomputed: The part of the block's forward that runs again, by cost.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
         recomputed_bytes: The bytes of the results of these operators, in all calls.
-        shapes: The shapes of its calls, each once: dtype and shape of each tensor in the arguments.
+        shapes: The shapes of its calls, each once: dtype and shape of each tensor in the arguments; of a span, those of the
+            first module.
+        around: The name of the block around, whose figures count what runs in this one; ``""`` without one.
     """
 
     name: str
@@ -79,6 +79,7 @@ class PlannedBlock:
     recomputed_seconds: float
     recomputed_bytes: int
     shapes: tuple[Shapes, ...]
+    around: str = ""
 
 
 class OtherShapes:
@@ -118,27 +119,32 @@ class PlannedRunner(RegionRunner):
 
     @skipped
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        while isinstance(function, functools.partial):  # Transformers puts the keywords of a layer into one
+            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+            function = function.func
+        runner = self._runner(getattr(function, "__self__", None), args, kwargs)
+        return function(*args, **kwargs) if runner is None else runner._run(function, args, kwargs)
+
+    def region_of(self, root: Any, function: Any, args: Any, kwargs: dict[str, Any]) -> checkpoint_region | None:
+        runner = self._runner(root, args, kwargs)
+        return None if runner is None else runner._region
+
+    def _runner(self, root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegionRunner | None:
+        """Returns the function which makes a call a region, with names of submodules in a module; None for a plain call."""
         if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        shapes = shapes_of(function, args, kwargs)
+            return None
+        shapes = shapes_of(args, kwargs)
         kept = self._kept.get(shapes, ())
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             _warn_of_compilers()
         elif not kept and shapes not in self._kept:
             self._on_other(self._name, shapes)
-        if kept is None:
-            return function(*args, **kwargs)
         if not kept:
-            return self._run(function, args, kwargs)
-        # Dynamo traces regions that are there, and makes none.
-        return (self._traced[kept] if is_traced else self._runner(function, kept))._run(function, args, kwargs)
-
-    def _runner(self, function: Any, kept: Runs) -> RegionRunner:
-        while isinstance(function, functools.partial):
-            function = function.func
-        owner = getattr(function, "__self__", None)
-        module = owner if isinstance(owner, Module) else None
+            return None if kept is None else self
+        if is_traced:  # Dynamo traces regions that are there, and makes none
+            return self._traced[kept]
+        module = root if isinstance(root, Module) else None
         runners = self._runners.setdefault(module or self, {})
         found = runners.get(kept)
         if found is None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from ckpt_hooks.modules import apply_checkpointing
+from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.policies import everything_saveable
 
 from .profiling import Profile
@@ -33,7 +34,9 @@ def region_prices(model: Module, step: Callable[[Module], Any], profile: Profile
 def _seconds(model: Module, step: Callable[[Module], Any], blocks: Sequence[str], options: dict[str, Any] | None) -> float:
     with as_before(model), contextlib.ExitStack() as stack:
         if options is not None:
-            stack.enter_context(apply_checkpointing(model, blocks, recorded=True, replay_whole=False, **options))
+            stack.enter_context(
+                apply_checkpointing(model, [*map(selector_of, blocks)], recorded=True, replay_whole=False, **options)
+            )
         # Of this thread: what other programs take of the processor is not counted.
         begun = time.thread_time()
         step(model)

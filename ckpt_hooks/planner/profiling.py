@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.nn import Module
@@ -38,9 +39,16 @@ class _Watch(RegionMarks):
         self._blocks = blocks
         self._names: dict[str, dict[int, str]] = {}
         self._counts: dict[int, collections.Counter[tuple[str, str]]] = {}
+        self._outermost: dict[int, Region] = {}  # the outermost block's region around each, by number
+
+    def entered(self, region: Region) -> None:
+        # A span's region counts what runs in those inside: it may be a region without these.
+        outer = self._outermost.get(region.parent or 0, region)
+        self._outermost[region.id] = outer if outer.path[-1] in self._blocks else region
+        super().entered(region)
 
     def ran(self, region: Region, operator: Operator) -> None:
-        run = self._run_of(region, operator) if operator.is_asked_about else None
+        run = self._run_of(self._outermost[region.id], operator) if operator.is_asked_about else None
         self._mark("ran", region.id, operator, run)
 
     def _run_of(self, region: Region, operator: Operator) -> Run | None:
@@ -116,10 +124,13 @@ class BlockCall:
     handles: list[Request] = dataclasses.field(default_factory=list)
     maker: dict[Value, int] = dataclasses.field(default_factory=dict)  # the operator which makes each value
     in_order: bool = False  # whether replays run whole, in forward's order
+    inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks, with operators and handles of this one
+    own: list[Request] = dataclasses.field(default_factory=list)  # the handles of none inside
+    first: int = 0  # the number of operators of the call around when this one began
 
-    def outside(self) -> dict[int, int]:
-        """Returns the allocations from outside which replays read, and the row at which the first does."""
-        found: dict[int, int] = {}
+    def outside(self) -> dict[int, tuple[int, int]]:
+        """Returns the allocations from outside which replays read, and the rows of the first and of the last need."""
+        found: dict[int, tuple[int, int]] = {}
         for handle in self.handles:
             todo, seen = [handle.value], set[Value | None]()
             while todo and handle.restored is not None:
@@ -130,7 +141,9 @@ class BlockCall:
                 if value in self.maker:
                     todo += self.ops[self.maker[value]].reads
                 else:
-                    found[value[0]] = min(found.get(value[0], handle.restored), handle.restored)
+                    first, last = found.get(value[0], (handle.restored, 0))
+                    end = handle.let_go if value == handle.value else handle.restored
+                    found[value[0]] = min(first, handle.restored), max(last, end)
         return found
 
 
@@ -229,8 +242,8 @@ class _Reader:
         self._alive: dict[int, int] = {}
         self._allocations: list[ProfiledAllocation] = []
         self._freed: list[tuple[int, int]] = []
-        self._entries: dict[int, BlockCall] = {}
-        self._handles: dict[tuple[int, int], Request] = {}
+        self._entries: dict[int, dict[int, BlockCall]] = {}  # by region: the calls of blocks around, by region
+        self._handles: dict[tuple[int, int], list[Request]] = {}
         self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
         self._recomputes: list[int] = []
         self._begun = 0  # the bytes that live when the latest operator ended, and the most since
@@ -252,15 +265,16 @@ class _Reader:
             elif (number := self._alive.pop(row.address, None)) is not None:
                 self._allocations[number].freed = self._at
                 self._change(row.nbytes)
-        for entry in self._entries.values():
+        entries = [around[region] for region, around in self._entries.items() if region == next(iter(around))]
+        for entry in entries:
             for op in entry.ops:
                 op.extras = [number for number in op.extras if self._allocations[number].freed > entry.end]
-        for handle in self._handles.values():
+        for handle in itertools.chain(*self._handles.values()):
             handle.let_go = min(handle.let_go, len(rows))
-        for entry in self._entries.values():
-            for number, first in entry.outside().items():
+        for entry in entries:
+            for number, (first, _) in entry.outside().items():
                 self._allocations[number].is_lent |= self._allocations[number].freed < first
-        found = Profile(len(rows), self._allocations, list(self._entries.values()), self._freed)
+        found = Profile(len(rows), self._allocations, entries, self._freed)
         found.smooth()
         return found
 
@@ -272,33 +286,39 @@ class _Reader:
 
     def entered(self, region: Region) -> None:
         if not region.in_recompute and region.path[-1] in self._blocks:
-            self._entries[region.id] = BlockCall(region.path[-1], self._at, self._at)
+            around = self._entries.get(region.parent or 0, {})
+            entry = BlockCall(region.path[-1], self._at, self._at)
+            for outer in around.values():
+                outer.inside.append(entry)
+                entry.first = len(outer.ops)
+            self._entries[region.id] = {**around, region.id: entry}
             self._seen = len(self._allocations)
             self._restart()
 
     def exited(self, region: int) -> None:
         if region in self._entries:
-            self._entries[region].end = self._at
+            self._entries[region][region].end = self._at
 
     def saved(self, region: int, position: int, address: int) -> None:
-        entry = self._entries.get(region)
-        if entry is not None:  # numbers below 0 are those of tensors kept as they are
-            handle = self._handles[region, position] = Request(self._value_at(region, address), None, sys.maxsize)
+        for around, entry in self._entries.get(region, {}).items():  # numbers below 0 are those of tensors kept as they are
+            handle = Request(self._value_at(around, address), None, sys.maxsize)
+            self._handles.setdefault((region, position), []).append(handle)
             entry.handles.append(handle)
+            if around == region:
+                entry.own.append(handle)
 
     def let_go(self, region: int, position: int) -> None:
-        if (region, position) in self._handles:
-            self._handles[region, position].let_go = self._at
+        for handle in self._handles.get((region, position), ()):
+            handle.let_go = self._at
 
     def restored(self, region: int, position: int) -> None:
-        handle = self._handles.get((region, position))
-        if handle is not None and handle.restored is None:
-            handle.restored = self._at
+        for handle in self._handles.get((region, position), ()):
+            handle.restored = self._at if handle.restored is None else handle.restored
 
     def recomputing(self, region: Region, in_order: bool) -> None:
         self._recomputes.append(region.id)
-        if region.id in self._entries:
-            self._entries[region.id].in_order |= in_order
+        for entry in self._entries.get(region.id, {}).values():
+            entry.in_order |= in_order
 
     def recomputed(self, region: int) -> None:
         if self._recomputes:
@@ -313,12 +333,14 @@ class _Reader:
         return None if number is None else (number, self._versions.get((region, number), 0))
 
     def ran(self, region: int, operator: Operator, run: Run | None) -> None:
-        entry = None if operator.in_recompute else self._entries.get(region)
-        if entry is not None:
-            self._ran_in(entry, region, operator, run)
+        around = {} if operator.in_recompute else self._entries.get(region, {})
+        new = range(self._seen, len(self._allocations))
+        for number, entry in around.items():
+            self._ran_in(entry, number, operator, run, new)
+        self._seen = len(self._allocations) if around else self._seen
         self._restart()
 
-    def _ran_in(self, entry: BlockCall, region: int, operator: Operator, run: Run | None) -> None:
+    def _ran_in(self, entry: BlockCall, region: int, operator: Operator, run: Run | None, new: Iterable[int]) -> None:
         reads = [value for tensor in operator.inputs if (value := self._value_at(region, tensor.address)) is not None]
         written = {
             value[0]
@@ -349,8 +371,6 @@ class _Reader:
             bytes_moved(operator),
             operator.seconds or 0.0,
         )
-        new = range(self._seen, len(self._allocations))
-        self._seen = len(self._allocations)
         op.extras = [number for number in new if number not in fresh]
         stays = sum(one.nbytes for one in self._allocations[self._first :] if one.freed > self._at)
         op.temporary = max(0, self._most - self._begun - stays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import weakref
@@ -13,13 +14,14 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
-from ckpt_hooks.errors import BudgetTooSmallError
+from ckpt_hooks.errors import BudgetTooSmallError, CheckpointError
 from ckpt_hooks.modules import apply_checkpointing
+from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
-from .blocks import blocks_of, outside_of, selected_blocks
+from .blocks import Blocks, blocks_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
@@ -65,22 +67,32 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    found = blocks_of(model, plain) if selected is None else selected
-    shapes: dict[str, dict[Shapes, None]] = {name: {} for name in found}
-    noting = {name: PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in found}
+    search = profiled(
+        model, step, blocks_of(model, plain) if selected is None else selected, plain.peak.nbytes, base, margin, cost
+    )
+    if selected is None and (around := with_spans_around(search.problem.blocks)):
+        with contextlib.suppress(CheckpointError):  # of layers that are called in another order
+            search.nested = profiled(model, step, around, plain.peak.nbytes, base, margin, cost)
+    return search.plan(memory_budget, model, step, tolerance)
+
+
+def profiled(
+    model: Module, step: Callable[[Module], Any], names: Sequence[str], plain_peak: int, base: int, margin: float, cost: str
+) -> Search:
+    """Profiles a step whose blocks keep nothing."""
+    blocks = Blocks(model, names)
+    shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
+    noting = {selector_of(name): PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in names}
     with as_before(model), apply_checkpointing(model, noting):
-        profile = profile_step(lambda: step(model), found)
-    called = {entry.block for entry in profile.entries}
-    if missing := [name for name in found if name not in called]:
+        profile = profile_step(lambda: step(model), blocks.roots)
+    if missing := [name for name in names if not shapes[name]]:
         raise ValueError(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
         )
     if cost == "seconds":
-        profile.cost_by_seconds(*region_prices(model, step, profile, [*found]))
-    kinds = {name: type(module).__name__ for name, module in found.items()}
-    search = Search(profile, kinds, shapes, plain.peak.nbytes, base, {"margin": margin, "cost": cost})
-    return search.plan(memory_budget, model, step, tolerance)
+        profile.cost_by_seconds(*region_prices(model, step, profile, names))
+    return Search(profile, blocks, shapes, plain_peak, base, {"margin": margin, "cost": cost})
 
 
 def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tuple[str, int]]) -> None:
@@ -158,22 +170,23 @@ class Search:
     def __init__(
         self,
         profile: Profile,
-        kinds: Mapping[str, str],
+        blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
         plain_peak: int,
         base: int,
         common: dict[str, Any],
     ) -> None:
         self.profile, self.plain_peak = profile, plain_peak
+        self.nested: Search | None = None  # with spans around the blocks, for budgets below the least of the blocks alone
         self.natural = natural_ends(profile)
         lasting = lasting_in(profile)
         firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
-        choices = {name: choices_of(profile, *firsts[name]) for name in kinds}
+        choices = {name: choices_of(profile, *firsts[name]) for name in blocks.roots if name in firsts}
         self.problem = Problem(profile, block_options(profile, choices), self.natural)
         self.least = self.problem.peak(self.problem.least)
         self._peak: Any = None  # of the latest step measured
-        self._kinds, self._shapes, self._base, self._margin = kinds, shapes, base, common["margin"]
-        self._common = {**common, "plain_peak": plain_peak, "least_peak": int(self.least)}
+        self._blocks, self._shapes, self._base, self._margin = blocks, shapes, base, common["margin"]
+        self._common = {**common, "plain_peak": plain_peak}
 
     def plan(
         self,
@@ -185,22 +198,28 @@ class Search:
         """Returns the attributes of the plan of a budget: measured, or without a step as predicted."""
         budget, margin = parsed(memory_budget), self._margin
         is_part = isinstance(budget, float)
-        budget = int(self.least + budget * max(0.0, self.plain_peak - self.least)) if is_part else int(budget) - self._base
+        least = int(min(one.least for one in self.structures()))
+        budget = int(least + budget * max(0.0, self.plain_peak - least)) if is_part else int(budget) - self._base
         target = int(budget * (1 - margin))
-        if self.least > target:
+        if least > target:
             if model is not None and step is not None:
                 self._measured(model, step, self.problem.least)  # for where the peak is
-            raise _too_small(budget, int(self.least), self._base, margin, self.problem, self._peak)
+            raise _too_small(budget, least, self._base, margin, self.problem, self._peak)
+        one = next(one for one in self.structures() if int(one.least) <= target)
         if model is None or step is None:
-            found = {**self.attributes(choose(self.problem, target) or self.problem.least), "is_measured": False}
+            found = {**one.attributes(choose(one.problem, target) or one.problem.least), "is_measured": False}
         else:
-            found = self._corrected(model, step, target, tolerance)
-        found["budget"] = budget
+            found = one._corrected(model, step, target, tolerance)
+        found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
         elif found["measured_peak"] > target:
-            raise _too_small(budget, found["measured_peak"], 0, margin, self.problem, self._peak)
+            raise _too_small(budget, found["measured_peak"], 0, margin, one.problem, one._peak)
         return found
+
+    def structures(self) -> list[Search]:
+        """Returns this, and the search with spans around the blocks if that has a lower least peak."""
+        return [self] if self.nested is None or self.nested.least >= self.least else [self, self.nested]
 
     def _corrected(self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float) -> dict[str, Any]:
         """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
@@ -222,9 +241,12 @@ class Search:
 
     def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int]) -> dict[str, Any]:
         plan = self.attributes(chosen)
-        with as_before(model), apply_checkpointing(model, runners_of(plan["blocks"])):
+        with (
+            as_before(model),
+            apply_checkpointing(model, {selector_of(name): one for name, one in runners_of(plan["blocks"]).items()}),
+        ):
             peak = self._peak = memory_ledger(lambda: step(model)).peak
-        plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self.problem.blocks)
+        plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self._blocks.members)
         return {**plan, "measured_peak": peak.nbytes, "_model": weakref.ref(model)}
 
     def attributes(self, chosen: Sequence[int]) -> dict[str, Any]:
@@ -246,7 +268,7 @@ class Search:
             blocks.append(
                 PlannedBlock(
                     name=name,
-                    kind=self._kinds[name],
+                    kind=self._blocks.kinds[name],
                     kept=kept,
                     kept_bytes=sum(run.nbytes for run in kept or ()) * len(entries),
                     recomputed=cost / whole if whole else 0.0,
@@ -255,6 +277,11 @@ class Search:
                     shapes=tuple(self._shapes[name]),
                 )
             )
+            inside = [inner for inner, outer in self._blocks.around.items() if outer == name]
+            for inner in inside:
+                nothing = () if option.choice.is_nested else None
+                kind, of_inner = self._blocks.kinds[inner], tuple(self._shapes[inner])
+                blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name))
             forward, again = forward + whole, again + cost
         predicted = peak_of(profile, effects, self.natural)
         return {
@@ -264,6 +291,7 @@ class Search:
             "recomputed": again / forward if forward else 0.0,
             "recomputed_seconds": sum(block.recomputed_seconds for block in blocks),
             "region_seconds": sum(of[one].region_seconds for of, one in zip(problem.options, chosen, strict=True)),
+            "least_peak": int(self.least),
             "_search": self,
             **self._common,
         }

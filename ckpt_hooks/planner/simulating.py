@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from .profiling import BlockCall, OpRun, Profile, Value
+from .profiling import BlockCall, OpRun, Profile, Request, Value
 
 #: The row, a number which orders moments at one row, and the bytes.
 Delta = tuple[int, int, int]
@@ -51,6 +51,32 @@ def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_p
     cost = sum(entry.ops[at].cost for at in again)
     ends = {number: end for number, end in ends.items() if not profile.allocations[number].is_lent}
     return Effect(_replays(profile, entry, held, again, needs), ends, cost, sorted(again), spared)
+
+
+def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
+    """Returns the effect of a region that keeps nothing around regions that keep nothing."""
+    # What the regions inside read from outside of themselves, the region around brings back: once in a backward, and each value
+    # until its last reader has it. So the one around is a call whose handles are these values.
+    inner = [effect_of(profile, one, ()) for one in entry.inside]
+    outer = dataclasses.replace(entry, handles=[*entry.own])
+    made = {number for op in entry.ops for number in op.fresh}
+    for one in entry.inside:
+        for number, (first, last) in one.outside().items():
+            versions = [value for value, at in entry.maker.items() if value[0] == number and at < one.first]
+            if versions:
+                outer.handles.append(Request(max(versions), first, last))
+    effect = effect_of(profile, outer, ())
+    for one, inside in zip(entry.inside, inner, strict=True):
+        # Its replays come after those of the region around, at one row.
+        effect.deltas += [(row, order + len(entry.ops) * 8, nbytes) for row, order, nbytes in inside.deltas]
+        for number, end in inside.ends.items():
+            if number not in made:
+                effect.ends[number] = max(effect.ends.get(number, 0), end)
+        effect.cost += inside.cost
+        effect.again += [one.first + at for at in inside.again]
+    again = {*effect.again}
+    effect.spared = [number for at, op in enumerate(entry.ops) if at not in again for number in op.extras]
+    return effect
 
 
 def _needed(entry: BlockCall, value: Value, held: set[int], let_go: int, ends: dict[int, int]) -> set[int]:

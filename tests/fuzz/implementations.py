@@ -220,9 +220,11 @@ def spans() -> Run:
         select: dict[Any, Any] = {ckpt_hooks.span("first", "last"): {"replay_whole": draw.choice([None, True, False])}}
         if draw.random() < 0.5:
             select[ckpt_hooks.span(*draw.choice([("first", "body"), ("body", "last"), ("body", "body")]))] = policy
-        if draw.random() < 0.3:
-            select["body"] = {"recorded": draw.random() < 0.5}
-        model = _Spanned(function)
+        choice = draw.random()
+        if choice < 0.15:
+            select["body"] = {"recorded": True}
+        # The state that a rerun finds is looked for from the function itself.
+        model = _Spanned(ckpt_hooks.checkpoint()(function) if choice > 0.85 else function)
         ckpt_hooks.apply_checkpointing(model, select)
         return model.forward(*args, **kwargs)
 
