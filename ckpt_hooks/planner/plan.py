@@ -33,7 +33,8 @@ class Plan(Printed):
     step begins.
 
     A plan is of the shapes which the measured step had, and :meth:`add` measures steps of other shapes. A call of a block whose
-    shapes are of none keeps nothing, and a warning says so once.
+    tensors are in no dimension larger goes by the plan of the smallest such shapes; of an expert, by its own up to the most
+    tokens that an expert of its list got. Another call keeps nothing, and a warning says so once.
 
     A pickled plan is what :meth:`to_json` has of it: without profile and model.
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from operator import gt
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.region import checkpoint_region
+from ckpt_hooks.report.formatting import name_pattern
 
 #: The dtype and the shape of each tensor in the arguments of a call.
 Shapes = tuple[tuple[torch.dtype, Any], ...]
@@ -30,6 +32,27 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Returns the shapes of a call."""
     tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
     return tuple(map(dtype_and_shape, tensors))
+
+
+def _is_within(shapes: Shapes, others: Shapes) -> bool:
+    """Whether a call has as many tensors as another, of the same dtypes and ranks, none of them larger in a dimension."""
+    return len(shapes) == len(others) and all(
+        dtype == other
+        and shape is not None
+        and bound is not None
+        and len(shape) == len(bound)
+        and not any(map(gt, shape, bound))
+        for (dtype, shape), (other, bound) in zip(shapes, others, strict=True)
+    )
+
+
+def _size_of(shapes: Shapes) -> int:
+    return sum(0 if shape is None else shape.numel() for _, shape in shapes)
+
+
+def _are_rows(shapes: Shapes, others: Shapes) -> bool:
+    """Whether two calls differ in the numbers of rows alone, as those of experts."""
+    return [(dtype, (shape or ())[1:]) for dtype, shape in shapes] == [(dtype, (shape or ())[1:]) for dtype, shape in others]
 
 
 def shapes_in_words(shapes: Shapes) -> str:
@@ -92,9 +115,9 @@ class OtherShapes:
         if not self._has_said:
             self._has_said = True
             warn_user(
-                f"The plan has measured no step in which block {block!r} gets {shapes_in_words(shapes)}: in such steps its "
-                "blocks keep nothing, and all of their forward runs again. Measure one: `plan.add(step)`, before "
-                "`plan.apply()`."
+                f"The plan has measured no step in which block {block!r} gets {shapes_in_words(shapes)}, or more in each "
+                "dimension: in such steps its blocks keep nothing, and all of their forward runs again. Measure one: "
+                "`plan.add(step)`, before `plan.apply()`."
             )
 
 
@@ -107,7 +130,7 @@ def _warn_of_compilers() -> None:
 
 
 class PlannedRunner(RegionRunner):
-    """Calls a block as its plan says: as a region which keeps some results, or plainly; of other shapes it keeps nothing."""
+    """Calls a block as its plan says: as a region which keeps some results, or plainly; of larger shapes it keeps nothing."""
 
     def __init__(self, name: str, kept: Mapping[Shapes, Runs | None], on_other: Callable[[str, Shapes], None]) -> None:
         # ``kept``: the runs to keep, by the shapes of the call; None for a plain call.
@@ -134,12 +157,16 @@ class PlannedRunner(RegionRunner):
         if not torch.is_grad_enabled():
             return None
         shapes = shapes_of(args, kwargs)
-        kept = self._kept.get(shapes, ())
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             _warn_of_compilers()
-        elif not kept and shapes not in self._kept:
-            self._on_other(self._name, shapes)
+        elif shapes not in self._kept:
+            larger = [one for one in self._kept if _is_within(shapes, one)]
+            if larger:
+                shapes = min(larger, key=_size_of)
+            else:
+                self._on_other(self._name, shapes)
+        kept = self._kept.get(shapes, ())
         if not kept:
             return None if kept is None else self
         if is_traced:  # Dynamo traces regions that are there, and makes none
@@ -161,10 +188,19 @@ class PlannedRunner(RegionRunner):
 
 def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
     """Returns a function for each block, by the block's name, which calls the block as planned."""
-    # Of two blocks for the same shapes, as in several plans, the latter counts.
     kept: dict[str, dict[Shapes, Runs | None]] = {}
+    alike: dict[tuple[str, str], set[Shapes]] = {}
+    kinds: dict[str, tuple[str, str]] = {}
     for block in blocks:
         runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)
+        # Of two blocks for the same shapes, as in several plans, the latter counts.
         kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
+        kinds[block.name] = name_pattern(block.name), block.kind
+        alike.setdefault(kinds[block.name], set()).update(block.shapes)
+    for name, own in kept.items():
+        # In another step an expert gets as many tokens as another one did in the step measured.
+        largest = max(own, key=_size_of)
+        rows = [one for one in alike[kinds[name]] if _are_rows(one, largest)]
+        own.setdefault(max(rows, key=_size_of), own[largest])
     on_other = OtherShapes()
     return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept.items()}
