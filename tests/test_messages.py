@@ -997,6 +997,8 @@ CALLS = {
         "model should be a torch.nn.Module, but got 3 of type int": lambda: plan_memory(3, print, 0.5),
         "step should be a function of the model, but got 3 of type int": lambda: plan_memory(block, 3, 0.5),
         r"step is called with \(model\), but 'function' takes \(\).*`def step\(model\):`": lambda: planned(step=lambda: None),
+        "chunks should be a mapping of module names to numbers of slices, but got 8": lambda: planned(chunks=8),
+        r"chunks\['1'\] should be numbers of slices, but got 8 of type int": lambda: planned(chunks={"1": 8}),
         r"blocks is called with \(name, module\)": lambda: planned(blocks=lambda module: True),
     },
     ValueError: {

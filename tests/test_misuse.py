@@ -221,6 +221,11 @@ CASES = {
     "save_ops": Case(lambda ops: None, lambda: {"ops": MM}, lambda ops: asked(policies.save_ops(ops))),
     "offload_ops": Case(lambda ops: None, lambda: {"ops": MM}, lambda ops: asked(policies.offload_ops(ops))),
     "save_modules": Case(lambda names: None, lambda: {"names": "x"}, lambda names: asked(policies.save_modules(names))),
+    "span": Case(
+        ckpt_hooks.span,
+        lambda: {"first": "0", "last": "1"},
+        lambda **o: ckpt_hooks.apply_checkpointing(nn.Sequential(nn.Tanh(), nn.Tanh()), ckpt_hooks.span(**o)),
+    ),
     "save_every": Case(policies.save_every, lambda: {"op": MM, "n": 2}, lambda **o: asked(policies.save_every(**o))),
     "save_from_both_policies": Case(
         policies.save_from_both_policies,

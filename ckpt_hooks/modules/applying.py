@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torch.nn import Module
@@ -112,17 +113,16 @@ class AppliedCheckpointing(OfThisProcess, Printed):
     """
 
     def __init__(
-        self, regions: Iterable[AppliedRegion], parts: Iterable[tuple[RegionForward, object]], kept: Iterable[str] = ()
+        self, regions: Iterable[AppliedRegion], undo: Iterable[Callable[[], object]], kept: Iterable[str] = ()
     ) -> None:
         self.regions, self.kept = tuple(regions), tuple(kept)
-        self._parts = tuple((weakref.ref(forward), one) for forward, one in parts)
+        self._undo = tuple(undo)
 
     def undo(self) -> None:
         """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
-        for reference, one in self._parts:
-            if (forward := reference()) is not None:
-                forward.remove(one)
-        self._parts = ()
+        for one in self._undo:
+            one()
+        self._undo = ()
 
     def __enter__(self) -> Self:
         return self
@@ -231,7 +231,12 @@ def apply_checkpointing(
             forward = region_forward_for(module)
             forward.run, forward.own_switch = runners[name], switches.get(name)
             parts.append((forward, runners[name]))
-    return AppliedCheckpointing(regions, parts, kept)
+    return AppliedCheckpointing(regions, [functools.partial(_remove, weakref.ref(one), what) for one, what in parts], kept)
+
+
+def _remove(reference: weakref.ref[RegionForward], what: object) -> None:
+    if (forward := reference()) is not None:
+        forward.remove(what)
 
 
 def _form_of(runner: RegionRunner) -> str:

@@ -20,8 +20,8 @@ from ckpt_hooks.report.ledger.data import Holder
 _LARGEST = 0.25
 
 
-def blocks_of(model: Module, ledger: MemoryLedger) -> list[str]:
-    """Returns the blocks of a model: names of modules, and of spans of layers."""
+def blocks_of(model: Module, ledger: MemoryLedger, chunked: Collection[str] = ()) -> list[str]:
+    """Returns the blocks of a model: names of modules, and of spans of layers. None is in a module which runs in chunks."""
     # The model's tree is descended until a module saves at most a quarter of all that blocks may save: what the model itself
     # and its leaves save, as logits, is of no block. A leaf is no block: a region around one operator drops nothing. Of leaves
     # in a row, several are.
@@ -39,7 +39,7 @@ def blocks_of(model: Module, ledger: MemoryLedger) -> list[str]:
     while todo:
         name, module = todo.pop()
         children = [(f"{name}.{child}".strip("."), one) for child, one in module.named_children()]
-        if not saved[name] or not children:
+        if not saved[name] or not children or name in chunked:
             continue
         runs = _leaves_in_a_row(name, module)
         is_flat = all(not [*one.children()] for _, one in children)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
 from ckpt_hooks.report.ledger.pictures import Picture, check_path, figure_of, scale_of
 
-from .choosing import choose
 from .profiling import BlockCall, OpRun
 from .searching import Search
 from .simulating import effect_of, peak_of
@@ -110,12 +110,10 @@ class ParetoFront(Printed):
 def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
     """Yields budgets from the least to that of no regions, with the choice for each; equal choices once."""
     seen = list[list[int]]()
-    structures = search.structures()
-    least = min(one.least for one in structures)
+    least = min(one.least for one in (search, *search.others))
     for number in range(_BUDGETS):
         budget = least + (max(search.plain_peak, least) - least) * number / (_BUDGETS - 1)
-        one = next(one for one in structures if one.least <= budget)
-        chosen = choose(one.problem, budget) or one.problem.least
+        one, chosen = search.cheapest(max(budget, math.ceil(least)))
         if chosen not in seen:
             seen.append(chosen)
             yield int(budget), one, chosen

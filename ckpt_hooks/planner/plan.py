@@ -20,6 +20,7 @@ from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 
 from .blocks import names_in
+from .chunked import PlannedChunks, chunk, chunks_in_words
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch
 from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
 from .searching import COSTS, Budget, Search, check_step, searched
@@ -53,6 +54,7 @@ class Plan(Printed):
         outside_bytes: What lives at the peak and comes from outside of all blocks, but for gradients of parameters.
         outside_module: The module which made the most of this, with its class; ``""`` outside of any.
         is_measured: Whether a step was run under the plan.
+        chunks: The modules which run in chunks, each with the number of slices.
         others: The plans of other shapes, for the same budget.
     """
 
@@ -70,6 +72,7 @@ class Plan(Printed):
     outside_module: str = ""
     is_measured: bool = True
     region_seconds: float = 0.0
+    chunks: tuple[PlannedChunks, ...] = ()
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
     _search: Search | None = dataclasses.field(default=None, compare=False)
@@ -88,12 +91,18 @@ class Plan(Printed):
             ValueError: If the model is gone, or has no such blocks.
         """
         found, runners = self._found(model, "apply"), self.runners()
-        names, inside = names_in(found, runners), dict(found.named_modules())
+        names, inside = names_in(found, [*runners, *(one.name for one in self.chunks)]), dict(found.named_modules())
         if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
             raise wrong(
                 found, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
             )
-        return apply_checkpointing(found, {selector_of(names[name]): runner for name, runner in runners.items()})
+        chunked = chunk(found, self.chunks, names)
+        try:
+            regions = apply_checkpointing(found, {selector_of(names[name]): runner for name, runner in runners.items()})
+        except BaseException:
+            chunked.undo()
+            raise
+        return AppliedCheckpointing([*regions, *chunked], [regions.undo, chunked.undo])
 
     def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:
         """Measures a step of other shapes, and finds a plan for it with the same blocks and the same budget.
@@ -112,11 +121,17 @@ class Plan(Printed):
             ValueError: If the model is gone, or its blocks are regions now.
         """
         model = self._found(model, "add")
-        own = {there: name for name, there in names_in(model, [block.name for block in self.blocks]).items()}
-        found = Plan(**searched(model, step, self.budget, blocks=[*map(selector_of, own)], margin=self.margin, cost=self.cost))
+        names = names_in(model, [block.name for block in self.blocks] + [one.name for one in self.chunks])
+        own = {there: name for name, there in names.items()}
+        chunks = {names[one.name]: {**dataclasses.asdict(one), "chunks": (one.chunks,)} for one in self.chunks}
+        for options in chunks.values():
+            del options["name"], options["is_attribute"]
+        blocks = [selector_of(names[block.name]) for block in self.blocks]
+        found = Plan(**searched(model, step, self.budget, blocks=blocks, margin=self.margin, cost=self.cost, chunks=chunks))
         found = dataclasses.replace(
             found,
             blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
+            chunks=self.chunks,
         )
         self.others.append(found)
         return found
@@ -189,10 +204,11 @@ class Plan(Printed):
 
     def _headline(self) -> str:
         regions = f", beside {self.region_seconds * 1e3:.1f} ms that regions take" if self.region_seconds else ""
+        chunks = f"; {chunks_in_words(self.chunks)}" if self.chunks else ""
         words = f"{format_bytes(self.predicted_peak)} predicted" if self.is_measured else "predicted, not measured"
         return (
             f"peak {format_bytes(self.measured_peak)} of {format_bytes(self.budget)}, {words}; "
-            f"{self.recomputed:.1%} of forward runs again, in {self.recomputed_seconds * 1e3:.1f} ms{regions}; from "
+            f"{self.recomputed:.1%} of forward runs again, in {self.recomputed_seconds * 1e3:.1f} ms{regions}{chunks}; from "
             f"{format_bytes(self.least_peak)} at least to {format_bytes(self.plain_peak)} without regions"
         )
 
@@ -229,7 +245,8 @@ class Plan(Printed):
         most = self.outside_module or "the step"
         return (
             f"{format_bytes(self.outside_bytes)} of the peak are outside of all blocks, most of {most}: no plan of these "
-            "blocks lowers that. A loss of logits takes less in chunks of rows, each with its head a region."
+            "blocks lowers that. A loss of logits takes less in chunks of rows, each with its head a region: of a module with "
+            "both, `plan_memory(..., chunks={'head': (1, 4, 8)})` chooses how many."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -266,6 +283,7 @@ def _is_operator(name: Any) -> bool:
 _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: type(value) is int and 0 <= value < 2**63, "an integer from 0"),
     "float": (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0"),
+    "dim": (lambda value: type(value) is int, "an integer"),
     "str": (lambda value: type(value) is str, "a string"),
     "bool": (lambda value: type(value) is bool, "True or False"),
     "cost": (lambda value: value in COSTS, f"one of {COSTS}"),
@@ -277,7 +295,7 @@ _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 _SHAPES = "tuple[tuple[Tensor, ...], ...]"
-_OBJECTS: dict[str, Any] = {one.__name__: one for one in (Plan, PlannedBlock, KeptRun)}
+_OBJECTS: dict[str, Any] = {one.__name__: one for one in (Plan, PlannedBlock, PlannedChunks, KeptRun)}
 
 
 def _read(value: Any, at: str, kind: str) -> Any:
@@ -337,6 +355,7 @@ def plan_memory(
     margin: float = 0.0,
     tolerance: float = 0.01,
     cost: str = "operations",
+    chunks: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
@@ -360,6 +379,10 @@ def plan_memory(
         cost: What is to be the least: ``"operations"`` that run again, and ten for each byte that these move, the same in each
             run; or ``"seconds"`` as measured on the host, for steps on the host: those of operators that run again, what a
             replay adds to each of these, and what a recorded region adds to each operator in it. Takes nine steps more.
+        chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
+            choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
+            attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
+            two. Never without this, since chunks round otherwise.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
@@ -381,5 +404,5 @@ def plan_memory(
         >>> with plan.apply():
         ...     model(x).sum().backward()
     """
-    options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
+    options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
     return Plan(**searched(model, step, memory_budget, **options))

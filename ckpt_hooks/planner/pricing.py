@@ -13,6 +13,7 @@ from ckpt_hooks.modules import apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.policies import everything_saveable
 
+from .chunked import Chunking, chunk
 from .profiling import Profile
 from .restoring import as_before
 from .simulating import effect_of
@@ -20,10 +21,12 @@ from .simulating import effect_of
 _ROUNDS = 3  # of each kind of step, of which the fastest counts
 
 
-def region_prices(model: Module, step: Callable[[Module], Any], profile: Profile, blocks: Sequence[str]) -> tuple[float, float]:
+def region_prices(
+    model: Module, step: Callable[[Module], Any], profile: Profile, blocks: Sequence[str], chunking: Chunking
+) -> tuple[float, float]:
     """Returns the seconds that a region adds to an operator of forward, and a replay to one that runs again."""
     kinds: list[dict[str, Any] | None] = [None, {"policy": everything_saveable}, {}]
-    rounds = [[_seconds(model, step, blocks, one) for one in kinds] for _ in range(_ROUNDS)]
+    rounds = [[_seconds(model, step, blocks, chunking, one) for one in kinds] for _ in range(_ROUNDS)]
     plain, all_kept, none_kept = map(min, zip(*rounds, strict=True))
     ops = sum(len(entry.ops) for entry in profile.entries)
     again = [entry.ops[at] for entry in profile.entries for at in effect_of(profile, entry, ()).again]
@@ -31,8 +34,14 @@ def region_prices(model: Module, step: Callable[[Module], Any], profile: Profile
     return max(0.0, all_kept - plain) / max(1, ops), max(0.0, replays) / max(1, sum(op.cost > 0 for op in again))
 
 
-def _seconds(model: Module, step: Callable[[Module], Any], blocks: Sequence[str], options: dict[str, Any] | None) -> float:
-    with as_before(model), contextlib.ExitStack() as stack:
+def _seconds(
+    model: Module,
+    step: Callable[[Module], Any],
+    blocks: Sequence[str],
+    chunking: Chunking,
+    options: dict[str, Any] | None,
+) -> float:
+    with as_before(model), chunk(model, chunking, {one.name: one.name for one in chunking}), contextlib.ExitStack() as stack:
         if options is not None:
             stack.enter_context(
                 apply_checkpointing(model, [*map(selector_of, blocks)], recorded=True, replay_whole=False, **options)

@@ -48,7 +48,7 @@ class _Watch(RegionMarks):
         super().entered(region)
 
     def ran(self, region: Region, operator: Operator) -> None:
-        run = self._run_of(self._outermost[region.id], operator) if operator.is_asked_about else None
+        run = self._run_of(self._outermost.get(region.id, region), operator) if operator.is_asked_about else None
         self._mark("ran", region.id, operator, run)
 
     def _run_of(self, region: Region, operator: Operator) -> Run | None:
@@ -155,6 +155,7 @@ class Profile:
     allocations: list[ProfiledAllocation]
     entries: list[BlockCall]
     older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
+    others_cost: float = 0.0  # of what recomputes of other regions run again, as those of chunks
     region_seconds: float = 0.0  # that a recorded region adds to an operator of forward
     per_second: float = 0.0  # the cost of a second
 
@@ -251,6 +252,7 @@ class _Reader:
         self._first, self._has_begun = 0, False  # the allocations before, and whether there is one since
         self._seen = 0  # allocations up to the latest operator of forward
         self._at = 0  # the row
+        self._again = 0.0
 
     def read(self, rows: Sequence[Row]) -> Profile:
         for self._at, row in enumerate(rows):
@@ -274,7 +276,7 @@ class _Reader:
         for entry in entries:
             for number, (first, _) in entry.outside().items():
                 self._allocations[number].is_lent |= self._allocations[number].freed < first
-        found = Profile(len(rows), self._allocations, entries, self._freed)
+        found = Profile(len(rows), self._allocations, entries, self._freed, self._again)
         found.smooth()
         return found
 
@@ -334,6 +336,8 @@ class _Reader:
 
     def ran(self, region: int, operator: Operator, run: Run | None) -> None:
         around = {} if operator.in_recompute else self._entries.get(region, {})
+        if operator.in_recompute and region not in self._entries:
+            self._again += cost_of(operator)
         new = range(self._seen, len(self._allocations))
         for number, entry in around.items():
             self._ran_in(entry, number, operator, run, new)

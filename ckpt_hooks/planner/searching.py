@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError, CheckpointError
-from ckpt_hooks.modules import apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
@@ -23,6 +22,7 @@ from ckpt_hooks.report.ledger.data import maker_in_words
 
 from .blocks import Blocks, blocks_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choose
+from .chunked import Chunking, applied, chunkings_of
 from .cuts import choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
 from .pricing import region_prices
@@ -45,6 +45,7 @@ def searched(
     margin: float = 0.0,
     tolerance: float = 0.01,
     cost: str = "operations",
+    chunks: Any = None,
 ) -> dict[str, Any]:
     """Returns the attributes of the plan that is found."""
     # All arguments are checked before the first profile.
@@ -57,6 +58,7 @@ def searched(
     check_model(model)
     check_step(step)
     selected = None if blocks is None else selected_blocks(model, blocks)
+    chunkings = chunkings_of(model, {} if chunks is None else chunks)
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
         before = optimizer_state(model)
@@ -67,32 +69,37 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    search = profiled(
-        model, step, blocks_of(model, plain) if selected is None else selected, plain.peak.nbytes, base, margin, cost
-    )
-    if selected is None and (around := with_spans_around(search.problem.blocks)):
-        with contextlib.suppress(CheckpointError):  # of layers that are called in another order
-            search.nested = profiled(model, step, around, plain.peak.nbytes, base, margin, cost)
-    return search.plan(memory_budget, model, step, tolerance)
+    common = {"plain_peak": plain.peak.nbytes, "base": base, "margin": margin, "cost": cost}
+    names = blocks_of(model, plain, {one.name for one in chunkings[0]}) if selected is None else selected
+    around = with_spans_around(names) if selected is None else []
+    found: list[Search] = []
+    for chunking in chunkings:
+        found.append(profiled(model, step, names, chunking, common))
+        if around:
+            with contextlib.suppress(CheckpointError):  # of layers that are called in another order
+                nested = profiled(model, step, around, chunking, common)
+                found += [nested] if nested.least < found[-1].least else []
+    found[0].others = found[1:]
+    return found[0].plan(memory_budget, model, step, tolerance)
 
 
 def profiled(
-    model: Module, step: Callable[[Module], Any], names: Sequence[str], plain_peak: int, base: int, margin: float, cost: str
+    model: Module, step: Callable[[Module], Any], names: Sequence[str], chunking: Chunking, common: dict[str, Any]
 ) -> Search:
     """Profiles a step whose blocks keep nothing."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
     noting = {selector_of(name): PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in names}
-    with as_before(model), apply_checkpointing(model, noting):
+    with as_before(model), applied(model, noting, chunking):
         profile = profile_step(lambda: step(model), blocks.roots)
     if missing := [name for name in names if not shapes[name]]:
         raise ValueError(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
         )
-    if cost == "seconds":
-        profile.cost_by_seconds(*region_prices(model, step, profile, names))
-    return Search(profile, blocks, shapes, plain_peak, base, {"margin": margin, "cost": cost})
+    if common["cost"] == "seconds":
+        profile.cost_by_seconds(*region_prices(model, step, profile, names, chunking))
+    return Search(profile, blocks, shapes, {**common, "chunks": chunking})
 
 
 def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tuple[str, int]]) -> None:
@@ -172,12 +179,10 @@ class Search:
         profile: Profile,
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
-        plain_peak: int,
-        base: int,
         common: dict[str, Any],
     ) -> None:
-        self.profile, self.plain_peak = profile, plain_peak
-        self.nested: Search | None = None  # with spans around the blocks, for budgets below the least of the blocks alone
+        self.profile = profile
+        self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
         self.natural = natural_ends(profile)
         lasting = lasting_in(profile)
         firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
@@ -185,8 +190,9 @@ class Search:
         self.problem = Problem(profile, block_options(profile, choices), self.natural)
         self.least = self.problem.peak(self.problem.least)
         self._peak: Any = None  # of the latest step measured
-        self._blocks, self._shapes, self._base, self._margin = blocks, shapes, base, common["margin"]
-        self._common = {**common, "plain_peak": plain_peak}
+        self._blocks, self._shapes, self._margin = blocks, shapes, common["margin"]
+        self._common = {**common}
+        self._base, self.plain_peak = self._common.pop("base"), common["plain_peak"]
 
     def plan(
         self,
@@ -198,16 +204,16 @@ class Search:
         """Returns the attributes of the plan of a budget: measured, or without a step as predicted."""
         budget, margin = parsed(memory_budget), self._margin
         is_part = isinstance(budget, float)
-        least = int(min(one.least for one in self.structures()))
+        least = int(min(one.least for one in (self, *self.others)))
         budget = int(least + budget * max(0.0, self.plain_peak - least)) if is_part else int(budget) - self._base
         target = int(budget * (1 - margin))
         if least > target:
             if model is not None and step is not None:
                 self._measured(model, step, self.problem.least)  # for where the peak is
             raise _too_small(budget, least, self._base, margin, self.problem, self._peak)
-        one = next(one for one in self.structures() if int(one.least) <= target)
+        one, chosen = self.cheapest(target)
         if model is None or step is None:
-            found = {**one.attributes(choose(one.problem, target) or one.problem.least), "is_measured": False}
+            found = {**one.attributes(chosen), "is_measured": False}
         else:
             found = one._corrected(model, step, target, tolerance)
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
@@ -217,9 +223,13 @@ class Search:
             raise _too_small(budget, found["measured_peak"], 0, margin, one.problem, one._peak)
         return found
 
-    def structures(self) -> list[Search]:
-        """Returns this, and the search with spans around the blocks if that has a lower least peak."""
-        return [self] if self.nested is None or self.nested.least >= self.least else [self, self.nested]
+    def cheapest(self, budget: float) -> tuple[Search, list[int]]:
+        """Returns the search of those whose least peak is within a budget with the cheapest choice, and the choice."""
+        fitting = [one for one in (self, *self.others) if int(one.least) <= budget]
+        # Spans around blocks are for budgets that blocks alone do not fit.
+        fitting = [one for one in fitting if not one._blocks.around] or fitting
+        found = [(one, choose(one.problem, budget) or one.problem.least) for one in fitting]
+        return min(found, key=lambda one: one[0].problem.cost(one[1]) + one[0].profile.others_cost)
 
     def _corrected(self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float) -> dict[str, Any]:
         """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
@@ -241,10 +251,8 @@ class Search:
 
     def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int]) -> dict[str, Any]:
         plan = self.attributes(chosen)
-        with (
-            as_before(model),
-            apply_checkpointing(model, {selector_of(name): one for name, one in runners_of(plan["blocks"]).items()}),
-        ):
+        runners = {selector_of(name): one for name, one in runners_of(plan["blocks"]).items()}
+        with as_before(model), applied(model, runners, plan["chunks"]):
             peak = self._peak = memory_ledger(lambda: step(model)).peak
         plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self._blocks.members)
         return {**plan, "measured_peak": peak.nbytes, "_model": weakref.ref(model)}
