@@ -221,11 +221,7 @@ CASES = {
     "save_ops": Case(lambda ops: None, lambda: {"ops": MM}, lambda ops: asked(policies.save_ops(ops))),
     "offload_ops": Case(lambda ops: None, lambda: {"ops": MM}, lambda ops: asked(policies.offload_ops(ops))),
     "save_modules": Case(lambda names: None, lambda: {"names": "x"}, lambda names: asked(policies.save_modules(names))),
-    "span": Case(
-        ckpt_hooks.span,
-        lambda: {"first": "0", "last": "1"},
-        lambda **o: ckpt_hooks.apply_checkpointing(nn.Sequential(nn.Tanh(), nn.Tanh()), ckpt_hooks.span(**o)),
-    ),
+    "span": Case(ckpt_hooks.span, lambda: {"first": "0", "last": "1"}),
     "save_every": Case(policies.save_every, lambda: {"op": MM, "n": 2}, lambda **o: asked(policies.save_every(**o))),
     "save_from_both_policies": Case(
         policies.save_from_both_policies,
@@ -279,6 +275,8 @@ TAKEN = {
     ("every", "n", "a huge number"): "the first layer alone",
     ("save_every", "n", "a huge number"): "none of the runs",
     ("save_modules", "names", "a string"): "a name",
+    ("span", "first", "a string"): "a name",
+    ("span", "last", "a string"): "a name",
     ("checkpoint_chunks", "function", "a class"): "a callable, which is called",
     ("checkpoint_chunks", "chunks", "a huge number"): "as many as there are rows",
     ("checkpoint_loop", "step", "a class"): "a callable, which is called",
