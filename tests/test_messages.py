@@ -903,6 +903,9 @@ CALLS = {
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
         r"Write `with checkpoint_region\(\):`, or `checkpoint\(\.\.\.\)\(function": lambda: checkpoint(name="x").__enter__(),
         "got 'GELU'. Make a module of the class first: `GELU": lambda: checkpoint()(nn.GELU),
+        "allow_cache_entry_mutation should be True": lambda: ckpt_hooks.create_selective_checkpoint_contexts(
+            [aten.mm.default], allow_cache_entry_mutation="no"
+        ),
         "Pass the function, not what it returns": lambda: checkpoint(context_fn=noop_context_fn()),
         "path should be the path of a file, but got 3": lambda: memory_ledger(lambda: None).plot(3),
         "plain should be a ledger, but got 3": lambda: compare(plain=3),
@@ -1036,7 +1039,7 @@ CALLS = {
         "but got -3 of type int. Pass that of the rows": lambda: chunked(dim=-3),
         "dim should be .* but got 'rows' of type str": lambda: chunked(dim="rows"),
         r"policy. checkpoint_chunks takes .* write `checkpoint_chunks\(checkpoint\(policy=": lambda: chunked(
-            policy=[aten.mm.default]
+            lambda x: x, policy=[]
         ),
         "model should be one with a module '1'": lambda: planned(blocks=["1"]).apply(nn.Linear(3, 3)),
         "For the model, write `checkpoint_module": lambda: ckpt_hooks.apply_checkpointing(nn.Linear(3, 3), "*"),

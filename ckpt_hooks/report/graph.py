@@ -62,7 +62,6 @@ class Notes(Observer):
                 self.names.setdefault(storage_and_size(part)[0], name)
 
     def add_arguments(self, arguments: Iterable[tuple[str, Any]]) -> None:
-        """Adds the tensors and modules in arguments, each a place and a value."""
         for place, value in arguments:
             for path, leaf in tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, torch.nn.Module):
@@ -322,7 +321,6 @@ class GraphReader:
         return {storage: memory.nbytes() for storage, memory in left.items() if memory is not None}
 
     def add_unseen(self, sizes: Mapping[int, int]) -> None:
-        """Adds storages which were freed with the graph, and which no node has shown."""
         for storage, size in sizes.items():
             if self._notes.storages[storage]() is None:
                 self._add(storage, size, Residual(Reason.UNSEEN, size, why="in no node that torch shows"))

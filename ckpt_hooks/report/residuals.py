@@ -108,7 +108,6 @@ def _table(entries: Sequence[Residual], max_rows: int, title: str = "") -> Table
 
 
 def _rows_of(group: Sequence[Residual]) -> list[list[str]]:
-    """Returns a row for entries alike, and one for each other shape or reason of tensors in their storages."""
     first = group[0]
     size = format_bytes(first.nbytes * len(group)) if first.nbytes or first.dtype is not None else "?"
     operator = (first.operator or "").removeprefix("aten.").removesuffix(".default")

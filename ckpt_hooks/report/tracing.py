@@ -23,8 +23,6 @@ _logger = logging.getLogger("ckpt_hooks")
 
 
 class _Running(threading.local):
-    """One thread's running recomputes, and its open ranges of the profiler, by region."""
-
     def __init__(self) -> None:
         self.recomputes: list[tuple[int, float]] = []
         self.ranges: list[tuple[int, Any]] = []

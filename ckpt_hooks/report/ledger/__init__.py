@@ -170,7 +170,6 @@ def _count_of(group: Sequence[Holder]) -> str:
 
 
 def _groups_of(holders: Sequence[Holder]) -> list[list[Holder]]:
-    """Returns what is in use in groups of a region or module, and a line; the largest first."""
 
     def key(holder: Holder) -> object:
         origin = holder.origin
@@ -198,7 +197,6 @@ def _row_of(group: Sequence[Holder]) -> list[str]:
 
 
 def _words_of(origin: Origin) -> tuple[str, str]:
-    """Returns the module and the name of the region of an origin, or the name and the class of its module."""
     words = (origin.region or origin.module or "").split(" ", 1)
     return words[0], "".join(words[1:])
 

@@ -145,8 +145,6 @@ class Change(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """An open module, region or recompute."""
-
     key: int | None  # the number of the region; None for a module
     origin: Origin  # of what is made inside, but for operators
     entry: int | None  # the number of the region around, or its own; None outside
@@ -259,7 +257,6 @@ class StepReader:
             self.entries[around.entry].modules += 1
 
     def _close(self, key: int | None) -> None:
-        """Closes the innermost module or region of a number, with whatever is left open inside."""
         for at in reversed(range(1, len(self._opened))):
             if self._opened[at].key == key:
                 del self._opened[at:]

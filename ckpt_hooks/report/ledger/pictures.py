@@ -79,7 +79,6 @@ def _place(key: tuple[BandKind, int | None]) -> tuple[bool, int, int]:
 
 
 def _moments_of(ledger: LedgerData, most: int) -> list[int]:
-    """Returns the moments that are drawn: all, or of each stretch the highest and the last."""
     live = [change.live for change in ledger.changes]
     stretch = max(1, 2 * len(live) // most)
     found: set[int] = set()

@@ -91,8 +91,6 @@ class RegionMarks(Observer):
 
 
 class _Holdings(RegionMarks):
-    """Marks what regions hold, too."""
-
     def __init__(self, marks: Marks) -> None:
         super().__init__(marks)
         self._addresses: dict[tuple[int, int], int] = {}  # of saved tensors, by region and position

@@ -20,8 +20,6 @@ _CODE = {
     Waste.NESTED: "leave out the innermost region, if the peak allows",
     Waste.FOREACH: "foreach=False",
 }
-#: What these give depends on what else holds the memory, or on what takes its place.
-_AT_MOST = frozenset({Waste.HELD_OUTSIDE, Waste.FOREACH})
 
 #: A waste is told of from this part of the peak on, or of all that is computed again.
 _LEAST = 0.01
@@ -34,6 +32,7 @@ _DEEP = 3
 
 #: The begin, the end (both indices of changes), and the bytes of a difference.
 _Edit = tuple[int, int, int]
+_Place = tuple[Sequence[str], str | None]  # the names of regions, and a line
 _Entries = Mapping[int, RegionEntry]  # entries of regions in forward, by number
 
 
@@ -69,34 +68,26 @@ def _region_for(block: str) -> str:
 
 
 def _advice(
-    ledger: LedgerData,
-    waste: Waste,
-    names: Sequence[str],
-    site: str | None,
-    edits: Collection[_Edit],
-    again: int = 0,
-    code: str = "",
+    ledger: LedgerData, waste: Waste, place: _Place, edits: Collection[_Edit], again: int = 0, code: str = ""
 ) -> Advice:
+    names, site = place
     where = " ".join(fold_names(dict.fromkeys(of)) for of in zip(*(name.split(" ", 1) for name in names), strict=False))
-    most = -sum(nbytes for _, _, nbytes in edits if nbytes < 0)
-    # A walk over all changes for each of many small groups would take minutes.
-    saved = max(0, ledger.peak.nbytes - _peak_with(ledger, edits)) if most > _LEAST * ledger.peak.nbytes else 0
-    is_at_most = bool(saved) and (waste in _AT_MOST or bool(code))
+    saved, peak = 0, ledger.peak.nbytes
+    if -sum(min(nbytes, 0) for *_, nbytes in edits) > _LEAST * peak:  # a walk for each of many small groups would take minutes
+        steps = [0] * (len(ledger.changes) + 1)
+        for begin, end, nbytes in edits:
+            if begin < end:
+                steps[min(begin, len(ledger.changes))] += nbytes
+                steps[min(end, len(ledger.changes))] -= nbytes
+        sums = itertools.accumulate(steps)
+        saved = max(0, peak - max(change.live + more for change, more in zip(ledger.changes, sums, strict=False)))
+    # What these give depends on what else holds the memory, or on what takes its place.
+    is_at_most = bool(saved) and (waste in (Waste.HELD_OUTSIDE, Waste.FOREACH) or bool(code))
     return Advice(waste, where, len(names), site, saved, again, code or _CODE[waste], is_at_most)
 
 
-def _place_of(ledger: LedgerData, group: Sequence[int]) -> tuple[list[str], str | None]:
+def _place_of(ledger: LedgerData, group: Sequence[int]) -> _Place:
     return [ledger.entries[number].name for number in group], ledger.entries[group[0]].site
-
-
-def _peak_with(ledger: LedgerData, edits: Iterable[_Edit]) -> int:
-    steps = [0] * (len(ledger.changes) + 1)
-    for begin, end, nbytes in edits:
-        if begin < end:
-            steps[min(begin, len(ledger.changes))] += nbytes
-            steps[min(end, len(ledger.changes))] -= nbytes
-    sums = itertools.accumulate(steps)
-    return max((change.live + more for change, more in zip(ledger.changes, sums, strict=False)), default=0)
 
 
 def _groups(entries: _Entries, numbers: Iterable[int]) -> list[list[int]]:
@@ -134,7 +125,7 @@ def _held_inputs(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
             begin = min((begin for begin, _ in entries[entry].recomputes), default=NEVER)
             needed = max((need.end or NEVER for need in entries[entry].needs if need.allocation == at), default=begin)
             edits += [(entries[entry].end, begin, -one.nbytes), (needed, one.freed or NEVER, -one.nbytes)]
-        yield _advice(ledger, Waste.HELD_INPUT, *_place_of(ledger, [*dict.fromkeys(entry for entry, *_ in found)]), edits)
+        yield _advice(ledger, Waste.HELD_INPUT, _place_of(ledger, [*dict.fromkeys(entry for entry, *_ in found)]), edits)
 
 
 def _saving_nothing(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
@@ -156,13 +147,12 @@ def _saving_nothing(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
         place, edits, module = _place_of(ledger, group), [*_without(ledger, group)], entries[group[0]].module or ""
         if waste is Waste.LEAF and (block := up_to_number(module)) and block != module:
             edits = [edit for edit in edits if edit[2] < 0] + [*_with_blocks(ledger, block)]
-            yield _advice(ledger, waste, *place, edits, 0, _region_for(block))
+            yield _advice(ledger, waste, place, edits, 0, _region_for(block))
         else:
-            yield _advice(ledger, waste, *place, edits, again)
+            yield _advice(ledger, waste, place, edits, again)
 
 
 def _with_blocks(ledger: LedgerData, block: str) -> Iterator[_Edit]:
-    """Yields the differences if modules like a block were regions."""
 
     def key(one: Allocation) -> tuple[bool, str]:
         return is_forward(one), up_to_number((one.origin.module or "").partition(" ")[0]) or ""
@@ -180,7 +170,6 @@ def _with_blocks(ledger: LedgerData, block: str) -> Iterator[_Edit]:
 
 
 def _without(ledger: LedgerData, entries: Collection[int]) -> Iterator[_Edit]:
-    """Yields the differences if some regions were none."""
     ends: dict[int, int] = {}
     for entry in entries:
         for need in ledger.entries[entry].needs:
@@ -226,7 +215,7 @@ def _held_outside(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
     for origin, (values, edits) in found.items():
         if sum(one.nbytes for one in values) > _SHARES[Waste.HELD_OUTSIDE] * ledger.peak.nbytes:
             names = [one.origin.region or one.origin.module or "" for one in values]
-            yield _advice(ledger, Waste.HELD_OUTSIDE, names, origin.line, edits)
+            yield _advice(ledger, Waste.HELD_OUTSIDE, (names, origin.line), edits)
 
 
 def _kind_of(one: Allocation) -> Origin:
@@ -239,7 +228,7 @@ def _of_foreach(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
     made = [one for one in ledger.allocations if one.origin.maker is Maker.OPTIMIZER and _is_of_foreach(one.origin)]
     for group in alike(made, lambda one: (one.origin.optimizer, one.origin.line)):
         edits = [(one.born, one.freed or NEVER, -one.nbytes) for one in group]
-        yield _advice(ledger, Waste.FOREACH, [group[0].origin.optimizer or ""], group[0].origin.line, edits)
+        yield _advice(ledger, Waste.FOREACH, ([group[0].origin.optimizer or ""], group[0].origin.line), edits)
 
 
 def _is_of_foreach(origin: Origin) -> bool:
@@ -265,7 +254,7 @@ def _nested(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
                 twice[entered_first] = min(inside[child], again[entered_first])
     deep = [number for number, entry in entries.items() if len(entry.path) >= _DEEP]
     for group in _groups(ledger.entries, deep):
-        yield _advice(ledger, Waste.NESTED, *_place_of(ledger, group), (), sum(twice.get(one, 0) for one in group))
+        yield _advice(ledger, Waste.NESTED, _place_of(ledger, group), (), sum(twice.get(one, 0) for one in group))
 
 
 def _unmatched(ledger: LedgerData, entries: _Entries) -> tuple[Advice, ...]:
