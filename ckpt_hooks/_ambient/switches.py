@@ -99,9 +99,7 @@ def _variable(module: Any, name: str, setter: str) -> Switch:
             variables[name] = value
 
     form = f"[{name!r}]" if name in variables else f".get({name!r}, ...)"
-    return Switch(
-        (f"backends.{setter}",), partial(variables.get, name, ...), write, heeded_by=(), read_fast=variables, form=form
-    )
+    return Switch((setter,), partial(variables.get, name, ...), write, heeded_by=(), read_fast=variables, form=form)
 
 
 def _set_cudnn_precision(precision: bool | tuple[str, str]) -> None:
@@ -263,7 +261,7 @@ class Snapshot:
             unguarded = read_fast()
         except RuntimeError:
             unguarded = _read([*COMMON, *FURTHER])
-        return unguarded == self.unguarded and (not DEVICES or _read_devices() == self._devices)
+        return unguarded == self.unguarded and self._devices == (_read_devices() if DEVICES else None)
 
     def write(self) -> None:
         # A switch of the old kind may move a switch of the new kind, so a second pass sets the rest.
