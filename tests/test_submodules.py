@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import apply_checkpointing, checkpoint, is_recomputing
+from ckpt_hooks import checkpoint
 
 
 class Block(nn.Module):
@@ -99,25 +99,6 @@ def test_a_rerun_has_the_submodules_of_forward(change, form, num_forwards):
     assert_alike(outcome(FORMS[form], CHANGES[change], num_forwards), expected)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_two_forwards_is_seen_by_the_next(change):
-    def run(form):
-        torch.manual_seed(0)
-        block = Block()
-        for _ in range(3):
-            form(block, torch.randn(3, 4)).sum().backward()
-        CHANGES[change](block)
-        return outcome_of_step(block, form)
-
-    def outcome_of_step(block, form):
-        x = torch.randn(3, 4, requires_grad=True)
-        form(block, x).square().sum().backward()
-        state = [*block.parameters(), *block.buffers()]
-        return [x.grad, *(tensor for one in state for tensor in (one, one.grad))], list(block.state_dict())
-
-    assert_alike(run(FORMS["module"]), run(lambda block, x: block(x)))
-
-
 def test_state_of_an_inserted_submodule_is_put_back():
     """``insert`` binds a submodule without a hook of registration."""
 
@@ -174,67 +155,6 @@ def test_a_forward_that_binds_submodules(kind, early_stop):
     assert_alike(run(lambda module, x: checkpoint(module, x, early_stop=early_stop)), run(lambda module, x: module(x)))
 
 
-def test_a_module_with_other_flags_as_well_keeps_what_was_inserted():
-    block, x = Block(), torch.randn(3, 4, requires_grad=True)
-    y = checkpoint(nn.Sequential(block, nn.Tanh(), block), x)
-    block.training = False
-    block.layers.insert(0, nn.Sigmoid())
-    after = list(block.layers)
-    y.sum().backward()
-    assert list(block.layers) == after
-
-
-def test_a_function_that_deletes_a_submodule_leaves_those_of_the_user():
-    layers, x = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
-
-    def shorten(x):
-        y = layers(x)
-        del layers[-1]  # gives the container another dictionary of submodules
-        return y.sin()
-
-    y = checkpoint(shorten, x)
-    layers[-1] = other = nn.Sigmoid()
-    y.sum().backward()
-    assert list(layers) == [other]
-
-
-def test_a_module_in_two_modules_that_a_function_reads():
-    inner, x = Rebinding("for good"), torch.randn(3, 4, requires_grad=True)
-    outer = nn.Sequential(inner, nn.Tanh())
-    y = checkpoint(lambda x: checkpoint(inner, outer[1](x).sin()).cos() * len(outer), x)
-    after = inner.act
-    y.sum().backward()
-    assert inner.act is after
-
-
-def test_what_the_user_bound_is_bound_after_an_error_in_backward():
-    block = Block()
-
-    def region(x):
-        y = block(x)
-        if is_recomputing():
-            raise KeyError("in the rerun")
-        return y.sin()
-
-    y = checkpoint(early_stop=False)(region)(torch.ones(3, 4, requires_grad=True))
-    other = block.first = nn.Linear(4, 4)
-    with pytest.raises(KeyError, match="in the rerun"):
-        y.sum().backward()
-    assert block.first is other
-
-
-def test_a_replaced_submodule_goes_with_the_graph():
-    block = Block()
-    y = checkpoint(block, torch.ones(3, 4, requires_grad=True))
-    former = weakref.ref(block.first)
-    block.first = nn.Linear(4, 4)
-    assert former() is not None
-    y.sum().backward()
-    del y
-    gc.collect()
-    assert former() is None
-
-
 def test_a_submodule_that_knows_its_parent_keeps_no_model_alive():
     block = Block()
     block.first.parents = [block]
@@ -244,19 +164,3 @@ def test_a_submodule_that_knows_its_parent_keeps_no_model_alive():
     del block
     gc.collect()
     assert gone() is None
-
-
-def test_regions_of_modules():
-    def run(apply):
-        torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block())
-        if apply:
-            apply_checkpointing(model, Block)
-        x = torch.randn(3, 4, requires_grad=True)
-        y = model(x)
-        former = model[1].first
-        model[1].first = nn.Linear(4, 4)
-        y.sum().backward()
-        return [x.grad, former.weight.grad, model[0].first.weight.grad], list(model.state_dict())
-
-    assert_alike(run(True), run(False))

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, SILENT, Run, assert_as_eager, gradients, runs
-from tests.measure import Log, leaf
+from tests.measure import leaf
 
 
 class Mode(enum.Enum):
@@ -104,34 +104,6 @@ class HiddenWithHistory(Hidden):
         return self.h.sin()
 
 
-class HiddenPair(Stateful):
-    """Carries a pair of tensors."""
-
-    def begin(self):
-        self.pair = None
-
-    def forward(self, x):
-        h = self.layer(x)
-        if self.pair is not None:
-            h = h * self.pair[0] + self.pair[1]
-        self.pair = (h.detach().sin(), h.detach().cos())
-        return h.tanh()
-
-
-class Averages(Stateful):
-    """Keeps averages in a dict of its own."""
-
-    def begin(self):
-        self.averages = {"n": 0}
-
-    def forward(self, x):
-        h = self.layer(x)
-        before = self.averages.get("mean", 0.0)
-        self.averages["mean"] = 0.9 * before + 0.1 * h.detach().mean(0)
-        self.averages["n"] += 1
-        return (h * self.averages["mean"]).sin() * self.averages["n"]
-
-
 class AveragesInPlace(Stateful):
     """Writes to tensors in containers in containers."""
 
@@ -166,20 +138,6 @@ class Grows(Stateful):
         return [self.seen, list(self.recent), sorted(self.sizes), {key: list(value) for key, value in self.table.items()}]
 
 
-class Shrinks(Stateful):
-    """Takes out of containers, and binds other ones."""
-
-    def begin(self):
-        self.left, self.names = list(range(1, 20)), {"a": [1.0], "b": [2.0]}
-
-    def forward(self, x):
-        factor = self.left.pop()
-        if "b" in self.names and factor % 2:
-            del self.names["b"]
-        self.names = {**self.names, str(factor): [float(factor)]}
-        return (self.layer(x) * factor).sin() * sum(value[0] for value in self.names.values())
-
-
 class ComesAndGoes(Stateful):
     """Adds an attribute, and deletes it."""
 
@@ -206,18 +164,6 @@ class Table(Stateful):
         if len(x) not in self.tables:
             self.tables[len(x)] = torch.arange(len(x), dtype=torch.float64)[:, None].sin()
         return (self.layer(x) + self.tables[len(x)]).sin()
-
-
-class AddsUp(Stateful):
-    """Adds to an attribute in place, which has a history from then on."""
-
-    def begin(self):
-        self.total = torch.zeros((), dtype=torch.float64)
-
-    def forward(self, x):
-        h = self.layer(x).sin()
-        self.total += h.square().mean()
-        return h.exp()
 
 
 class BuildsParts(Stateful):
@@ -252,52 +198,7 @@ class BindsAnew(Stateful):
         return y
 
 
-class OtherKey(Stateful):
-    """Has the same value in a dict, under another key each time."""
-
-    def begin(self):
-        self.table = {"sine": 1.0}
-
-    def forward(self, x):
-        is_sine = "sine" in self.table
-        self.table.clear()
-        self.table["cosine" if is_sine else "sine"] = 1.0
-        return self.layer(x).sin() if is_sine else self.layer(x).cos().exp()
-
-
-class Remembers(Stateful):
-    """Has objects in a list, of which there is no note."""
-
-    def begin(self):
-        self.seen = [Counter]
-
-    def forward(self, x):
-        self.seen.append(Counter)
-        return (self.layer(x) * len(self.seen) * len(self.seen[0].sizes)).sin()
-
-    def state(self):
-        return [len(self.seen)]
-
-
-class Swaps(Stateful):
-    """Has one of two attributes, in turn."""
-
-    def begin(self):
-        self.first = 2.0
-
-    def forward(self, x):
-        if hasattr(self, "first"):
-            del self.first
-            self.second = 3.0
-            return self.layer(x).sin()
-        del self.second
-        self.first = 2.0
-        return self.layer(x).cos().exp()
-
-
 KINDS = [
-    AddsUp,
-    Averages,
     AveragesInPlace,
     BindsAnew,
     BuildsParts,
@@ -306,12 +207,7 @@ KINDS = [
     CounterBelow,
     Grows,
     Hidden,
-    HiddenPair,
     HiddenWithHistory,
-    OtherKey,
-    Remembers,
-    Shrinks,
-    Swaps,
     Table,
     Warmup,
 ]
@@ -335,40 +231,6 @@ def steps(kind, run, calls=2):
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_attributes_are_what_forward_found(kind, form):
     assert_as_eager(functools.partial(steps, kind), Run("ours", form))
-
-
-@pytest.mark.parametrize("kind", [Averages, Counter, Hidden])
-def test_torch_does_not_rewind_attributes(kind):
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert_as_eager(functools.partial(steps, kind), Run("torch"))
-
-
-@pytest.mark.parametrize(
-    "options", [{"policy": [torch.ops.aten.addmm.default]}, {"debug": True}, {"determinism_check": "values"}]
-)
-@pytest.mark.parametrize("kind", [Counter, Grows, HiddenPair])
-def test_attributes_with_options(kind, options):
-    run = Run("ours")
-
-    def region(function, *args):
-        return ckpt_hooks.checkpoint(**options)(function)(*args)
-
-    run._region = region
-    assert_as_eager(functools.partial(steps, kind), run)
-
-
-@pytest.mark.parametrize("kind", [Counter, Grows, Averages, HiddenWithHistory])
-def test_attributes_in_a_second_backward(kind):
-    """Each rerun finds the same, however many there are, and leaves no trace."""
-
-    def program(run):
-        module, x = kind(), leaf(2, 3)
-        y = run(module, x)
-        state = [*module.state()]
-        found = [torch.autograd.grad(y.sum(), [x, *module.layer.parameters()], retain_graph=True) for _ in range(3)]
-        return found, state, module.state()
-
-    assert_as_eager(program, Run("ours"))
 
 
 class Drops(nn.Module):
@@ -453,133 +315,6 @@ def test_what_the_caller_changes_before_backward(form, change):
     assert_as_eager(skipping_errors, Run("ours", form))
 
 
-@runs(*FORMS)
-def test_a_gradient_inside_forward_by_what_an_attribute_was(run):
-    """A tensor with a history that an attribute holds is the same one in a rerun, if it is there and nobody wrote to it."""
-
-    class Sensitivity(Hidden):
-        def forward(self, x):
-            y = (x * self.h).exp()
-            return torch.autograd.grad(y.sum(), before, create_graph=True)[0].sin() * x
-
-    def program(run):
-        nonlocal before
-        module, x = Sensitivity(), leaf(2, 3)
-        module.h = before = x.cos()
-        return gradients(run(module, x), x)
-
-    before = None
-    assert_as_eager(program, run)
-
-
-def test_containers_keep_their_identity():
-    """Also for those who hold them besides, in the rerun as well as after it."""
-    module, x = Grows(), leaf(2, 3)
-    seen, table, lengths = module.seen, module.table, Log()
-    module.layer.register_forward_hook(lambda *_: lengths.append((len(seen), module.seen is seen)))
-    y = ckpt_hooks.checkpoint(module, x)
-    y.sum().backward()
-    assert lengths == [(0, True), (0, True)]
-    assert module.seen is seen
-    assert module.table is table
-    assert len(seen) == 1
-
-
-def test_an_attribute_that_the_caller_has_removed_is_not_there_after_a_rerun_that_sets_it():
-    class Sets(nn.Module):
-        def forward(self, x):
-            self.extra, self.kind = 2.0, Mode
-            return (x * self.extra).sin()
-
-    module = Sets()
-    y = ckpt_hooks.checkpoint(module, leaf(3))
-    del module.extra, module.kind
-    y.sum().backward()
-    assert not hasattr(module, "extra")
-    assert not hasattr(module, "kind")
-
-
-def test_attributes_after_a_failed_rerun():
-    """They are what they were before it."""
-
-    class Fails(Counter):
-        def forward(self, x):
-            y = super().forward(x)
-            if failing[0]:
-                raise ValueError("not now")
-            return y.exp()
-
-    failing, module, x = Log([False]), Fails(), leaf(2, 3)
-    y = ckpt_hooks.checkpoint(module, x)
-    failing[0] = True
-    with pytest.raises(ValueError, match="not now"):
-        y.sum().backward()
-    assert module.step == 1
-    failing[0] = False
-    y.sum().backward()
-    assert module.step == 1
-
-
-def test_objects_of_users_count_once():
-    """And are the same objects in a rerun."""
-
-    class Log:
-        def __init__(self):
-            self.calls = 0
-
-    class Logs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.log = Log()
-
-        def forward(self, x):
-            self.log.calls += 1
-            return x.sin().exp()
-
-    module = Logs()
-    log = module.log
-    ckpt_hooks.checkpoint(module, leaf(3)).sum().backward()
-    assert log.calls == 1
-    assert module.log is log
-
-
-def test_a_backward_inside_forward_finds_attributes_as_they_were():
-    """And the rest of forward finds them as it left them."""
-
-    class Twice(Stateful):
-        def begin(self):
-            self.step = 0
-
-        def forward(self, x):
-            self.step += 1
-            y = (self.layer(x) * self.step).sin()
-            (g,) = torch.autograd.grad(y.exp().sum(), x, create_graph=True)
-            self.step += 10
-            return y * g * self.step
-
-    def program(run):
-        module, x = Twice(), leaf(2, 3)
-        y = run(module, x)
-        return gradients(y, x, *module.layer.parameters()), module.step
-
-    assert_as_eager(program, Run("ours"))
-    assert_as_eager(program, Run("ours", "nested"))
-
-
-@runs("region", "nested", torch_fails=SILENT)
-def test_attributes_that_a_hook_sets_before_forward(run):
-    """A region around ``forward`` alone, of a module whose hook computes its weight, and which is called twice."""
-
-    def program(run):
-        layer = nn.utils.spectral_norm(nn.Linear(3, 3, dtype=torch.float64))
-        forward = layer.forward
-        layer.forward = lambda x: run(forward, x)
-        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-        return gradients(layer(layer(x).sin()).tanh(), x, layer.weight_orig, layer.bias)
-
-    assert_as_eager(program, run)
-
-
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("in_list", [False, True])
 def test_old_tensors_with_a_history_are_one_at_most(in_list):
@@ -608,34 +343,6 @@ def test_old_tensors_with_a_history_are_one_at_most(in_list):
     left = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (100_000,)}
     assert len(storages) <= 3  # the argument, the latest output, and the one before
     assert left == set()
-
-
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("kind", [list, dict])
-def test_a_container_that_gets_the_output_is_no_cycle(kind):
-    """Nor one that the module has no more."""
-
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.outputs = kind()
-
-        def forward(self, x):
-            y = x.sin().exp()
-            if kind is list:
-                self.outputs.append(y)
-            else:
-                self.outputs[len(self.outputs)] = y
-            return y
-
-    module, alive = Keeps(), []
-    for _ in range(3):
-        x = torch.ones(3, requires_grad=True)
-        alive.append(weakref.ref(x))
-        ckpt_hooks.checkpoint(module, x * 1)
-        del x
-        module.outputs = kind()
-    assert [reference() for reference in alive] == [None] * 3
 
 
 def test_a_large_tensor_with_a_history_that_forward_writes_to_is_an_error():

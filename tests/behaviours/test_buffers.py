@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import types
 
@@ -12,7 +11,6 @@ from torch import nn
 
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients
-from tests.measure import Log
 
 #: More forwards than it takes to know a module.
 STEPS = 5
@@ -104,48 +102,6 @@ def test_a_flag_has_a_buffer_written_to_later(form, way, size, depth):
     assert_as_eager(program, Run("ours", form))
 
 
-@SIZES
-@pytest.mark.parametrize("form", FORMS)
-def test_training_has_a_buffer_written_to_later(form, size):
-    class Training(Scaled):
-        def is_due(self, x):
-            return self.training
-
-    def program(run):
-        module, found = nn.Sequential(Training(size=size)).eval(), []
-        for training in (False, True, False, True):
-            found += steps(run, module.train(training), STEPS)
-        return found
-
-    assert_as_eager(program, Run("ours", form))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("change", ["train", "momentum", "track_running_stats", "its own flag"])
-def test_batch_norm_that_is_frozen_and_then_trained(form, change):
-    def program(run):
-        norm = nn.BatchNorm1d(3, dtype=torch.float64)
-        module, found = nn.Sequential(norm, nn.Tanh()), []
-        if change != "momentum":
-            norm.eval()
-        else:
-            norm.momentum = 0.0
-        found += steps(run, module, STEPS)
-        if change == "momentum":
-            norm.momentum = 0.3
-        elif change == "track_running_stats":
-            norm.train().track_running_stats = False
-            found += steps(run, module, STEPS)
-            norm.track_running_stats = True
-        else:
-            norm.train()
-        found += steps(run, module, STEPS)
-        norm.eval()
-        return found + steps(run, module, 2)
-
-    assert_as_eager(program, Run("ours", form))
-
-
 class OnNegative(Scaled):
     """Writes to its buffer where the input says so."""
 
@@ -192,53 +148,6 @@ def test_a_late_write_is_no_error_where_nothing_is_brought_back():
     module, x = OnNegative(size=200_000), data().detach().abs()
     for value in (x, -x):
         ckpt_hooks.checkpoint(module, value)
-
-
-@SIZES
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("when", "pre"), [("before forward", False), ("before forward", True), ("after forward", False)])
-def test_hooks_that_are_registered_later(form, when, pre, size):
-    """A hook that comes between forward and backward runs in the rerun alone, and what it wrote is undone."""
-
-    def program(run):
-        module, found = nn.Sequential(nn.Tanh(), Scaled(size=size)), []
-
-        def hook(module, *_):
-            module.scale.add_(1)
-
-        found += steps(run, module, STEPS)
-        x = data()
-        y = run(module, x) if when == "after forward" else None
-        handle = getattr(module[1], "register_forward_pre_hook" if pre else "register_forward_hook")(hook)
-        if y is None:
-            y = run(module, x)
-        elif not run.ours:
-            handle.remove()
-        found += [gradients(y, x), module[1].scale.clone()]
-        if when == "after forward":
-            handle.remove()
-        return found + steps(run, module, STEPS)
-
-    assert_as_eager(program, Run("ours", form))
-
-
-@SIZES
-@pytest.mark.parametrize("form", FORMS)
-def test_a_buffer_that_another_module_writes_to(form, size):
-    """In each step, after the forward of the first module and before its backward."""
-
-    def program(run):
-        reads, writes = Scaled(size=size), Scaled(size=size)
-        writes.scale, writes.writes, found = reads.scale, True, []
-        for _ in range(STEPS):
-            x = data()
-            found += [again(errors, reads.scale, lambda x=x: gradients(run(writes, run(reads, x)), x)), reads.scale.clone()]
-        return found
-
-    errors = []
-    assert_as_eager(program, Run("ours", form))
-    assert len(errors) == (size > 3)
-    assert all("Or run the step again: the next forward copies it." in error for error in errors)
 
 
 @SIZES
@@ -296,34 +205,6 @@ def test_a_write_to_a_buffer_that_is_reached_and_not_read_is_no_error():
     assert_as_eager(program, Run("ours"))
 
 
-def test_a_write_between_forward_and_backward_is_an_error():
-    module = nn.Sequential(Scaled(size=200_000))
-    steps(Run("ours"), module, STEPS)
-    x = data()
-    y = ckpt_hooks.checkpoint(module, x)
-    with torch.no_grad():
-        module[0].scale.mul_(2)
-    with pytest.raises(ckpt_hooks.MutationError, match=r"the buffer '0.scale' of Sequential"):
-        y.sum().backward()
-    assert_as_eager(lambda run: steps(run, module, 2), Run("ours"))
-
-
-def test_a_rerun_that_writes_where_forward_did_not_is_an_error():
-    class Counts(Scaled):
-        def forward(self, x):
-            if ckpt_hooks.is_recomputing() and seen[0]:
-                self.scale.add_(1)
-            return super().forward(x)
-
-    seen, module = Log([False]), Counts()
-    steps(Run("ours"), module, STEPS)
-    x = data()
-    y = ckpt_hooks.checkpoint(module, x)
-    seen[0] = True
-    with pytest.raises(ckpt_hooks.MutationError, match=r"the buffer 'scale' of Counts"):
-        y.sum().backward()
-
-
 @pytest.mark.parametrize("make", [lambda way: way, lambda way: nn.Sequential(way), lambda way: lambda x: way(x)])
 def test_a_small_buffer_that_is_written_to_without_a_word(make):
     """By way of ``data``, of which no version tells, from some forward on."""
@@ -356,21 +237,6 @@ def test_a_first_write_that_leaves_the_same_content(channels, depth):
         for step in range(STEPS):
             x = torch.randn(4, channels, dtype=torch.float64).mul_(step > 0).requires_grad_()
             found += [gradients(run(module, x), x), norm.running_mean.clone(), norm.running_var.clone()]
-        return found
-
-    assert_as_eager(program, Run("ours"))
-
-
-@pytest.mark.parametrize("name", ["spectral_norm", "parametrization"])
-def test_spectral_norm_that_is_frozen_and_then_trained(name):
-    def program(run):
-        norm = nn.utils.spectral_norm if name == "spectral_norm" else nn.utils.parametrizations.spectral_norm
-        module, found = nn.Sequential(norm(nn.Linear(3, 3, dtype=torch.float64)), nn.Tanh()), []
-        for training in (False, True):
-            for _ in range(STEPS):
-                module.train(training)
-                x = data()
-                found += [gradients(run(module, x), x), *(tensor.clone() for tensor in module.buffers())]
         return found
 
     assert_as_eager(program, Run("ours"))
@@ -417,27 +283,6 @@ def test_a_mask_that_nobody_writes_to_costs_nothing(shape, wrap, registered):
     assert bytes_alive() == before
 
 
-def test_a_large_buffer_that_was_only_read_is_copied_once():
-    """For the first forward; versions tell later ones."""
-    found, before = Log(), Log([0])
-
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.ones(200_000))
-
-        def forward(self, x):
-            found.append(bytes_alive() - before[0])
-            return (x * self.table.sum()).sin()
-
-    module, x = Reads(), torch.ones(3, requires_grad=True)
-    ckpt_hooks.checkpoint(torch.sin, x)  # the latest state of random streams stays
-    before[0] = bytes_alive()
-    for _ in range(3):
-        ckpt_hooks.checkpoint(module, x)
-    assert found == [800_000, 0, 0]
-
-
 @pytest.mark.parametrize("size", [3, 9000])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_buffer_that_autograd_has_saved_is_what_forward_found(size, is_first):
@@ -463,46 +308,6 @@ def test_a_buffer_that_autograd_has_saved_is_what_forward_found(size, is_first):
 
     expected = found(lambda module, x: module(x, torch.clone))
     assert all(map(torch.equal, found(ckpt_hooks.checkpoint), expected))
-
-
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("size", [1000, 1_000_000])
-def test_copies_of_buffers_that_are_written_to_go_with_their_frames(size):
-    module = Scaled(size=size)
-    module.writes = True
-    ckpt_hooks.checkpoint(module, data()).sum().backward()  # the latest random state is remembered
-    before = bytes_alive()
-    for _ in range(STEPS):
-        ckpt_hooks.checkpoint(module, data()).sum().backward()
-    assert bytes_alive() == before
-    x = data()
-    y = ckpt_hooks.checkpoint(module, x)
-    assert bytes_alive() - before == 8 * (12 + 12 + (size if size > 2048 else 0))  # the small copy is no memory of torch's
-    y.sum().backward()
-    del x, y
-    assert bytes_alive() == before
-
-
-class Starts:
-    """Begins to write to a buffer, in a way that no version tells."""
-
-    has_begun = False
-
-    def write(self, module, *_):
-        if self.has_begun:
-            module.scale.data.add_(1)
-
-
-@pytest.mark.parametrize("is_method", [True, False], ids=["method", "partial"])
-def test_hooks_that_begin_to_write_without_a_word(is_method):
-    def program(run):
-        module, starts = Scaled(size=1), Starts()
-        module.register_forward_pre_hook(starts.write if is_method else functools.partial(Starts.write, starts))
-        found = steps(run, module, STEPS)
-        starts.has_begun = True
-        return found + steps(run, module, STEPS)
-
-    assert_as_eager(program, Run("ours"))
 
 
 class Weighted(nn.Module):
@@ -598,38 +403,6 @@ def test_a_read_of_freed_memory_in_a_rerun_is_an_error():
     assert torch.equal(found[0], gradients(module(x), x)[0])
 
 
-def begins(how):
-    def body(module, x, writes=False):
-        if writes or module.on or module.options["on"]:
-            module.buffer.data.add_(1)
-        return (x * module.buffer).sin().cos()
-
-    def program(run):
-        module, found = Weighted((5000,), body), []
-        for step in range(3):
-            if step == 1:
-                module.on, module.options["on"] = how == "number", how == "entry"
-            x = torch.randn(5000, dtype=torch.float64, requires_grad=True)
-            found += [gradients(run(module, x), x), module.buffer.clone()]
-        return found
-
-    return program
-
-
-def momentum(run):
-    norm, found = nn.BatchNorm1d(5000, momentum=0.0), []
-    for step in range(3):
-        norm.momentum = 0.1 * (step > 0)
-        x = torch.randn(4, 5000, requires_grad=True)
-        found += [gradients(run(norm, x), x), norm.running_mean.clone()]
-    return found
-
-
-@pytest.mark.parametrize("program", [momentum, begins("number"), begins("entry")], ids=["momentum", "number", "entry"])
-def test_a_number_or_an_entry_of_a_dict_has_a_large_buffer_written_to(program):
-    assert_as_eager(program, Run("ours"))
-
-
 @pytest.mark.parametrize("size", [16, 5000])
 def test_a_frozen_parameter_whose_name_is_bound_anew_in_the_second_forward(size):
     def body(module, x, binds):
@@ -645,22 +418,6 @@ def test_a_frozen_parameter_whose_name_is_bound_anew_in_the_second_forward(size)
             x = torch.randn(size, dtype=torch.float64, requires_grad=True)
             found += [gradients(run(module, x, binds), x), module.frozen.clone()]
         return found
-
-    assert_as_eager(program, Run("ours"))
-
-
-def test_a_silent_write_that_the_caller_takes_back():
-    def body(module, x, number):
-        module.buffer.data.add_(number)
-        return (x + module.buffer).sin().cos()
-
-    def program(run):
-        module, xs = Weighted((16,), body), [torch.randn(16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-        total = 0
-        for number, x in zip((0, 3, 3), xs, strict=True):
-            total = total + run(module, x, number).sum()
-            module.buffer.data.sub_(number)
-        return [*torch.autograd.grad(total, xs), module.buffer]
 
     assert_as_eager(program, Run("ours"))
 
@@ -708,30 +465,6 @@ def test_a_buffer_that_is_turned_or_given_other_memory(change, late, width):
         return found
 
     assert_as_eager(program, Run("ours"))
-
-
-def test_a_first_write_after_the_same_content_was_loaded():
-    def body(module, x, writes):
-        if writes:
-            module.buffer.add_(1)
-        return ((x * module.buffer) * module.weight).sin().cos()
-
-    def program(run):
-        module, found = Weighted((16,), body), []
-        state = {name: value.clone() for name, value in module.state_dict().items()}
-        for writes in (False, False, True):
-            module.load_state_dict(state)
-            x = torch.randn(16, dtype=torch.float64, requires_grad=True)
-            found += [gradients(run(module, x, writes), x), module.buffer.clone()]
-        return found
-
-    assert_as_eager(program, Run("ours"))
-
-
-def test_frozen_parameters_can_be_swapped_after_a_step():
-    module = nn.Linear(3, 3).requires_grad_(False)
-    ckpt_hooks.checkpoint(module, torch.ones(2, 3, requires_grad=True)).sum().backward()
-    torch.utils.swap_tensors(module.weight, nn.Parameter(torch.ones(3, 3), requires_grad=False))
 
 
 @pytest.mark.usefixtures("no_gc")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -68,12 +66,6 @@ def test_positional_tensor_mutated(run):
     assert_notices(run, lambda run: run(lambda h: h.sin().cos(), h), lambda: h.add_(1), tensor="args[0]")
 
 
-@runs("region", "nested")
-def test_second_positional_tensor_mutated(run):
-    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
-    assert_notices(run, lambda run: run(weighted, x, mask), lambda: mask.add_(1), tensor="args[1]")
-
-
 NESTED = {
     "list": (lambda run, x, m: run(lambda x, c: weighted(x, c[0]), x, [m]), "args[1][0]"),
     "dict": (lambda run, x, m: run(lambda x, c: weighted(x, c["mask"]), x, {"mask": m}), "args[1]['mask']"),
@@ -92,30 +84,10 @@ def test_nested_tensor_mutated(run, place):
     assert_notices(run, lambda run: call(run, x, mask), lambda: mask.add_(1), tensor=in_form)
 
 
-@runs("sequential", torch_fails=UNNOTICED)
-def test_nested_tensor_of_a_sequence_mutated(run):
-    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
-    assert_notices(run, lambda run: run(lambda c: weighted(*c), (x, mask)), lambda: mask.add_(1), tensor="args[0][1]")
-
-
 @runs(*FORMS, torch_fails=UNNOTICED)
 def test_closure_tensor_mutated(run):
     x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
     assert_notices(run, lambda run: run(lambda x: weighted(x, mask), x), lambda: mask.add_(1))
-
-
-@runs("region", "nested", torch_fails=UNNOTICED)
-def test_closure_tensor_mutated_where_nothing_else_is_compared(run):
-    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
-    unchecked = run.having(determinism_check="none")
-    assert_notices(unchecked, lambda run: run(lambda x: weighted(x, mask), x), lambda: mask.add_(1))
-
-
-@runs(*FORMS, torch_fails=UNNOTICED)
-def test_closure_activation_mutated(run):
-    x = leaf(3)
-    h = x * 2.0
-    assert_notices(run, lambda run: run(lambda x: weighted(x, h), x), lambda: h.add_(1))
 
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
@@ -126,15 +98,6 @@ def test_parameter_mutated(run, trainable):
     layer.requires_grad_(trainable)
     x = leaf(2, 3)
     assert_notices(run, lambda run: run(layer, x), lambda: layer[1].weight.add_(1))
-
-
-@runs(torch_fails=UNNOTICED)
-def test_optimizer_step_too_early(run):
-    layer = nn.Sequential(nn.Tanh(), nn.Linear(3, 3, dtype=torch.float64), nn.Tanh())
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    layer(leaf(2, 3)).sum().backward()
-    x = leaf(2, 3)
-    assert_notices(run, lambda run: run(layer, x), optimizer.step)
 
 
 class Casting(nn.Sequential):
@@ -167,73 +130,6 @@ def test_parameter_mutated_that_autograd_has_not_saved(run, name, autocast, trai
         return gradients(y.float(), x)
 
     assert_as_eager_or_error(program, run, naming=f"the parameter '1.{name}' of {'Casting' if autocast == 'inside' else 'Seq'}")
-
-
-@runs("region", torch_fails=UNNOTICED)
-def test_parameter_mutated_of_a_module_that_an_argument_has(run):
-    """An embedding saves the indices alone."""
-
-    @dataclasses.dataclass
-    class Inputs:
-        table: nn.Embedding
-
-    def program(run):
-        torch.manual_seed(0)
-        inputs, x = Inputs(nn.Embedding(4, 3)), torch.ones(2, 3, requires_grad=True)
-        y = run(lambda inputs, x: (inputs.table(torch.tensor([1, 3])) * x).sin(), inputs, x)
-        with torch.no_grad():
-            inputs.table.weight.add_(1)
-        return gradients(y, x)
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        program(run)
-
-
-@runs("region")
-@pytest.mark.parametrize("kept", [True, False])
-def test_bias_mutated_under_a_policy(run, kept):
-    """Where the output of the layer is kept, no recompute reads its bias."""
-    aten = torch.ops.aten
-
-    def program(run):
-        torch.manual_seed(0)
-        layer, x = nn.Linear(3, 3), torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-        run = run.selecting([aten.addmm.default if kept else aten.tanh.default])
-        y = run(lambda x: layer(x.tanh()).sin(), x)
-        with torch.no_grad():
-            layer.bias.add_(1)
-        return gradients(y, x)
-
-    if kept:
-        assert_as_eager(program, run)
-    elif run.ours:
-        assert_as_eager_or_error(program, run, naming="the parameter 'bias' of Linear")
-
-
-@runs("region", torch_fails=SILENT)
-@pytest.mark.parametrize("swallows", [True, False])
-def test_parameter_of_no_module_mutated_under_autocast(run, swallows):
-    """One that the function closes over; a function that swallows the error is told again when it is through."""
-
-    def program(run):
-        weight = nn.Parameter(torch.linspace(-1, 1, 9).reshape(3, 3))
-        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-
-        def function(x):
-            try:
-                return torch.mm(x.tanh(), weight).tanh()
-            except ckpt_hooks.MutationError:
-                if not swallows:
-                    raise
-                return torch.mm(x.tanh(), torch.ones(3, 3)).tanh()
-
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run(function, x)
-        with torch.no_grad():
-            weight.add_(1)
-        return gradients(y.float(), x)
-
-    assert_as_eager_or_error(program, run, naming="the variable 'weight'")
 
 
 @runs("region", "nested")
@@ -316,33 +212,6 @@ def test_parameter_that_forward_decays(run, when):
 
 
 @runs("region", "nested")
-@pytest.mark.parametrize("calls", [1, 2])
-def test_parameter_that_forward_clamps_and_autograd_saves(run, calls):
-    """What a recompute writes is undone, so that the version which was saved is still the parameter's."""
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor([-0.5, 0.05, 2.0]))
-            self.weight = nn.Parameter(torch.linspace(-1, 1, 9).reshape(3, 3))
-
-        def forward(self, x):
-            with torch.no_grad():
-                self.scale.clamp_(min=0.1)
-                self.weight.clamp_(min=0)
-            return ((x.sin() * self.scale).exp() @ self.weight.t()).tanh()
-
-    def program(run):
-        module = Scaled()
-        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-        if calls == 2:  # another module's region between two of one module would be an error under plain autograd too
-            return gradients(run(Scaled(), run(module, x)), x, *module.parameters())
-        return gradients(run(module, x), x, *module.parameters())
-
-    assert_as_eager(program, run)
-
-
-@runs("region", "nested")
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("auxiliary", [True, False])
 def test_optimizer_in_backward_steps_what_is_read_last(run, auxiliary, early_stop):
@@ -368,39 +237,6 @@ def test_optimizer_in_backward_steps_what_is_read_last(run, auxiliary, early_sto
     assert_as_eager(program, run)
 
 
-@runs("region", "nested", torch_fails=(SILENT, RuntimeError))
-@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
-def test_closed_over_averages_that_forward_updates(run, kind):
-    """Without gradients: put back for a recompute, as a parameter too."""
-
-    def program(run):
-        mean = nn.Parameter(torch.ones(3), requires_grad=False) if kind is nn.Parameter else torch.ones(3)
-        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-
-        def function(x):
-            y = (x.sin() + mean).exp()
-            mean.mul_(0.9).add_(x.detach().mean(0))
-            return y
-
-        return gradients(run(function, run(function, x)), x), mean
-
-    assert_as_eager(program, run)
-
-
-@runs("region")
-def test_an_embedding_that_renormalises_in_two_regions(run):
-    """``max_norm`` has each forward write to the table, between the forward of the other region and its recompute."""
-
-    def program(run):
-        torch.manual_seed(0)
-        table, x = nn.Embedding(4, 3, max_norm=0.5), torch.ones(2, 3, requires_grad=True)
-        y = run(lambda x: (table(torch.tensor([1, 3])) * x).sin(), x)
-        z = run(lambda y: (table(torch.tensor([1, 2])) * y).sin(), y)
-        return gradients(z, x, table.weight)
-
-    assert_as_eager(program, run)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_that_renormalises_in_a_recorded_region_inside(tied):
     """What the inner region copies before the write is its own business, and no read of the table."""
@@ -419,109 +255,6 @@ def test_an_embedding_that_renormalises_in_a_recorded_region_inside(tied):
         return found
 
     assert_as_eager(program, Run("ours"))
-
-
-@runs("region")
-def test_parameters_that_come_and_go(run):
-    """A parameter that is exchanged in forward, one that is gone by backward, and one that is there only then."""
-
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = nn.Parameter(torch.ones(3))
-            self.unused = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return (x + self.bias).sin()
-
-    def program(run):
-        module, x = Changing(), torch.ones(3, requires_grad=True)
-        for _ in range(6):
-            y = run(module, x)
-        del module.unused
-        module.another = nn.Parameter(torch.zeros(3))
-        return gradients(y, x, module.bias)
-
-    assert_as_eager(program, run)
-
-
-class Scaled(nn.Module):
-    """Multiplies by a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x):
-        return weighted(x, self.scale)
-
-
-@runs(*FORMS, torch_fails=UNNOTICED)
-def test_buffer_mutated(run):
-    module, x = Scaled(), leaf(3)
-    assert_notices(run, lambda run: run(module, x), lambda: module.scale.add_(1))
-
-
-# Containers changed after forward
-
-
-def assert_change_is_not_seen(run, change):
-    def program(run):
-        x, mask = leaf(3), torch.rand(3, dtype=torch.float64)
-        container = {"x": x, "list": [mask], "mask": mask, "batch": Batch(mask)}
-        y = run(lambda c: weighted(weighted(weighted(c["x"], c["list"][0]), c["mask"]), c["batch"].mask), container)
-        change(container, mask + 1)
-        return gradients(y, x)
-
-    assert_as_eager(program, run)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda c, other: c["list"].__setitem__(0, other), id="entry of a list rebound"),
-        pytest.param(lambda c, other: c["list"].insert(0, other), id="inserted"),
-        pytest.param(lambda c, other: c.update(mask=other), id="entry of a dict rebound"),
-        pytest.param(lambda c, other: setattr(c["batch"], "mask", other), id="field rebound"),
-    ],
-)
-@runs(*FORMS, torch_fails=SILENT)
-def test_container_changed(run, change):
-    assert_change_is_not_seen(run, change)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda c, other: c["list"].pop(), id="list"),
-        pytest.param(lambda c, other: c.pop("mask"), id="dict"),
-    ],
-)
-@runs(*FORMS, torch_fails=LookupError)
-def test_entry_popped(run, change):
-    assert_change_is_not_seen(run, change)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(lambda weights: ((iter(weights),), {}), id="iterator"),
-        pytest.param(lambda weights: (((w for w in weights),), {}), id="generator"),
-        pytest.param(lambda weights: ((map(torch.abs, weights),), {}), id="map"),
-        pytest.param(lambda weights: (([iter(weights)],), {}), id="nested"),
-        pytest.param(lambda weights: ((), {"weights": iter(weights)}), id="kwarg"),
-    ],
-)
-@runs(*FORMS, torch_fails=UNNOTICED)
-def test_iterator_argument(run, arguments):
-    def function(x, weights):
-        for w in weights[0] if isinstance(weights, list) else weights:
-            x = x * w
-        return x
-
-    args, kwargs = arguments([leaf(3), leaf(3)])
-    with pytest.raises(TypeError, match=r"iterator|generator|map"):
-        run(function, leaf(3), *args, **kwargs)
 
 
 # Functions that mutate their inputs
@@ -550,12 +283,6 @@ def write_then_use(x, buffer):
     return (x.sin() * buffer).exp()
 
 
-def use_then_write(x, buffer):
-    y = (x.sin() * buffer).exp()
-    buffer.add_(1)
-    return y
-
-
 @runs("region", "nested")
 def test_function_mutates_its_positional_input(run):
     assert_as_eager_or_error(own_input("positional", write_then_use), run, naming="args[1]")
@@ -569,23 +296,6 @@ def test_function_mutates_its_nested_input(run, place, name):
     assert_as_eager_or_error(own_input(place, write_then_use), run, naming=name)
 
 
-def assert_raises_as_eager(program, run):
-    for caller in (plain, run):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            program(caller)
-
-
-@runs("region", "nested")
-def test_function_mutates_what_it_saved_of_its_positional_input(run):
-    assert_raises_as_eager(own_input("positional", use_then_write), run)
-
-
-@pytest.mark.parametrize("place", ["list", "dict", "kwarg"])
-@runs("region", "nested", torch_fails=UNNOTICED)
-def test_function_mutates_what_it_saved_of_its_nested_input(run, place):
-    assert_raises_as_eager(own_input(place, use_then_write), run)
-
-
 # Nested tensors under outer hooks
 
 CONTAINERS = {
@@ -595,24 +305,6 @@ CONTAINERS = {
     "kwarg": lambda run, fn, h: run(lambda *, h: fn(h), h=h),
     "partial": lambda run, fn, h: run(functools.partial(fn, h)),
 }
-
-
-@runs(torch_fails=SILENT)
-def test_nested_tensors_under_an_outer_region_are_not_kept(run, no_gc):
-    """The inner region's input is an activation of the outer one, gone when that has run forward."""
-
-    def outer(x, place):
-        h = x * 2.0
-        alive.append(weakref.ref(h))
-        return CONTAINERS[place](run, lambda h: h.sin().cos(), h).tan()
-
-    for place in CONTAINERS:
-        alive: list[Any] = []
-        x = leaf(3)
-        y = run(outer, x, place)
-        assert alive[0]() is None, place
-        y.sum().backward()
-        assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().tan().sum(), x)[0])
 
 
 @runs(torch_fails=SILENT)
@@ -638,35 +330,6 @@ def test_nested_tensors_under_save_on_cpu_go_through_its_hooks(run, no_gc):
 
 
 # requires_grad changed before backward
-
-
-def assert_requires_grad_is_noticed(y, name=""):
-    with pytest.raises(torch.utils.checkpoint.CheckpointError) as caught:
-        y.sum().backward()
-    assert "requires_grad" in str(caught.value)
-    assert re.search(name, str(caught.value))
-
-
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "unfrozen"])
-@runs(*FORMS, torch_fails=SILENT)
-def test_parameter_frozen_or_unfrozen_before_backward(run, frozen):
-    layer = nn.Sequential(nn.Tanh(), nn.Linear(3, 5, dtype=torch.float64), nn.Tanh())
-    layer[1].weight.requires_grad_(frozen)
-    y = run(layer, leaf(2, 3))
-    layer[1].weight.requires_grad_(not frozen)
-    assert_requires_grad_is_noticed(y)
-
-
-@pytest.mark.parametrize("required", [True, False])
-@pytest.mark.parametrize(
-    ("place", "name"), [("positional", r"args\[1\]"), ("list", r"args\[1\]\[0\]"), ("kwarg", r"kwargs\['buffer'\]")]
-)
-@runs("region", "nested", torch_fails=(SILENT, UNNOTICED))
-def test_argument_frozen_or_unfrozen_before_backward(run, place, name, required):
-    x, scale = leaf(3), torch.rand(3, dtype=torch.float64, requires_grad=required)
-    y = OWN_INPUT[place](run, lambda x, buffer: (x.sin() * buffer).exp(), x, scale)
-    scale.requires_grad_(not required)
-    assert_requires_grad_is_noticed(y, name)
 
 
 @pytest.mark.parametrize("place", OWN_INPUT)
@@ -724,11 +387,6 @@ def test_function_registers_a_hook_on_its_argument(run, backwards):
     assert_hook_counts_once(run, is_leaf=False, backwards=backwards)
 
 
-@runs("region", "sequential", torch_fails=SILENT)
-def test_function_registers_a_hook_on_a_leaf(run):
-    assert_hook_counts_once(run, is_leaf=True, backwards=1)
-
-
 @pytest.mark.parametrize("saved_by", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize("backwards", [1, 2])
 @runs("region", "nested")
@@ -751,31 +409,6 @@ def test_function_replaces_the_hook_on_its_argument(run, saved_by, backwards):
             y.sum().backward(retain_graph=True)
         gradients.append(x.grad)
     assert torch.equal(*gradients)
-
-
-# An optimizer's step too early
-
-
-READS = {
-    "module": lambda run, layer, x: run(layer, x),
-    "closure": lambda run, layer, x: run(lambda x: (x + layer[0].bias).tanh() * 2, x),
-    "argument": lambda run, layer, x: run(lambda x, bias: (x + bias).tanh() * 2, x, layer[0].bias),
-}
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("reads", READS)
-@runs("region", "nested", torch_fails=(SILENT, UNNOTICED, RuntimeError))
-def test_optimizer_steps_before_backward(run, reads, fused):
-    """Which the parameters' versions do not tell where it is a fused one: plain autograd needs no bias any more."""
-    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=fused)
-    x = leaf(3).detach().float().requires_grad_()
-    READS[reads](lambda function, *args: function(*args), layer, x).sum().backward()
-    y = READS[reads](run, layer, x)
-    optimizer.step()
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 @pytest.mark.parametrize("written", ["one", "other"])

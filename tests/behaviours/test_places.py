@@ -356,110 +356,6 @@ def test_a_container_that_the_function_reads_and_changes(kind, place, form):
     assert_as_eager(program, Run("ours"))
 
 
-def test_a_full_deque_gets_back_what_fell_out():
-    def program(run):
-        last, x = collections.deque([1.0, 2.0, 3.0], maxlen=3), leaf(3)
-
-        def function(x):
-            last.append(last[0] * 2)
-            return (x * sum(last)).sin().exp()
-
-        y = x
-        for _ in range(4):
-            y = (run if run is not plain else call)(function, y)
-        return [y, *torch.autograd.grad(y.sum(), x), *last]
-
-    assert_as_eager(program, Run("ours"))
-
-
-class MakesBuffer(nn.Module):
-    """Registers a buffer in its first call, and fills a slot for a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_parameter("bias", None)
-        self.register_buffer("mask", None)
-
-    def forward(self, x):
-        if not hasattr(self, "scale"):
-            self.register_buffer("scale", torch.rand(3, dtype=torch.float64))
-        if self.bias is None:
-            self.bias = nn.Parameter(torch.rand(3, dtype=torch.float64))
-        if self.mask is None:
-            self.mask = torch.rand(3, dtype=torch.float64)
-        draws = torch.rand(3, dtype=torch.float64)
-        return ((x * self.scale + self.bias).sin() * draws * self.mask).exp()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_parts_that_the_first_call_makes(form):
-    def program(run):
-        torch.manual_seed(3)
-        module, x, region = MakesBuffer(), leaf(3), call if run is plain else FORMS[form]
-        y = region(module, region(module, x))
-        made = [module.scale, module.mask]
-        y.sum().backward()
-        assert all(one is two for one, two in zip(made, (module.scale, module.mask), strict=True))
-        return [y, x.grad, module.bias.grad, module.bias, *module.state_dict().values(), torch.get_rng_state()]
-
-    assert_as_eager(program, Run("ours"))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_state_that_a_hook_makes_in_a_child(form):
-    def note(module, args, result):
-        module.calls = getattr(module, "calls", 0) + 1
-        module.last = result.detach()
-        return result * module.calls
-
-    def program(run):
-        model, x, region = nn.Sequential(nn.Tanh(), nn.Softplus()), leaf(3), call if run is plain else FORMS[form]
-        model[1].register_forward_hook(note)
-        y = region(model, region(model, x))
-        last = model[1].last
-        y.sum().backward()
-        assert model[1].last is last
-        return [y, x.grad, model[1].calls, last]
-
-    assert_as_eager(program, Run("ours"))
-
-
-def test_the_same_list_in_two_places_is_one_list_in_a_rerun():
-    shared, seen, x = [1.0], Log(), leaf(3)
-    held = Plain()
-    held.shared = held.again = shared
-
-    def function(x):
-        held.shared.append(2.0)
-        seen.append((held.shared is shared, held.again is held.shared, len(held.again)))
-        held.again = [1.0]
-        return (x * len(shared)).sin().exp()
-
-    y = checkpoint(function, x)
-    shared.append(3.0)
-    y.sum().backward()
-    assert list(seen) == [(True, True, 2)] * 2
-    assert shared == [1.0, 2.0, 3.0]
-    assert held.again == [1.0]
-
-
-def test_objects_that_hold_each_other():
-    one, other, x = Plain(), Plain(), leaf(3)
-    one.other, other.one, one.all = other, one, [one, other]
-    one.count = 0
-
-    def function(x):
-        one.all[1].one.count += 1
-        return (x * one.count).sin().exp()
-
-    def program(run):
-        one.count = 0
-        y = (run if run is not plain else call)(function, x)
-        return [*torch.autograd.grad(y.sum(), x), one.count]
-
-    assert_as_eager(program, Run("ours"))
-
-
 @pytest.mark.parametrize("make", [dict, functools.partial(collections.defaultdict, int), collections.Counter, list])
 def test_backward_within_an_iteration(make):
     """Goes on where it was, though each recompute takes entries out and puts them in again."""
@@ -486,61 +382,6 @@ def test_backward_within_an_iteration(make):
     assert_as_eager(program, Run("ours"))
 
 
-class State(collections.namedtuple("State", "h c")):
-    """A named tuple with a ``__dict__``, as most of its kind."""
-
-
-class Number(int):
-    """A number of a kind of its own."""
-
-
-class Frozen(frozenset):
-    """A set of a kind of its own."""
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_subclasses_of_what_cannot_change(form):
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.state, self.number, self.frozen = State(torch.ones(3), torch.ones(3)), Number(2), Frozen({3})
-
-        def forward(self, x):
-            y = (x * self.state.h * self.state.c * self.number + min(self.frozen)).sin()
-            self.state = State(self.state.h + y.detach(), self.state.c * 2)
-            self.number, self.frozen = Number(self.number + 1), Frozen({min(self.frozen) + 1})
-            return y.exp()
-
-    def program(run):
-        module, x, region = Module(), leaf(3), call if run is plain else FORMS[form]
-        y = region(module, region(module, region(module, x)))
-        y.sum().backward()
-        return [x.grad, *module.state, int(module.number), *module.frozen]
-
-    assert_as_eager(program, Run("ours"))
-
-
-def test_what_comes_after_much():
-    """Each attribute, and each variable, has looks of its own."""
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = [{"ids": [1], "mask": [1]} for _ in range(900)]
-            self.cache = []
-
-        def forward(self, x):
-            self.cache.append(1)
-            return (x * len(self.cache)).sin().exp()
-
-    def program(run):
-        module, x, region = Module(), leaf(3), call if run is plain else checkpoint
-        region(module, region(module, x)).sum().backward()
-        return [x.grad, len(module.cache)]
-
-    assert_as_eager(program, Run("ours"))
-
-
 @pytest.mark.parametrize("kind", [list, tuple, collections.deque, dict.fromkeys, set])
 def test_a_long_container_that_forward_exchanges(kind):
     """Of which no rerun gets the earlier one; it is not read."""
@@ -557,26 +398,6 @@ def test_a_long_container_that_forward_exchanges(kind):
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().tanh().exp().sum(), x)[0])
     assert module.all is after
     assert len(after) == 1500
-
-
-@pytest.mark.parametrize("clears", [False, True])
-def test_two_ways_to_a_list_of_which_one_is_closed(clears):
-    def program(run):
-        log, a, x = [1], Plain(), leaf(3)
-        a.cur = log
-
-        def function(x):
-            log.append(1)
-            if clears:
-                vars(a).clear()
-            else:
-                a.cur = None
-            return (x * len(log)).sin().exp()
-
-        (run if run is not plain else call)(function, x).sum().backward()
-        return [x.grad, *log]
-
-    assert_as_eager(program, Run("ours"))
 
 
 @pytest.mark.usefixtures("no_gc")
@@ -601,22 +422,6 @@ def test_a_rerun_leaves_no_cycle_behind():
 
 
 # What a stopped recompute leaves behind
-
-
-def test_what_is_set_and_set_back():
-    """In forward the attribute is in the end as it was; a recompute stops in between."""
-    held, x = Plain(), leaf(3)
-    held.mode, held.by_name = 0, {"mode": 0}
-
-    def function(x):
-        mode = held.mode
-        held.mode = held.by_name["mode"] = mode + 1000
-        z = (x * (1 + held.mode)).sin().exp().neg().neg().neg()
-        held.mode = held.by_name["mode"] = mode
-        return z
-
-    checkpoint(function, checkpoint(function, x)).sum().backward()
-    assert (held.mode, held.by_name) == (0, {"mode": 0})
 
 
 def _stash(held, h):
@@ -657,47 +462,6 @@ def test_what_is_put_and_taken_out(put, is_attribute):
         module.held, module.forward = held, lambda x: function(x, module.held)
         run(module if is_attribute else function, x).sum().backward()
         return [x.grad, list(held.by), list(vars(held)), len(held.entries), len(held.seen)]
-
-    assert_as_eager(program, Run("ours"))
-
-
-def test_a_list_made_anew():
-    """The second new list may be where the first one was."""
-
-    def program(run):
-        held, x = {"log": []}, leaf(3)
-
-        def function(x):
-            for number in range(2):
-                held["log"] = [*held["log"], number]
-            return (x * len(held["log"])).sin().exp()
-
-        y = run(function, x)
-        held["log"].append("later")
-        y.sum().backward()
-        return [x.grad, held["log"]]
-
-    for _ in range(5):
-        assert_as_eager(program, Run("ours"))
-
-
-def test_keys_keep_their_order():
-    """A ring of keys, of which a recompute has put the first when it stops."""
-
-    def program(run):
-        held = {}
-
-        def function(x, step):
-            held[step % 3] = x.detach().mean()
-            x = x.sin().exp() * next(iter(held.values()))
-            held.pop((step - 2) % 3, None)
-            return x.cos()
-
-        x = h = leaf(3)
-        for step in range(6):
-            h = run(function, h, step)
-        h.sum().backward()
-        return [x.grad, list(held), *held.values()]
 
     assert_as_eager(program, Run("ours"))
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckpt_hooks
-from tests.behaviours.applied import RECORDED_REGIONS, all_regions, function_regions
-from tests.behaviours.runs import Run, assert_as_eager, gradients
+from tests.behaviours.applied import RECORDED_REGIONS, all_regions
+from tests.behaviours.runs import assert_as_eager, gradients
 
 #: Elements: few of them, and more than the 16 KiB up to which a tensor may pass for a small one.
 SIZES = pytest.mark.parametrize("size", [6, 6000], ids=["small", "large"])
@@ -469,40 +469,6 @@ def test_other_memory_of_any_layout(change, kind, when, run):
     assert_as_eager(program, run)
 
 
-def test_an_argument_of_a_region_inside_gets_other_memory_in_the_rerun_around_it():
-    def program(run):
-        held, x = {"t": torch.full((), 0.5)}, torch.linspace(-1, 1, 5, requires_grad=True)
-
-        def step(u, held):
-            u = (u + held["t"]).sin()
-            torch.utils.swap_tensors(held["t"], u.detach().mean())
-            return u
-
-        y = run(lambda u: run(step, run(step, u, held), held), x)
-        return [*gradients(y, x), held["t"].clone()]
-
-    assert_as_eager(program, Run("ours"))
-
-
-def test_a_tensor_that_hooks_hand_out_each_time_stays_theirs():
-    """A rerun swaps it, and another rerun gets it again."""
-
-    def program(run):
-        held, x = {"t": torch.full((), 0.5)}, torch.linspace(-1, 1, 5, requires_grad=True)
-
-        def step(u):
-            u = (u + held["t"]).sin()
-            torch.utils.swap_tensors(held["t"], u.detach().mean())
-            return u
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(),), lambda packed: packed[0]):
-            y = run(step, run(step, x))
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return [*first, *gradients(y, x), held["t"].clone()]
-
-    assert_as_eager(program, Run("ours"))
-
-
 def test_memory_of_a_parameter_that_is_an_argument_is_not_held():
     """A framework may free it by ``.data``. A rerun that would read what is gone says so."""
     weight, x = nn.Parameter(torch.ones(6000)), torch.randn(6000, requires_grad=True)
@@ -512,31 +478,6 @@ def test_memory_of_a_parameter_that_is_an_argument_is_not_held():
     assert memory.expired()
     with pytest.raises(ckpt_hooks.MutationError, match=r"args\[1\]|weight"):
         y.sum().backward()
-
-
-@function_regions
-def test_two_tensors_of_a_tuple_that_every_forward_swaps(run):
-    class Swaps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pair, self.calls = (torch.full((), 0.5), {"t": torch.full((), -0.1)}), 0
-
-        def forward(self, x):
-            x = (x + self.pair[0]).sin() + self.pair[1]["t"]
-            torch.utils.swap_tensors(self.pair[0], self.pair[1]["t"])
-            self.calls += 1
-            return x.exp()
-
-    def program(run):
-        module, found = Swaps(), []
-        pair = module.pair
-        for _ in range(3):
-            x = torch.randn(3, requires_grad=True)
-            y, _ = run(module, x), run(module, x)
-            found += [*gradients(y, x), module.pair[0].clone(), module.pair[1]["t"].clone(), module.pair is pair]
-        return found
-
-    assert_as_eager(program, run)
 
 
 @all_regions

@@ -39,26 +39,10 @@ def by_lambda(run, ls, h):
     return h
 
 
-def by_def(run, ls, h):
-    for layer in ls:
-
-        def block(y):
-            return layer(y) + y
-
-        h = run(block, h)
-    return h
-
-
 def with_numbers(run, ls, h):
     for number, layer in enumerate(ls):
         scale = 1.0 / (number + 1)
         h = run(lambda y: (layer(y) * scale).sin() + number, h)
-    return h
-
-
-def by_an_index(run, ls, h):
-    for index in range(len(ls)):
-        h = run(lambda y: ls[index](y), h)
     return h
 
 
@@ -68,18 +52,6 @@ def by_slices(run, ls, h):
     for start in range(0, len(members), 2):
         chunk = members[start : start + 2]
         h = run(lambda y: functools.reduce(lambda value, layer: layer(value), chunk, y), h)
-    return h
-
-
-def by_functions(run, ls, h):
-    for layer, act in zip(ls, (torch.sin, torch.cos, lambda y: y.exp().sin()), strict=True):
-        h = run(lambda y: act(layer(y)), h)
-    return h
-
-
-def by_entries_of_a_dict(run, ls, h):
-    for layer, options in zip(ls, ({"scale": 1.0}, {"scale": 2.0}, {"scale": 3.0}), strict=True):
-        h = run(lambda y: (layer(y) * options["scale"]).sin(), h)
     return h
 
 
@@ -102,13 +74,6 @@ def with_a_state(run, ls, h):
     for layer in ls:
         state = run(lambda y: (layer(state[0]) + y, layer(state[1]) * state[0]), h)
     return state[0] * state[1]
-
-
-def with_a_mask(run, ls, h):
-    for layer in ls:
-        mask = (torch.rand(2, 3) > 0.5).double()
-        h = run(lambda y: (layer(y) * mask).sin(), h)
-    return h
 
 
 def with_a_residual(run, ls, h):
@@ -152,22 +117,9 @@ def by_a_partial(run, ls, h):
     return h
 
 
-def by_a_default(run, ls, h):
-    for layer in ls:
-        h = run(lambda y, layer=layer: layer(y), h)
-    return h
-
-
 def by_a_function_handed_over(run, ls, h):
     for layer in ls:
         h = run(lambda f, y: f(y), lambda y: layer(y), h)
-    return h
-
-
-def by_a_function_in_a_list(run, ls, h):
-    for layer in ls:
-        steps = [lambda y: layer(y), torch.sin]
-        h = run(lambda y: functools.reduce(lambda value, step: step(value), steps, y), h)
     return h
 
 
@@ -189,16 +141,6 @@ def by_a_decorated_function(run, ls, h):
     return h
 
 
-def by_recursion(run, ls, h):
-    for layer in ls:
-
-        def block(y, depth=2):
-            return layer(y) if depth == 0 else layer(block(y, depth - 1))
-
-        h = run(block, h)
-    return h
-
-
 class Calling:
     """An object whose call, or method, calls a function that it holds."""
 
@@ -210,12 +152,6 @@ class Calling:
 
     def method(self, y):
         return self.function(y).sin()
-
-
-def by_a_callable_object(run, ls, h):
-    for layer in ls:
-        h = run(Calling(lambda y: layer(y)), h)
-    return h
 
 
 def by_a_method(run, ls, h):
@@ -235,69 +171,30 @@ def by_a_method_with_a_closure(run, ls, h):
     return h
 
 
-def by_a_module_that_holds_a_function(run, ls, h):
-    class Held(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.function, self.weight = function, nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def forward(self, y):
-            return self.function(y) * self.weight
-
-    for layer in ls:
-        h = run(Held(lambda y: layer(y)), h)
-    return h
-
-
-def by_a_generator(run, ls, h):
-    for layer in ls:
-        h = run(lambda y: sum(layer(row) for row in y.unbind())[None].expand(2, 3), h)
-    return h
-
-
 def with_a_region_inside(run, ls, h):
     for layer in ls:
         h = run(lambda y: run(lambda z: layer(z).sin(), y.cos()), h)
     return h
 
 
-def with_a_loop_inside(run, ls, h):
-    def block(y):
-        for layer in ls:
-            y = run(lambda z: layer(z).sin(), y)
-        return y
-
-    return run(block, h)
-
-
 LOOPS = {
     function.__name__: function
     for function in (
         by_lambda,
-        by_def,
         with_numbers,
-        by_an_index,
         by_slices,
-        by_functions,
-        by_entries_of_a_dict,
         by_a_variable_that_goes,
         without_arguments,
         with_a_state,
-        with_a_mask,
         with_a_residual,
         with_a_residual_read_by_a_recorded_region,
         by_a_helper,
         by_a_partial,
         by_a_function_handed_over,
         by_a_decorated_function,
-        by_recursion,
-        by_a_callable_object,
         by_a_method,
         by_a_method_with_a_closure,
-        by_a_module_that_holds_a_function,
-        by_a_generator,
         with_a_region_inside,
-        with_a_loop_inside,
     )
 }
 
@@ -306,46 +203,6 @@ LOOPS = {
 @runs(*FORMS, torch_fails=(SILENT, NameError, RuntimeError, IndexError))
 def test_loops(run, body):
     assert_as_eager(loop(body), run)
-
-
-@runs(*FORMS[:2], torch_fails=SILENT)
-def test_functions_in_lists(run):
-    assert_as_eager(loop(by_a_function_in_a_list), run)
-
-
-@runs(*FORMS)
-def test_a_default_is_bound_already(run):
-    assert_as_eager(loop(by_a_default), run)
-
-
-@pytest.mark.parametrize("options", [{"debug": True}, {"early_stop": False}, {"determinism_check": "values"}], ids=str)
-@runs(*FORMS[:2], torch_fails=Exception)
-def test_loops_with_options(run, options):
-    for body in (with_numbers, without_arguments, with_a_state):
-        assert_as_eager(loop(body), run.having(**options))
-
-
-@runs(*FORMS[:2], torch_fails=SILENT)
-def test_loops_under_a_policy(run):
-    for body in (with_numbers, without_arguments, with_a_state):
-        assert_as_eager(loop(body), run.selecting([torch.ops.aten.tanh.default]))
-
-
-@pytest.mark.parametrize("hooks", ["save_on_cpu", "identity"])
-@runs(*FORMS[:2], torch_fails=SILENT)
-def test_loops_under_hooks(run, hooks):
-    around = {
-        "save_on_cpu": torch.autograd.graph.save_on_cpu,
-        "identity": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-    }[hooks]
-
-    def program(run):
-        ls, x = layers(), leaf(2, 3)
-        with around():
-            y = with_a_residual(run, ls, without_arguments(run, ls, with_a_state(run, ls, x)))
-        return gradients(y, x, *ls.parameters())
-
-    assert_as_eager(program, run)
 
 
 @runs(*FORMS[:2], torch_fails=(SILENT, RuntimeError))
@@ -453,40 +310,7 @@ def test_a_rerun_ends_where_it_reads_what_has_changed():
     assert lines.count("went on") == 1
 
 
-@runs(torch_fails=SILENT)
-def test_curried_functions_inside(run):
-    def program(run):
-        ls, x = layers(), leaf(2, 3)
-        h = x
-        for layer in ls:
-            inner = functools.partial(run, lambda y: layer(y).sin())
-            if run.ours:
-                inner = ckpt_hooks.checkpoint(name="inner")(lambda y: layer(y).sin())
-            h = run(lambda y: inner(y).cos(), h)
-        return gradients(h, x, *ls.parameters())
-
-    assert_as_eager(program, run)
-
-
 # Variables that forward itself binds
-
-
-@runs(*FORMS, torch_fails=SILENT)
-def test_a_counter_that_the_function_moves(run):
-    def program(run):
-        count, x = 0, leaf(3)
-
-        def function(y):
-            nonlocal count
-            count += 1
-            return (y * count).sin().exp()
-
-        y = run(function, run(function, x))
-        found = [*gradients(y, x), count]
-        y = run(function, x)
-        return [*found, *gradients(y, x), count]
-
-    assert_as_eager(program, run)
 
 
 @runs(*FORMS, torch_fails=SILENT)
@@ -532,106 +356,6 @@ def test_a_variable_that_forward_assigns_first(run):
     assert_as_eager(program, run)
 
 
-@runs(*FORMS, torch_fails=(SILENT, RuntimeError))
-def test_a_part_that_forward_makes(run):
-    """With the same random numbers, and those drawn after it."""
-
-    def program(run):
-        x, part = leaf(2, 3), None
-
-        def function(y):
-            nonlocal part
-            if part is None:
-                part = nn.Linear(3, 3, dtype=torch.float64)
-            return nn.functional.dropout(part(y).sin(), 0.5).exp()
-
-        y = run(function, x)
-        y = run(function, y)
-        return gradients(y, x, *part.parameters())
-
-    assert_as_eager(program, run)
-
-
-@runs(*FORMS, torch_fails=SILENT)
-def test_a_variable_that_is_bound_out_of_sight(run):
-    """By a hook of a module, which shares the variable, and in which nothing looks for it."""
-
-    def program(run):
-        layer, x = nn.Linear(3, 3, dtype=torch.float64), leaf(2, 3)
-        seen = torch.full((2, 3), 7.0).double()
-
-        def note(module, args, output):
-            nonlocal seen
-            seen = output.sin()
-
-        layer.register_forward_hook(note)
-        y = run(lambda y: (layer(y) * seen).exp(), x)
-        y = run(lambda y: (layer(y) * seen).exp(), y)
-        return [*gradients(y, x, *layer.parameters()), seen]
-
-    assert_as_eager(program, run)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@runs(*FORMS[:2])
-def test_a_switch_that_forward_puts_back(run, early_stop):
-    """Also by a rerun that is stopped before it comes to that line."""
-
-    def program(run):
-        x, training = leaf(3), True
-
-        def function(y):
-            nonlocal training
-            training = False
-            z = y.sin().exp()
-            training = True
-            return z
-
-        return [*gradients(run.having(early_stop=early_stop)(function, x), x), training]
-
-    if not run.ours:
-        pytest.xfail("a rerun that is stopped leaves it switched")
-    assert_as_eager(program, run)
-
-
-def test_variables_are_as_they_were_when_a_rerun_fails():
-    x, fail, scale = leaf(3), False, 1.0
-
-    def function(y):
-        nonlocal scale
-        z = (y * scale).sin()
-        scale += 1
-        if fail:
-            raise KeyError
-        return z.exp()
-
-    y = ckpt_hooks.checkpoint(function, x)
-    fail, scale = True, 5.0
-    y.sum().backward()  # forward found that it was not to fail
-    (g,) = torch.autograd.grad(ckpt_hooks.checkpoint(lambda x: x.sin().exp(), x).sum(), x)
-    assert torch.equal(g, x.grad)
-    assert (fail, scale) == (True, 5.0)
-
-    fails = Log([False])
-
-    def fail_later(y):
-        nonlocal scale
-        scale += 1
-        z = (y * scale).sin()
-        if fails[0]:
-            raise KeyError
-        return z.exp()
-
-    y = ckpt_hooks.checkpoint(fail_later, x)
-    fails[0] = True
-    with pytest.raises(KeyError):
-        y.sum().backward(retain_graph=True)
-    assert scale == 6.0
-    fails[0] = False
-    y.sum().backward()
-    assert scale == 6.0
-
-
 def test_a_rerun_sees_each_variable_as_forward_did():
     """And nobody else does, before or after."""
     x, number, seen = leaf(3), 0, Log()
@@ -656,7 +380,6 @@ _scale = 1.0
 _layer = nn.Linear(3, 3, dtype=torch.float64)
 _act = torch.sin
 _bias = torch.zeros(3).double()
-_count = 0
 
 
 @pytest.fixture(autouse=True)
@@ -674,19 +397,6 @@ def names_globals(y):
 
 def helper():
     return _scale
-
-
-def names_one_with_a_helper(y):
-    return (y * _scale * helper()).sin().exp()
-
-
-def names_one_in_a_comprehension(y):
-    return sum([(y * _scale).sin() for _ in range(2)]).exp()
-
-
-def names_one_in_a_lambda(y):
-    scaled = lambda z: (z * _scale).sin()  # noqa: E731
-    return scaled(y).exp()
 
 
 CHANGES = {
@@ -712,92 +422,6 @@ def test_globals_bound_to_something_else(run, change):
         assert all(globals().get(name) is value for name, value in now.items())
         return found
 
-    assert_as_eager(program, run)
-
-
-@pytest.mark.parametrize(
-    "function", [names_one_with_a_helper, names_one_in_a_comprehension, names_one_in_a_lambda], ids=lambda f: f.__name__
-)
-@runs(*FORMS, torch_fails=SILENT)
-def test_globals_named_in_other_ways(run, function):
-    def program(run):
-        globals().update(_scale=1.0)
-        x = leaf(3)
-        y = run(function, x)
-        globals().update(_scale=3.0)
-        y = run(function, y)
-        globals().update(_scale=4.0)
-        return [*gradients(y, x), _scale]
-
-    assert_as_eager(program, run)
-
-
-SCRIPT = """
-def program(run, layers, h):
-    global layer, input
-    for layer in layers:
-        input = layer[0].bias.detach() * 2
-        h = run(lambda y: layer(y) + input, h)
-    return h
-
-h = x
-for layer in layers:
-    h = run(lambda y: run(lambda z: layer(z), y.sin()), h)
-"""
-
-
-@runs(*FORMS, torch_fails=SILENT)
-def test_loops_of_a_script(run):
-    """Whose variables are globals, some by names of Python's own functions."""
-
-    def program(run):
-        ls, x = layers(), leaf(2, 3)
-        namespace = {"run": run, "layers": ls, "x": x}
-        exec(SCRIPT, namespace)
-        h = namespace["program"](run, ls, namespace["h"])
-        return gradients(h, x, *ls.parameters())
-
-    assert_as_eager(program, run)
-
-
-def counts(y):
-    global _count
-    _count += 1
-    return (y * _count).sin().exp()
-
-
-def notes(y):
-    global _last
-    _last = y.sin().exp()
-    return _last.cos()
-
-
-@runs(*FORMS, torch_fails=SILENT)
-def test_globals_that_the_function_binds(run):
-    def program(run):
-        globals().update(_count=0)
-        x = leaf(3)
-        y = run(counts, run(counts, x))
-        return [*gradients(y, x), _count]
-
-    assert_as_eager(program, run)
-
-
-@runs(*FORMS)
-def test_a_global_that_the_function_binds_and_never_reads(run):
-    """It stays the tensor of forward, with its graph."""
-
-    def program(run):
-        x = leaf(3)
-        y = run(notes, run(notes, x))
-        last = _last
-        y.sum().backward(retain_graph=True)
-        same = [_last is last, _last.grad_fn is last.grad_fn]
-        (g,) = torch.autograd.grad(_last.sum(), x)
-        return [*same, x.grad, g]
-
-    if not run.ours:
-        pytest.xfail("the rerun binds it to a tensor of its own")
     assert_as_eager(program, run)
 
 
