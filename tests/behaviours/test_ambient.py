@@ -194,32 +194,12 @@ def test_precisions_of_many_kinds_of_operators(run, kind, around):
 
 
 @pytest.mark.parametrize("around", ["forward", "backward"])
-@runs("nested", "sequential", torch_fails=(SILENT, RuntimeError))
-def test_several_settings_at_once(run, around):
-    names = [
-        "default dtype",
-        "sdpa flash",
-        "float32 matmul precision",
-        "cudnn.enabled",
-        "mkldnn.enabled",
-        "deterministic algorithms",
-    ]
-    assert_seen(run, around, *(SETTINGS[name] for name in names))
-
-
-@pytest.mark.parametrize("around", ["forward", "backward"])
 @runs(*FORMS, torch_fails=SILENT)
 def test_autocast_of_several_accelerator_types(run, around):
     assert_seen(run, around, *AUTOCAST.values())
 
 
 AUTOCAST_CACHE = (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False)
-
-
-@pytest.mark.parametrize("around", ["forward", "backward"])
-@runs(*FORMS)
-def test_autocast_cache_flag(run, around):
-    assert_seen(run, around, AUTOCAST_CACHE)
 
 
 @runs(*FORMS)
@@ -290,17 +270,6 @@ def test_a_setting_that_the_rerun_has_changed_when_it_stops(generator):
 
 
 # Defaults of factory functions
-
-
-@runs(*FORMS, torch_fails=torch.utils.checkpoint.CheckpointError)
-def test_default_dtype(run):
-    def program(run):
-        x = torch.rand(3, requires_grad=True)
-        with written(SETTINGS["default dtype"]):
-            y = run(lambda x: (x * torch.ones(3)).sin(), x)
-        return gradients(y, x), torch.get_default_dtype()
-
-    assert_as_eager(program, run)
 
 
 def default_device_is(setter, around):
@@ -386,20 +355,6 @@ def test_context_variable_set_around_forward_and_backward_on_another_thread(run)
     assert_as_eager(scaled_by_context(lambda y: in_threads(y.backward)), run)
 
 
-@runs("region", "nested", torch_fails=SILENT)
-def test_context_variable_set_around_backward(run):
-    def program(run):
-        x = leaf(3)
-        y = run(lambda x: (x * _factor.get()).sin().exp(), x)
-        token = _factor.set(2.0)
-        try:
-            return gradients(y, x), _factor.get()
-        finally:
-            _factor.reset(token)
-
-    assert_as_eager(program, run)
-
-
 @runs(torch_fails=SILENT)
 def test_context_variable_set_around_backward_where_forward_had_none(run):
     def program(run):
@@ -462,27 +417,10 @@ def test_function_mode(run, around):
     assert_as_eager(under_function_mode(*around), run)
 
 
-@runs(*FORMS)
-def test_function_mode_around_backward(run):
-    assert_as_eager(under_function_mode("backward"), run)
-
-
 def backward_under_function_mode(y):
     """Runs backward as no public function does while a mode is in force: without suspending it."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((y,), (torch.ones_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@runs(*FORMS, torch_fails=SILENT)
-def test_function_mode_in_force_around_backward(run):
-    def program(run):
-        x = leaf(3)
-        y = run(lambda x: torch.sin(x).exp(), x).sum()
-        with Cosine():
-            backward_under_function_mode(y)
-        return y, x.grad
-
-    assert_as_eager(program, run)
 
 
 @runs(*FORMS)

@@ -68,36 +68,6 @@ def test_a_list_whose_operators_run_in_a_later_region(run):
 
 
 @KINDS
-@pytest.mark.parametrize("make", [save_ops, policies.offload_ops])
-def test_a_list_of_which_no_operator_runs(run, make):
-    """One warning in the whole program, with the way out."""
-    policy = make(aten.mm.default, aten.bmm.default)
-    with warned() as messages:
-        for _ in range(6):
-            run(policy, torch.sin, leaf(3, 3)).sum().backward()
-    (message,) = messages
-    assert "did not run in the first 3 regions under it, not one of them: aten.bmm.default, aten.mm.default." in message
-    assert "save_compute_and_communication" in message
-
-
-@pytest.mark.parametrize(("run", "operator"), [(as_function, aten.erfinv.default), (as_recorded, aten.logit.default)])
-def test_a_list_that_is_given_anew_with_each_region(run, operator):
-    """Equal lists are one policy."""
-    with warned() as messages:
-        for _ in range(6):
-            run([operator, aten.bmm.default], torch.sin, leaf(3, 3)).sum().backward()
-    assert len(messages) == 1
-
-
-def test_both_kinds_of_region_count_together():
-    policy = save_ops(aten.mm.default)
-    with warned() as messages:
-        for run in (as_function, as_recorded, as_nested, as_function):
-            run(policy, torch.sin, leaf(3))
-    assert len(messages) == 1
-
-
-@KINDS
 def test_policies_that_name_nothing_do_not_warn(run):
     """Ready-made ones name operators of every backend, and counting ones one operator."""
     with warned() as messages:
@@ -125,16 +95,6 @@ def test_naming_a_view(make):
     names = "aten._unsafe_view.default, aten.t.default, aten.view.default"
     assert f"names views, which are not kept: {names}. Views run again" in message
     assert "name the operator that computes" in message
-
-
-@pytest.mark.parametrize(("run", "view"), [(as_function, aten.unfold.default), (as_recorded, aten.diagonal.default)])
-def test_naming_a_view_in_a_list_that_is_given_anew(run, view):
-    """Said once; that it is a view is not said twice, in that it never comes."""
-    for operators, expected in (([view], 1), ([aten.sin.default, view], 1)):
-        with warned() as messages:
-            for _ in range(5):
-                run(operators, torch.sin, leaf(3)).sum().backward()
-        assert len(messages) == expected
 
 
 def saves_views(ctx, op, *args, **kwargs):
@@ -181,23 +141,6 @@ class Views(policies.Policy):
 
     def __repr__(self):
         return "<mine>"
-
-
-@KINDS
-def test_a_policy_of_ones_own_that_says_to_save_a_view(run):
-    policy = Views()
-    with warned() as messages:
-        for _ in range(4):
-            run(policy, lambda x: x.view(3, 2).t().sin().exp(), leaf(2, 3)).sum().backward()
-    assert ["<mine> says that the output of aten.view.default must" in message for message in messages] == [True]
-
-
-@KINDS
-@pytest.mark.parametrize("answer", [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
-def test_preferences_are_no_claims(run, answer):
-    with warned() as messages:
-        run(lambda ctx, op, *args, **kwargs: answer, lambda x: x.view(3, 2).t().sin(), leaf(2, 3)).sum().backward()
-    assert messages == []
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import random
 import threading
 import types
@@ -47,22 +46,6 @@ def test_default_generator(run, function):
         return gradients(y, x), between, torch.rand(2)
 
     assert_as_eager(program, run)
-
-
-@runs(torch_fails=SILENT)
-def test_nothing_random_in_the_region(run):
-    """However many regions there are, no state is kept for each."""
-
-    def states():
-        size = torch.get_rng_state().numel()
-        return sum(type(o) is torch.Tensor and o.dtype == torch.uint8 and o.numel() == size for o in gc.get_objects())
-
-    x = leaf(8)
-    before = states()
-    h = x
-    for _ in range(10):
-        h = run(torch.sin, h)
-    assert states() - before <= 1
 
 
 @runs("region", "nested")
@@ -167,12 +150,6 @@ def over_devices(install, *args, **kwargs):
     return program
 
 
-@pytest.mark.parametrize("args", [(OnDevice("hpu:1"),), ([OnDevice("hpu:1")],)], ids=["positional", "list"])
-@runs("region")
-def test_device_of_a_positional_argument(run, install, args):
-    assert_as_eager(over_devices(install, *args), run)
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
@@ -211,23 +188,6 @@ def test_a_device_initialised_inside(run, install):
 
     if not run.ours and torch.__version__ < "2.13":
         pytest.xfail("fails, and leaves its hooks behind")
-    assert_as_eager(program, run)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("place", ["kwargs", "moved inside"])
-@runs("region", "nested", torch_fails=SILENT)
-def test_cuda_tensors_that_are_not_positional(run, place):
-    def program(run):
-        torch.cuda.manual_seed_all(1)
-        x = leaf(8)
-        if place == "kwargs":
-            y = run(lambda *, h: F.dropout(h.sin(), 0.5).exp(), h=x.cuda())
-        else:
-            y = run(lambda h: F.dropout(h.cuda().sin(), 0.5).exp(), x)
-        return gradients(y, x), torch.rand(2, device="cuda")
-
     assert_as_eager(program, run)
 
 
@@ -291,21 +251,6 @@ def test_explicit_generator(run, place):
         y = GENERATORS[place](run, x, generator)
         between = torch.rand(2, generator=generator)
         return gradients(y, x), between, generator.get_state()
-
-    assert_as_eager(program, run)
-
-
-@runs("region", "nested", torch_fails=SILENT)
-def test_explicit_generator_of_several_regions(run):
-    """Backward runs them from the last to the first; the stream goes on from where the last forward left it."""
-
-    def program(run):
-        generator = torch.Generator().manual_seed(1)
-        x = leaf(8)
-        h = x
-        for _ in range(3):
-            h = run(draw, h, generator)
-        return gradients(h, x), generator.get_state()
 
     assert_as_eager(program, run)
 
@@ -388,31 +333,6 @@ def test_track_rng(run, source):
     assert_as_eager(program, run)
 
 
-@pytest.mark.parametrize("source", list(SOURCES))
-def test_track_rng_until_removed(source):
-    tracked, draw = SOURCES[source]()
-    drawn = Log()
-    _held["draw"] = lambda: (drawn.append(draw()), drawn[-1])[1]
-    registration = ckpt_hooks.track_rng(tracked)
-    try:
-        ckpt_hooks.checkpoint(draws, leaf(3)).sum().backward()
-        assert drawn[0] == drawn[1]
-    finally:
-        registration.remove()
-    ckpt_hooks.checkpoint(draws, leaf(3)).sum().backward()
-    assert drawn[2] != drawn[3]
-
-
-@pytest.mark.parametrize("source", ["python", "numpy"])
-@runs()
-def test_other_sources_are_left_alone_unless_asked(run, source):
-    _, draw = SOURCES[source]()
-    drawn = Log()
-    _held["draw"] = lambda: (drawn.append(draw()), drawn[-1])[1]
-    run(draws, leaf(3)).sum().backward()
-    assert drawn[0] != drawn[1]
-
-
 def test_a_source_tracked_since_forward_is_put_back():
     _held["draw"] = random.random
     y = ckpt_hooks.checkpoint(draws, leaf(3))
@@ -420,12 +340,6 @@ def test_a_source_tracked_since_forward_is_put_back():
     with ckpt_hooks.track_rng("python"):
         y.sum().backward()
     assert random.getstate() == before
-
-
-@pytest.mark.parametrize("source", ["perl", None, 3, object()])
-def test_track_rng_of_something_else(source):
-    with pytest.raises((TypeError, ValueError), match="source"):
-        ckpt_hooks.track_rng(source)
 
 
 # Threads

@@ -7,21 +7,13 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ckpt_hooks import checkpoint_region, policies
+from ckpt_hooks import policies
 from tests import regions
 from tests.behaviours.recorded import Recorded, runs
 from tests.behaviours.runs import assert_as_eager, gradients
 from tests.measure import leaf
-
-POLICIES = [None, policies.everything_saveable, policies.dots_saveable, policies.save_compute_and_communication]
-
-
-def under(run, policy):
-    return run if policy is None or not run.ours else run.selecting(policy)
-
 
 # Layers
 
@@ -40,27 +32,6 @@ def test_recurrent_layers(run, kind, dtype):
     assert_as_eager(program, run)
 
 
-@runs("region", "nested", "inside")
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_transformer_layer(run, policy):
-    """Attention, dropout, normalisation, residuals."""
-
-    def program(run):
-        layer, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), torch.randn(2, 4, 8, requires_grad=True)
-        return gradients(run(lambda x: layer(x.sin()), x), x, *layer.parameters())
-
-    assert_as_eager(program, under(run, policy))
-
-
-@pytest.mark.parametrize("preserve_rng_state", [True, False])
-def test_draws_without_values(preserve_rng_state):
-    """There is no generator for the meta device, and nothing to draw."""
-    x = torch.ones(4, device="meta", requires_grad=True)
-    with checkpoint_region(preserve_rng_state=preserve_rng_state):
-        y = F.rrelu(x, training=True).exp() * torch.rand_like(x).exp()
-    assert torch.autograd.grad(y.sum(), x)[0].is_meta
-
-
 def test_sparse_results_that_a_policy_keeps():
     """They have no storage of their own."""
     x = leaf(3, 3)
@@ -70,26 +41,6 @@ def test_sparse_results_that_a_policy_keeps():
             return torch.sparse.mm((x * 2).to_sparse(), x.exp()).sin()
 
     regions.assert_as_eager(program, x)
-
-
-@runs("region", "nested")
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_convolutional_network(run, policy):
-    """Convolution, pooling with indices, channels last, interpolation, embedding and an index on the side."""
-
-    def program(run):
-        model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Hardswish(inplace=True), nn.MaxPool2d(2))
-        table, x = nn.Embedding(5, 4), torch.randn(2, 2, 8, 8, requires_grad=True)
-
-        def function(x):
-            h = model(x.contiguous(memory_format=torch.channels_last))
-            h = F.interpolate(h, scale_factor=2, mode="bilinear")
-            h = h + table(torch.tensor([1, 3]))[:, :, None, None]
-            return F.pad(h, (1, 1)).flatten(1).log_softmax(1).gather(1, torch.tensor([[1], [2]]))
-
-        return gradients(run(function, x), x, *model.parameters(), *table.parameters())
-
-    assert_as_eager(program, under(run, policy))
 
 
 # Functions of the user's
@@ -293,20 +244,6 @@ def test_sparse_tensors(run, layout):
     assert_as_eager(program, run)
 
 
-@runs("region", "inside")
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_tensors_under_hooks(run):
-    """A sparse tensor that is packed has no size in bytes."""
-
-    def program(run):
-        x = leaf(4, 4)
-        fixed = torch.eye(4, dtype=torch.float64).to_sparse()
-        with torch.autograd.graph.save_on_cpu():
-            return gradients(run(lambda x: torch.sparse.mm(fixed * 2, x.sin()).exp(), x), x)
-
-    assert_as_eager(program, run)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("form", ["region", "nested", "inside"])
 @pytest.mark.parametrize("kind", ["alike", "read"])
@@ -340,51 +277,6 @@ def test_quantised_tensors(run):
     def program(run):
         x = torch.linspace(-1, 1, 4).requires_grad_()
         return gradients(run(function, torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8), x), x)
-
-    assert_as_eager(program, run)
-
-
-@runs("region", "nested")
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("reduce", ["sum", "amax", "amin"])
-def test_sparse_reductions(run, reduce):
-    """Whose operator returns where the largest is only if a gradient will be asked for: read beyond its end otherwise."""
-
-    def program(run):
-        sparse = torch.eye(4).to_sparse_csr().requires_grad_()
-        x = torch.randn(4, 4, requires_grad=True)
-        found = run(lambda sparse, x: torch.sparse.mm(sparse * 1.0, x.sin() * 1.0, reduce).cos(), sparse, x)
-        rows, dense = torch.autograd.grad(found.sum(), (sparse, x))
-        return rows.values(), dense
-
-    assert_as_eager(program, run)
-
-
-@runs("region", "nested")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
-def test_small_types(run, dtype):
-    """Casts back and forth."""
-
-    def program(run):
-        x = torch.randn(4, 4, requires_grad=True)
-        return gradients(run(lambda x: (x.sin() * x.detach().to(dtype).float()).exp() * (x > 0), x), x)
-
-    assert_as_eager(program, run)
-
-
-@runs("region", "nested")
-def test_scalars_and_empty_tensors(run):
-    """Items read by Python, tensors of no element, of no dimension, expanded ones."""
-
-    def program(run):
-        x = leaf(4)
-
-        def function(x):
-            h = x.sin() * x.max().item() + torch.tensor(2.0)
-            h = torch.cat([h, x[:0].exp()]) * x.sum().exp()
-            return h.expand(3, 4).exp() * x.new_ones(())
-
-        return gradients(run(function, x), x)
 
     assert_as_eager(program, run)
 

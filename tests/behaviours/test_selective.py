@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import warnings
 
 import pytest
@@ -16,7 +15,7 @@ from torch.autograd import grad
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
-from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
+from tests.behaviours.runs import SILENT, Run, assert_as_eager, gradients, runs
 from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
@@ -131,30 +130,6 @@ def test_a_policy_that_saves_views(run):
     assert_as_eager(program, run.selecting(everything))
 
 
-class Rope(nn.Module):
-    """Builds its tables when they are asked for first."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = None
-
-    def forward(self, x):
-        if self.tables is None:
-            angles = torch.arange(4, dtype=torch.float64)[:, None] * torch.arange(1, 5, dtype=torch.float64)
-            self.tables = angles.sin(), angles.cos()
-        sin, cos = self.tables
-        return (x.sin() * cos + x.cos() * sin).exp()
-
-
-@runs("region", "nested", torch_fails=(SILENT, RuntimeError))
-def test_a_cache_that_forward_builds(run):
-    def program(run):
-        x = leaf(4, 4)
-        return gradients(run(Rope(), x), x)
-
-    assert_as_eager(program, run.selecting([aten.sin.default, aten.cos.default]))
-
-
 @pytest.mark.parametrize("inputs", ["leaf", "nothing", "result"])
 @pytest.mark.parametrize("kept", [aten.mm.default, aten.sin.default, aten._softmax.default])
 def test_a_region_with_a_policy_inside_one_of_torch(kept, inputs):
@@ -205,24 +180,6 @@ def test_offload_of_an_output_on_the_host_keeps_it(run, policy):
     assert counts["mm"] == 1  # that of backward
 
 
-@runs("region", torch_fails=UNNOTICED)
-@pytest.mark.parametrize("answer", [None, "save", 3])
-def test_a_policy_that_returns_something_else(run, answer):
-    """A TypeError that names the operator."""
-    x = leaf(3)
-    with pytest.raises(TypeError, match=r"aten\.sin\.default") as caught:
-        run.selecting(lambda ctx, op, *args, **kwargs: answer)(lambda x: x.sin().cos(), x)
-    assert repr(answer) in str(caught.value)
-
-
-@runs("region")
-def test_a_packet_in_the_list(run):
-    """A ValueError; ours names the overloads."""
-    with pytest.raises(ValueError, match="OpOverloadPacket to a specific OpOverload") as caught:
-        run.selecting([aten.mul])(torch.sin, leaf(3))
-    assert not run.ours or "torch.ops.aten.mul.Tensor" in str(caught.value)
-
-
 class Foreign(enum.Enum):
     """Another enum of the same names."""
 
@@ -257,18 +214,6 @@ def test_what_is_kept_goes_through_hooks_around_the_region(run):
     found, counts = recomputed(y, x, w)
     assert counts["mm"] == 2  # those of backward
     assert torch.equal(found[0], grad((x @ w).sin().cos().sum(), x)[0])
-
-
-def test_hooks_can_be_opted_out_of():
-    """``respect_saved_tensors_hooks=False``."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        run = Run("ours").selecting([aten.mm.default], respect_saved_tensors_hooks=False)
-        y = run(lambda x, w: (x @ w).sin().cos(), x, w)
-    assert not seen
-    _, counts = recomputed(y, x)
-    assert counts["mm"] == 1
 
 
 @runs("region", "nested", torch_fails=SILENT)
@@ -311,19 +256,6 @@ def test_hooks_and_writes_to_what_is_kept(run, hooks):
 
 
 @runs("region", "nested", torch_fails=REFUSES)
-def test_a_second_backward(run):
-    """Under retain_graph what was kept is found again, and goes with the last."""
-
-    def program(run):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y = run(lambda x, w: (x @ w).sin().cos(), x, w)
-        first = grad(y.sum(), (x, w), retain_graph=True)
-        return [*first, *grad(y.square().sum(), (x, w), retain_graph=True), *gradients(y, x, w)]
-
-    assert_as_eager(program, run.selecting([aten.mm.default]))
-
-
-@runs("region", "nested", torch_fails=REFUSES)
 def test_double_backward(run):
     """The second derivative asks for the same values once more."""
 
@@ -334,27 +266,6 @@ def test_double_backward(run):
         return [first.detach(), *gradients(first.square().sum() + y.sum(), x, w)]
 
     assert_as_eager(program, run.selecting([aten.mm.default, aten.sin.default]))
-
-
-@runs("region", "nested", torch_fails=REFUSES)
-def test_two_losses_one_after_the_other(run):
-    """Parts of the graph that share nothing need no retain_graph."""
-
-    def program(run):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y, z = run(lambda x, w: ((x @ w).sin().cos(), (x.exp() @ w).tanh()), x, w)
-        return [*grad(y.sum(), x), *grad(z.sum(), x)]
-
-    assert_as_eager(program, run.selecting([aten.mm.default, aten.exp.default]))
-
-
-def test_a_second_backward_runs_no_more_than_the_first():
-    """Exactly what was kept is not run, each time."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    y = Run("ours").selecting([aten.mm.default])(lambda x, w: (x @ w).exp().cos(), x, w)
-    for options in ({"retain_graph": True}, {"retain_graph": True}, {}):
-        _, counts = recomputed(y, x, **options)
-        assert (counts["mm"], counts["exp"], counts["cos"]) == (1, 1, 0)
 
 
 # Random operators
@@ -375,21 +286,6 @@ def test_a_random_operator_is_kept_and_later_ones_are_not(run, explicit):
         return gradients(run(function, x, generator), x)
 
     assert_as_eager(program, run.selecting(saving(aten.rand.default, aten.rand.generator)))
-
-
-@runs("region", "nested", torch_fails=SILENT)
-def test_dropout_is_kept_whole(run):
-    """An operator of two outputs that draws, and one after it that is not kept."""
-
-    def function(x):
-        h, _ = aten.native_dropout(x.cos(), 0.5, True)
-        return F.dropout(h.sin(), 0.5).exp()
-
-    def program(run):
-        x = leaf(2, 4, 8)
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, run.selecting([aten.native_dropout.default]))
 
 
 # Ambient state
@@ -413,27 +309,6 @@ def test_autocast_casts_that_were_cached_in_forward(run):
 # What a policy is told
 
 
-def test_a_policy_is_asked_once_an_operator_and_in_forward_only():
-    """With what the operator returned."""
-    asked = []
-
-    def policy(ctx, op, *args, **kwargs):
-        assert isinstance(ctx, torch.utils.checkpoint.SelectiveCheckpointContext)
-        asked.append((str(op), ctx.is_recompute, tuple(ctx.op_output.shape), len(args)))
-        return False
-
-    x = leaf(3)
-    y = Run("ours").selecting(policy)(lambda x: (x.sin() * 2).view(3, 1), x)
-    expected = [
-        ("aten.sin.default", False, (3,), 1),
-        ("aten.mul.Tensor", False, (3,), 2),
-        ("aten.view.default", False, (3, 1), 2),
-    ]
-    assert asked == expected
-    y.sum().backward()
-    assert asked == expected
-
-
 @runs("region")
 def test_several_outputs_and_values_that_are_no_tensors_come_back_whole(run):
     """And their operators do not run again."""
@@ -450,58 +325,7 @@ def test_several_outputs_and_values_that_are_no_tensors_come_back_whole(run):
     assert counts["sort"] == counts["_local_scalar_dense"] == 0
 
 
-def test_an_operator_that_returns_its_input():
-    """Its output is not kept: that would be another object, of another memory in a recompute."""
-    x = leaf(3)
-
-    def function(x):
-        h = x.sin()
-        same, _ = aten.native_dropout(h, 0.5, False)
-        return h.exp() * same.cos()
-
-    y = Run("ours").selecting(everything)(function, x)
-    assert torch.equal(grad(y.sum(), x)[0], grad(function(x).sum(), x)[0])
-
-
-def test_metadata_queries_are_never_kept():
-    """As in torch, by the same set."""
-    assert ckpt_hooks.SAC_IGNORED_OPS == torch.utils.checkpoint.SAC_IGNORED_OPS
-    x = leaf(3)
-    asked = []
-    Run("ours").selecting(lambda ctx, op, *args, **kwargs: bool(asked.append(op)))(lambda x: x.detach().sin(), x)
-    assert asked == [aten.sin.default]
-
-
 # Nesting
-
-
-@pytest.mark.parametrize("inner", [None, [aten.sin.default], [aten.mm.default], everything])
-@pytest.mark.parametrize("outer", [None, [aten.sin.default], [aten.mm.default], everything])
-def test_nested_regions_of_different_policies(outer, inner):
-    """Both orders, and three levels."""
-
-    def level(run, policy):
-        return Run("ours") if policy is None else run.selecting(policy)
-
-    def program(run):
-        x, w = leaf(3, 3), leaf(3, 3)
-        outer_run = run if run is not RUN_OURS else level(run, outer)
-        inner_run = run if run is not RUN_OURS else level(run, inner)
-
-        def deepest(h):
-            return (h @ w).sin()
-
-        def middle(h):
-            return inner_run(deepest, h.cos() @ w).exp()
-
-        y = outer_run(lambda x: inner_run(middle, outer_run(middle, x)).tanh(), x)
-        first = grad(y.sum(), (x, w), create_graph=True)
-        return [*(one.detach() for one in first), *gradients(first[0].square().sum() + y.sum(), x, w)]
-
-    assert_as_eager(program, RUN_OURS)
-
-
-RUN_OURS = Run("ours")
 
 
 def test_a_region_in_one_that_recomputes_everything_keeps_nothing_through_it():
@@ -522,29 +346,3 @@ def test_a_region_in_one_that_recomputes_everything_keeps_nothing_through_it():
 
 
 # Early backwards
-
-
-@runs("region", "nested", torch_fails=(REFUSES, SILENT))
-def test_backward_inside_forward(run):
-    def function(x, w):
-        h = (x @ w).sin()
-        (g,) = grad(h.cos().sum(), x, create_graph=True)
-        return (h * g.detach()).exp() @ w
-
-    def program(run):
-        x, w = leaf(3, 3), leaf(3, 3)
-        return gradients(run(function, x, w), x, w)
-
-    assert_as_eager(program, run.selecting([aten.mm.default, aten.sin.default]))
-
-
-@runs("region")
-def test_a_policy_by_partial_as_in_torchs_documentation(run):
-    """``context_fn=functools.partial(create_selective_checkpoint_contexts, policy)``."""
-    library = ckpt_hooks if run.ours else torch.utils.checkpoint
-    context_fn = functools.partial(library.create_selective_checkpoint_contexts, saving(aten.mm.default), True)
-    x, w = leaf(3, 3), leaf(3, 3)
-    y = run.having(context_fn=context_fn)(lambda x, w: torch.sigmoid(torch.matmul(torch.matmul(x, w), w)) * w, x, w)
-    found, counts = recomputed(y, x, w)
-    assert counts["mm"] == 4
-    assert torch.equal(found[0], grad((torch.sigmoid(x @ w @ w) * w).sum(), x)[0])

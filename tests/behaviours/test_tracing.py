@@ -89,10 +89,6 @@ def traced(function, mode, **options):
     return make_fx(step(function), tracing_mode=mode, **options)(torch.randn(4, 4), torch.randn(4, 4))
 
 
-def by_position(function):
-    return lambda x, w: function(x, w)
-
-
 @functools.cache
 def expected_code(name, mode, pre_dispatch=False):
     return traced(FUNCTIONS[name], mode, pre_dispatch=pre_dispatch).code
@@ -118,34 +114,6 @@ def test_a_symbolic_graph_takes_other_shapes(region):
     graph = traced(REGIONS[region](block), "symbolic")
     x, w = torch.randn(7, 7), torch.randn(7, 7)
     assert [torch.equal(a, b) for a, b in zip(graph(x, w), step(block)(x, w), strict=True)] == [True] * 3
-
-
-@pytest.mark.parametrize("region", list(REGIONS))
-def test_tracing_before_dispatch(region):
-    """Where composite operators are kept, and autograd is yet to come."""
-    for name, function in FUNCTIONS.items():
-        found, expected = (
-            make_fx(by_position(f), pre_dispatch=True)(leaf(4, 4), leaf(4, 4)).code
-            for f in (REGIONS[region](function), function)
-        )
-        assert found == expected
-        assert traced(REGIONS[region](function), "real", pre_dispatch=True).code == expected_code(
-            name, "real", pre_dispatch=True
-        )
-
-
-@pytest.mark.parametrize("region", list(REGIONS))
-def test_tracing_without_grad(region):
-    """There is no backward to come, and nothing to be kept."""
-
-    def run(function):
-        def without_grad(x, w):
-            with torch.no_grad():
-                return function(x, w)
-
-        return make_fx(without_grad)(leaf(4, 4), leaf(4, 4)).code
-
-    assert run(REGIONS[region](block)) == run(block)
 
 
 @pytest.mark.parametrize("region", list(REGIONS))
@@ -194,26 +162,6 @@ def test_a_context_for_forward_is_entered(policy):
 
     assert traced(region, "fake").code == traced(by_hand, "fake").code
     assert entered == ["forward"] * 2
-
-
-def test_tracing_that_begins_in_a_block_that_offloads():
-    """Its hooks are there already: what they keep is what the tracer knows."""
-    x, w = torch.randn(4, 4), torch.randn(4, 4)
-    with offload_saved_tensors():
-        graph = traced(block, "real")
-    assert [torch.equal(a, b) for a, b in zip(graph(x, w), step(block)(x, w), strict=True)] == [True] * 3
-
-
-@pytest.mark.parametrize("region", list(REGIONS))
-def test_regions_are_regions_again_after_tracing(region):
-    """In the same thread, and for the same objects."""
-    function = REGIONS[region](block)
-    traced(function, "real")
-    x, w = leaf(4, 4), leaf(4, 4)
-    y = function(x, w)
-    packed = y.grad_fn.name()
-    assert packed == "ExpBackward0"
-    assert torch.equal(grad(y.sum(), x)[0], grad(block(x, w).sum(), x)[0])
 
 
 @pytest.mark.parametrize("region", [name for name in REGIONS if name != "function, values compared"])
