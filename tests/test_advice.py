@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 
 import pytest
 import torch
@@ -113,31 +112,6 @@ def test_a_queue_is_cloned_before_the_region():
     assert same(gradients(checkpoint_region(), clone_before=True), expected)
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_step_before_the_backward_of_a_recorded_region(early):
-    def gradients(region):
-        model = layer()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-        with region:
-            y = model(x * 1).exp().sum()
-        other = model(x).sum()
-        other.backward()
-        if early:
-            optimizer.step()
-        (found,) = torch.autograd.grad(y, model.bias, retain_graph=True)
-        optimizer.step()
-        return (found,)
-
-    if early:
-        with pytest.raises(
-            MutationError, match=r"^the parameter '(weight|bias)' of Linear, .* Usual causes: an optimizer's step"
-        ):
-            gradients(checkpoint_region())
-    else:
-        assert same(gradients(checkpoint_region()), gradients(contextlib.nullcontext()))
-
-
 # A cache around two regions
 
 
@@ -181,26 +155,6 @@ def test_a_list_that_the_function_pops_needs_no_advice():
     assert same(gradients(checkpoint), gradients(plain))
 
 
-def test_the_item_of_an_iterator_is_an_argument():
-    def items():
-        return iter([torch.linspace(0, 1, 3, dtype=torch.float64)])
-
-    x, iterator = leaf(3), items()
-    y = checkpoint(lambda x: (x * next(iterator)).sin(), x).sum()
-    with pytest.raises(StopIteration) as caught:
-        y.backward()
-    if sys.version_info >= (3, 11):
-        (note,) = caught.value.__notes__
-        assert note.startswith(
-            "Raised by the recompute of region 'test_the_item_of_an_iterator_is_an_argument.<locals>.<lambda>'"
-        )
-        assert "take the item before the region, and pass it as an argument." in note
-    iterator = items()
-    y = checkpoint(lambda x, mask: (x * mask).sin(), x, next(iterator)).sum()
-    expected = (x * next(items())).sin().sum()
-    assert same(torch.autograd.grad(y, x), torch.autograd.grad(expected, x))
-
-
 def test_a_backward_of_what_has_gone_runs_in_a_recorded_region():
     def gradient(form):
         x = torch.linspace(-1, 1, 3).requires_grad_()
@@ -216,17 +170,6 @@ def test_a_backward_of_what_has_gone_runs_in_a_recorded_region():
 
 
 # Transforms of torch.func inside of a region
-
-
-@pytest.mark.parametrize("form", [checkpoint, recorded])
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
-def test_transforms_in_a_region(form, transform):
-    x = leaf(3)
-    with pytest.raises(RuntimeError) as caught:
-        form(lambda x: transform(lambda z: (z.sin() * x).sum())(x).exp(), x)
-    message = str(caught.value)
-    assert message.startswith("torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks.")
-    assert message.count("use torch.autograd.grad(..., create_graph=True) in place of torch.func.grad") == 1
 
 
 @pytest.mark.parametrize("form", [checkpoint, recorded])
@@ -255,36 +198,7 @@ def test_forward_mode_and_vmap_run_in_a_region(form, inside):
     assert same(torch.autograd.grad(form(inside, x).sum(), x), torch.autograd.grad(inside(x).sum(), x))
 
 
-def test_nested_regions_say_it_once():
-    with pytest.raises(RuntimeError) as caught:
-        checkpoint(lambda x: recorded(torch.func.grad(lambda z: z.sin().sum()), x), leaf(3))
-    assert str(caught.value).count("A region works by such hooks.") == 1
-
-
 # Hooks that remove themselves
-
-
-@pytest.mark.parametrize("change", ["more", "in place"])
-@pytest.mark.parametrize("stays", [True, False])
-def test_a_hook_that_removes_itself(change, stays):
-    """A rerun finds the hook, and removes it once more."""
-
-    def gradients(form):
-        model, x = layer(), torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-
-        def hook(module, args, output):
-            if not stays:
-                handle.remove()
-            return output.exp() if change == "more" else output.clone().mul_(2)
-
-        handle = model.register_forward_hook(hook)
-        y = form(lambda x: model(x).sin().exp(), x).sum()
-        found = torch.autograd.grad(y, x)
-        assert len(model._forward_hooks) == stays
-        handle.remove()
-        return found
-
-    assert same(gradients(checkpoint), gradients(plain))
 
 
 # Many tensors that differ
@@ -335,48 +249,6 @@ def test_a_checkpointed_model_is_made_plain_before_it_is_scripted():
         torch.jit.script(model)
     remove_checkpointing(model)
     assert torch.equal(torch.jit.script(model)(x), expected)
-
-
-def test_other_exceptions_of_recomputes_have_no_such_note():
-    def function(x):
-        if ckpt_hooks.is_recomputing():
-            raise MemoryError
-        return x.sin().exp()
-
-    with pytest.raises(MemoryError) as caught:
-        checkpoint(function, leaf(3)).sum().backward()
-    assert not getattr(caught.value, "__notes__", [])
-
-
-def test_what_a_user_says_where_hooks_are_refused_stays():
-    def function(x):
-        with torch.autograd.graph.disable_saved_tensors_hooks("mine"):
-            return x.sin()
-
-    with pytest.raises(RuntimeError, match=r"^mine$"):
-        checkpoint(function, leaf(3))
-
-
-class Half(nn.Module):
-    """Is never made."""
-
-    def __init__(self, made):
-        made.append(self)
-        raise ValueError
-
-
-def test_a_module_that_is_half_made_is_in_no_ones_way():
-    made, model = [], layer()
-    with pytest.raises(ValueError):
-        Half(made)
-    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-    with checkpoint_region():
-        y = model(x).exp() * 2
-    with torch.no_grad():
-        model.weight.add_(1)
-    with pytest.raises(MutationError, match=r"^the parameter 'weight' of Linear, "):
-        y.sum().backward()
-    assert len(made) == 1
 
 
 def test_parameters_in_one_memory_are_told_apart():

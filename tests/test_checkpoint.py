@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import pickle
-import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -22,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_sequential, set_checkpoint_debug_enabled, set_checkpoint_early_stop
+from ckpt_hooks import checkpoint, checkpoint_sequential, set_checkpoint_debug_enabled
 from tests.measure import Calls, Log, as_library
 
 # The reserved keywords of a direct call, with their defaults, as torch 2.14 has them.
@@ -126,14 +123,6 @@ def module_level(x: torch.Tensor) -> torch.Tensor:
     return x.sin().cos()
 
 
-def in_a_thread(function: Callable[[], Any]) -> Any:
-    answers: list[Any] = Log()
-    thread = threading.Thread(target=lambda: answers.append(function()))
-    thread.start()
-    thread.join()
-    return answers[0]
-
-
 # Signatures
 
 
@@ -160,19 +149,6 @@ def test_checkpoint_sequential_has_torchs_parameters() -> None:
         for f in (checkpoint_sequential, torch.utils.checkpoint.checkpoint_sequential)
     )
     assert ours == theirs
-
-
-@pytest.mark.parametrize("keyword", ["name", "policy", "memory_budget", "group", "preserve_buffers"])
-def test_other_keywords_reach_the_function(impl: Callable[..., Any], keyword: str) -> None:
-    """A keyword that is not reserved is the function's, in forward and in the recompute."""
-    seen: list[dict[str, Any]] = Log()
-
-    def fn(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        seen.append(kwargs)
-        return x.sin().cos()
-
-    impl(fn, leaf(), **{keyword: "mine"}).sum().backward()
-    assert seen == [{keyword: "mine"}, {keyword: "mine"}]
 
 
 @pytest.mark.parametrize("keyword", ["fn", "args", "kwargs", "self", "contexts", "explain", "options", "check_metadata"])
@@ -248,21 +224,6 @@ def test_use_reentrant_true_is_refused_with_the_way_out(call: Callable[..., Any]
     assert fn.begun == 0
 
 
-def test_unknown_determinism_check_names_the_choices(impl: Callable[..., Any]) -> None:
-    """A misspelt check is refused before anything runs."""
-    fn = Counted(sin_cos)
-    with pytest.raises(ValueError, match="determinism_check should be one of") as caught:
-        impl(fn, leaf(), determinism_check="defualt")
-    assert all(choice in str(caught.value) for choice in ("'default'", "'none'", "defualt"))
-    assert fn.begun == 0
-
-
-def test_unknown_determinism_check_is_refused_when_currying() -> None:
-    """The curried form looks at its options at once, not in the first call."""
-    with pytest.raises(ValueError, match="determinism_check should be one of 'default', 'none', 'values', 'sampled_values'"):
-        checkpoint(determinism_check="x")
-
-
 def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any]) -> None:
     """Without the check a rerun may save a tensor of another shape."""
     x = leaf()
@@ -270,42 +231,6 @@ def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any])
     impl(fn, x, determinism_check="none").sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     assert fn.calls == 2
-
-
-@pytest.mark.parametrize("respect", [None, True, False])
-def test_respect_saved_tensors_hooks_is_accepted(respect: bool | None) -> None:
-    """The flag of torch 2.14 concerns selective policies: without one it changes nothing."""
-    packed: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor)
-        return tensor
-
-    x = leaf()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = checkpoint(sin_cos, x, respect_saved_tensors_hooks=respect)
-    y.sum().backward()
-    assert len(packed) == 1
-    assert packed[0] is x
-    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_early_stop_option(impl: Callable[..., Any], early_stop: bool) -> None:
-    """A recompute ends with the last tensor needed, or with the function."""
-    fn = Counted(sin_cos)
-    impl(fn, leaf(), early_stop=early_stop).sum().backward()
-    assert (fn.begun, fn.ended) == (2, 1 if early_stop else 2)
-
-
-def test_preserve_rng_state_draws_the_same_numbers(impl: Callable[..., Any]) -> None:
-    """Dropout drops the same elements in forward and recompute."""
-    x = leaf(64)
-    torch.manual_seed(1)
-    (expected,) = torch.autograd.grad(nn.functional.dropout(x.sin(), 0.5).cos().sum(), x)
-    torch.manual_seed(1)
-    impl(lambda x: nn.functional.dropout(x.sin(), 0.5).cos(), x).sum().backward()
-    assert torch.equal(x.grad, expected)
 
 
 def test_noop_context_fn_of_either_library_may_be_passed() -> None:
@@ -335,37 +260,11 @@ def test_curried_form_makes_a_region_of_each_call(curry: Callable[..., Any]) -> 
     assert (fn.begun, fn.ended) == (4, 2)
 
 
-def test_curried_options_hold_for_each_call() -> None:
-    """Options that are given first are those of every later call."""
-    events: list[str] = []
-    fn = Counted(sin_cos)
-    wrapped = checkpoint(early_stop=False, context_fn=lambda: (Noted("f", events), Noted("r", events)))(fn)
-    wrapped(leaf()).sum().backward()
-    wrapped(leaf()).sum().backward()
-    assert (fn.begun, fn.ended) == (4, 4)
-    assert events == ["enter f", "exit f", "enter r", "exit r"] * 2
-
-
-def test_name_is_the_regions_name_in_errors() -> None:
-    """``name`` in the curried form names the region."""
-    wrapped = checkpoint(name="block 7")(Switch(sin_cos, torch.sin))
-    y = wrapped(leaf())
-    with pytest.raises(ckpt_hooks.DeterminismError, match="region 'block 7'") as caught:
-        y.sum().backward()
-    assert caught.value.region == ("block 7",)
-
-
 def test_name_is_free_for_the_curried_functions_arguments() -> None:
     """The option does not take the keyword from the function."""
     seen: list[str] = []
     checkpoint(name="region")(lambda x, name: (seen.append(name), x.sin())[1])(leaf(), name="tensor")
     assert seen == ["tensor"]
-
-
-def test_unknown_keywords_of_the_curried_form_are_named(curry: Callable[..., Any]) -> None:
-    """Options that do not exist are refused at once, all of them named."""
-    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: polcy, ?nam"):
-        curry(polcy=1, nam=2)
 
 
 def test_none_for_a_function_is_the_curried_form(curry: Callable[..., Any]) -> None:
@@ -489,18 +388,6 @@ def test_a_class_attribute_that_does_not_bind_does_not_bind_when_wrapped(curry: 
     assert torch.equal(Holder().wrapped(x), Holder().plain(x))
 
 
-def test_a_wrapped_module_is_called_with_its_hooks(curry: Callable[..., Any]) -> None:
-    """Currying over a module calls the module."""
-    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    ran: list[str] = []
-    block.register_forward_hook(lambda *_: ran.append("hook"))
-    wrapped = curry(use_reentrant=False)(block)
-    x = leaf(2, 3)
-    assert torch.equal(wrapped(x), block(x))
-    assert ran == ["hook", "hook"]
-    assert wrapped.__wrapped__ is block
-
-
 def test_deepcopy_of_a_model_with_a_wrapped_part(curry: Callable[..., Any]) -> None:
     """A copied model calls its own parts, not those of the model that it was copied from."""
 
@@ -559,45 +446,6 @@ def test_chunks_are_cut_as_torch_cuts_them(
     assert all(map(torch.equal, found, gradients))
 
 
-def test_sequential_takes_plain_functions(api: Any) -> None:
-    """A list may mix functions and modules."""
-    x = leaf()
-    y = api.checkpoint_sequential([torch.sin, nn.Tanh(), lambda v: v * 2, torch.cos], 2, x)
-    y.sum().backward()
-    expected = (x.sin().tanh() * 2).cos()
-    assert torch.equal(y, expected)
-    assert torch.equal(x.grad, torch.autograd.grad(expected.sum(), x)[0])
-
-
-def test_sequential_passes_structures_from_step_to_step(api: Any) -> None:
-    """What goes between functions need not be a tensor."""
-    x = leaf()
-    steps = [lambda v: (v.sin(), v), lambda pair: {"product": pair[0] * pair[1]}, lambda named: named["product"].cos()]
-    y = api.checkpoint_sequential(steps, 3, x)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad((x.sin() * x).cos().sum(), x)[0])
-
-
-def test_sequential_runs_a_shared_module_each_time_it_occurs() -> None:
-    """A module that stands in an ``nn.Sequential`` twice runs twice, as it does without checkpointing."""
-    step = Step()
-    x = leaf()
-    y = checkpoint_sequential(nn.Sequential(step, step, step, step), 2, x)
-    assert step.run.count == 4
-    assert torch.equal(y, nn.Sequential(step, step, step, step)(x))
-
-
-def test_sequential_preserves_rng_state(api: Any) -> None:
-    """Dropout in each segment draws in the recompute what it drew in forward."""
-    steps = [lambda v: nn.functional.dropout(v, 0.5).sin() for _ in range(4)]
-    x = leaf(64)
-    torch.manual_seed(1)
-    (expected,) = torch.autograd.grad(nn.functional.dropout(steps[0](steps[0](steps[0](x))), 0.5).sin().sum(), x)
-    torch.manual_seed(1)
-    api.checkpoint_sequential(steps, 4, x, preserve_rng_state=True).sum().backward()
-    assert torch.equal(x.grad, expected)
-
-
 def test_sequential_passes_preserve_rng_state_on() -> None:
     """Without it a recompute draws new numbers."""
     x = leaf(64)
@@ -612,40 +460,10 @@ def test_sequential_passes_preserve_rng_state_on() -> None:
     assert not torch.equal(*mask)
 
 
-@pytest.mark.parametrize("segments", [0, -1, 4, 2.0, True, None, "2"])
-def test_sequential_refuses_impossible_segments(segments: Any) -> None:
-    """``segments`` lies between one and the number of functions."""
-    with pytest.raises(ValueError, match=r"segments should be an integer from 1 to the number of functions \(3\)"):
-        checkpoint_sequential([torch.sin] * 3, segments, leaf())
-
-
 def test_sequential_of_nothing() -> None:
     """No functions in one segment answer the input; the arithmetic of the cut does not show."""
     x = leaf()
     assert checkpoint_sequential([], 1, x) is x
-
-
-def test_sequential_refuses_unknown_keywords(api: Any) -> None:
-    """Options of ``checkpoint`` that are not those of ``checkpoint_sequential`` are named."""
-    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: early_stop, ?mask"):
-        api.checkpoint_sequential([torch.sin] * 2, 2, leaf(), early_stop=False, mask=1)
-
-
-def test_sequential_refuses_a_second_input() -> None:
-    """Two inputs are a mistake that says what to do instead."""
-    with pytest.raises(TypeError, match="one input, but got another positional argument of type Tensor"):
-        checkpoint_sequential([torch.sin] * 2, 2, leaf(), leaf())
-    with pytest.raises(TypeError):
-        checkpoint_sequential([torch.sin] * 2, 2, leaf(), None, leaf())  # type: ignore[misc]
-
-
-def test_sequential_names_its_segments() -> None:
-    """An error says which functions of the sequence the region is made of."""
-    steps = [torch.sin, torch.cos, Switch(sin_cos, torch.sin), torch.sin, torch.sin, torch.sin]
-    y = checkpoint_sequential(steps, 3, leaf())
-    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
-        y.sum().backward()
-    assert caught.value.region == ("checkpoint_sequential[2:4]",)
 
 
 # context_fn. Where forward raises, torch 2.11 leaves its hooks behind, so those tests are for this package alone.
@@ -670,18 +488,6 @@ def test_context_fn_wraps_forward_and_recompute(impl: Callable[..., Any]) -> Non
     assert events == ["enter recompute", "fn", "exit recompute"]
     y.sum().backward()
     assert events == ["enter recompute", "fn", "exit recompute"] * 2
-
-
-def test_context_fn_is_called_for_each_region(impl: Callable[..., Any]) -> None:
-    """Regions do not share contexts."""
-    made: list[Any] = []
-
-    def context_fn() -> Any:
-        made.append((contextlib.nullcontext(), contextlib.nullcontext()))
-        return made[-1]
-
-    impl(sin_cos, impl(sin_cos, leaf(), context_fn=context_fn), context_fn=context_fn).sum().backward()
-    assert len(made) == 2
 
 
 def test_recompute_context_is_not_entered_without_a_recompute(impl: Callable[..., Any]) -> None:
@@ -721,16 +527,6 @@ def test_exception_in_forward_reaches_the_first_context() -> None:
     assert events == ["enter f", "exit f with KeyError('mine')"]
 
 
-def test_suppressing_an_exception_of_forward_is_an_error() -> None:
-    """There is no value to return for a forward that failed."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("mine")
-
-    with pytest.raises(RuntimeError, match="context_fn suppressed"):
-        checkpoint(fn, leaf(), context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [])))
-
-
 def test_the_suppressed_exception_is_the_cause() -> None:
     """The error names what was suppressed, and has it as its cause."""
     error = KeyError("mine")
@@ -741,14 +537,6 @@ def test_the_suppressed_exception_is_the_cause() -> None:
     with pytest.raises(RuntimeError, match=r"KeyError\('mine'\)") as caught:
         checkpoint(fn, leaf(), context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [])))
     assert caught.value.__cause__ is error
-
-
-def test_a_context_that_would_suppress_nothing_may_return_true(impl: Callable[..., Any]) -> None:
-    """Suppression matters only where there is something to suppress."""
-    x = leaf()
-    y = impl(sin_cos, x, context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [], swallow=True)), early_stop=False)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
 
 
 def test_a_recompute_context_that_suppresses_everything_does_no_harm() -> None:
@@ -776,36 +564,6 @@ def test_a_second_context_that_fails_can_be_tried_again(impl: Callable[..., Any]
         torch.autograd.grad(y, x, retain_graph=True)
     second.fail_in = ""
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
-@pytest.mark.parametrize(
-    "returned",
-    [None, (), (contextlib.nullcontext(),), (contextlib.nullcontext(),) * 3, contextlib.nullcontext(), "ab"],
-    ids=["None", "none", "one", "three", "bare", "string"],
-)
-def test_context_fn_that_returns_something_else(returned: Any) -> None:
-    """The answer of ``context_fn`` is looked at before anything runs."""
-    fn = Counted(sin_cos)
-    with pytest.raises(TypeError, match="context_fn should return two context managers"):
-        checkpoint(fn, leaf(), context_fn=lambda: returned)
-    assert fn.begun == 0
-
-
-def test_context_fn_may_return_a_list(impl: Callable[..., Any]) -> None:
-    """Any pair will do."""
-    impl(sin_cos, leaf(), context_fn=lambda: [contextlib.nullcontext(), contextlib.nullcontext()]).sum().backward()
-
-
-def test_one_object_for_both_contexts(impl: Callable[..., Any]) -> None:
-    """A context manager that can be entered again may serve for both."""
-    events: list[str] = []
-
-    def context_fn() -> Any:
-        both = Noted("both", events)
-        return both, both
-
-    impl(sin_cos, leaf(), context_fn=context_fn).sum().backward()
-    assert events == ["enter both", "exit both"] * 2
 
 
 def test_contextmanager_made_recompute_context_and_several_backwards() -> None:
@@ -851,19 +609,6 @@ def test_early_stop_setting_wins_over_the_option(api: Any, setting: bool | None,
     assert fn.ended == (1 if stops else 2)
 
 
-def test_innermost_early_stop_setting_wins(api: Any) -> None:
-    """Blocks nest, None inside False defers to the region, and each setting ends with its block."""
-    fns = [Counted(sin_cos) for _ in range(4)]
-    with api.set_checkpoint_early_stop(False):
-        api.checkpoint(fns[0], leaf()).sum().backward()
-        with api.set_checkpoint_early_stop(True):
-            api.checkpoint(fns[1], leaf()).sum().backward()
-        with api.set_checkpoint_early_stop(None):
-            api.checkpoint(fns[2], leaf()).sum().backward()
-        api.checkpoint(fns[3], leaf()).sum().backward()
-    assert [fn.ended for fn in fns] == [2, 1, 1, 2]
-
-
 def test_settings_end_with_an_exception(api: Any) -> None:
     """A block that is left by an exception leaves no setting behind."""
     for setting in (api.set_checkpoint_early_stop(False), api.set_checkpoint_debug_enabled(True)):
@@ -873,31 +618,6 @@ def test_settings_end_with_an_exception(api: Any) -> None:
     api.checkpoint(fn, leaf()).sum().backward()
     assert fn.ended == 1
     assert "debug=True` to checkpoint" not in message_of_a_divergence(api)
-
-
-def test_early_stop_setting_holds_for_sequential_and_curried_regions() -> None:
-    """Each way to make a region reads the setting."""
-    fns = [Counted(sin_cos), Counted(sin_cos)]
-    with set_checkpoint_early_stop(False):
-        y = checkpoint_sequential([fns[0], sin_cos], 2, leaf())
-        z = checkpoint()(fns[1])(leaf())
-    y.sum().backward()
-    z.sum().backward()
-    assert [fn.ended for fn in fns] == [2, 2]
-
-
-def test_settings_are_per_thread() -> None:
-    """A block on one thread does not change regions of another one."""
-    fn = Counted(sin_cos)
-
-    def other_thread() -> str:
-        checkpoint(fn, leaf()).sum().backward()
-        return message_of_a_divergence(ckpt_hooks)
-
-    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
-        message = in_a_thread(other_thread)
-    assert fn.ended == 1
-    assert "debug=True` to checkpoint" not in message
 
 
 # Debug mode
@@ -927,74 +647,12 @@ def test_debug_lists_the_operators_of_both_runs() -> None:
     assert [line.partition("test_checkpoint.py")[0] for line in error.recomputed_operators] == [sin, cos]
 
 
-def test_debug_keeps_type_and_fields_and_cause_of_the_error() -> None:
-    """Debug mode makes an error longer and adds the logs, nothing else."""
-    y = checkpoint(Switch(sin_cos_exp, sin_cos), leaf(), debug=True)
-    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
-        y.sum().backward()
-    plain = caught.value.__cause__
-    assert type(plain) is ckpt_hooks.DeterminismError
-    assert {**vars(caught.value), "operators": (), "recomputed_operators": ()} == vars(plain)
-    assert str(caught.value).endswith(str(plain))
-
-
-def test_debug_changes_no_value() -> None:
-    """In debug mode everything is as eager."""
-    x = leaf()
-    y = checkpoint(sin_cos_exp, x, debug=True)
-    assert torch.equal(y, sin_cos_exp(x))
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(sin_cos_exp(x).sum(), x)[0])
-
-
-def test_debug_lists_the_latest_recompute_alone() -> None:
-    """A second backward's log starts anew."""
-    fn = Switch(sin_cos_exp, sin_cos_exp)
-    x = leaf()
-    y = checkpoint(fn, x, debug=True).sum()
-    torch.autograd.grad(y, x, retain_graph=True)
-    fn.then = sin_cos
-    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
-        torch.autograd.grad(y, x)
-    assert (len(caught.value.operators), len(caught.value.recomputed_operators)) == (3, 2)
-
-
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("setting", [True, False, None])
-def test_debug_setting_wins_over_the_option(setting: bool | None, own: bool) -> None:
-    """The setting wins over a region's own ``debug``; None defers to it."""
-    with set_checkpoint_debug_enabled(setting):
-        message = message_of_a_divergence(ckpt_hooks, debug=own)
-    assert (DEBUG_PHRASE in message) is (own if setting is None else setting)
-
-
-def test_innermost_debug_setting_wins() -> None:
-    """Blocks nest."""
-    with set_checkpoint_debug_enabled(True):
-        with set_checkpoint_debug_enabled(False):
-            assert DEBUG_PHRASE not in message_of_a_divergence(ckpt_hooks)
-        with set_checkpoint_debug_enabled(None):
-            assert DEBUG_PHRASE not in message_of_a_divergence(ckpt_hooks)
-        assert DEBUG_PHRASE in message_of_a_divergence(ckpt_hooks)
-
-
 def test_debug_setting_is_read_at_forward() -> None:
     """Switching debug mode on for backward is too late: there is no log of forward."""
     y = checkpoint(Switch(sin_cos_exp, sin_cos), leaf())
     with set_checkpoint_debug_enabled(True), pytest.raises(ckpt_hooks.CheckpointError) as caught:
         y.sum().backward()
     assert DEBUG_PHRASE not in str(caught.value)
-
-
-def test_debug_goes_with_context_fn() -> None:
-    """Contexts are entered in debug mode as they are without it."""
-    events: list[str] = []
-    x = leaf()
-    y = checkpoint(sin_cos, x, debug=True, context_fn=lambda: (Noted("f", events), Noted("r", events))).sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    assert events == ["enter f", "exit f"] + ["enter r", "exit r"] * 2
-    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0] * 2)
 
 
 def test_debug_goes_with_contextmanager_made_contexts() -> None:
@@ -1028,16 +686,6 @@ def test_debug_leaves_no_mode_behind_where_a_context_fails(where: str) -> None:
     assert left_behind == []
 
 
-def test_suppression_is_an_error_in_debug_mode_too() -> None:
-    """The two contexts that debug mode makes of two do not hide that one of them suppressed."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("mine")
-
-    with pytest.raises(RuntimeError, match="context_fn suppressed"):
-        checkpoint(fn, leaf(), debug=True, context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [])))
-
-
 # Hooks of modules and tensors
 
 
@@ -1053,194 +701,13 @@ def test_forward_hooks_run_with_each_run_of_the_module(impl: Callable[..., Any],
     assert ran == ["pre", "post", "pre", "post"]
 
 
-def test_forward_hooks_that_change_values(impl: Callable[..., Any]) -> None:
-    """What hooks put in place of inputs and outputs is what the recompute sees as well."""
-    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    block[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    block[0].register_forward_hook(lambda module, args, output: output.sin())
-    block.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] + kwargs.pop("shift"),), kwargs), with_kwargs=True)
-    x = leaf(2, 3)
-    y = impl(block, x, shift=1.0)
-    expected = block(x, shift=1.0)
-    assert torch.equal(y, expected)
-    inputs = [x, *block.parameters()]
-    assert all(map(torch.equal, torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)))
-
-
-@pytest.mark.parametrize("on", ["the region", "a part of it"])
-def test_full_backward_hooks_run_once(impl: Callable[..., Any], on: str) -> None:
-    """Backward hooks of a module see the gradients of eager, once a backward."""
-    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    seen: list[torch.Tensor] = []
-    watched = block if on == "the region" else block[1]
-    watched.register_full_backward_pre_hook(lambda module, grad_output: seen.append(grad_output[0].clone()))
-    watched.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_input[0].clone()))
-    x = leaf(2, 3)
-    block(x).sum().backward()
-    expected, seen[:] = list(seen), []
-    impl(block, x).sum().backward()
-    assert len(seen) == len(expected) == 2
-    assert all(map(torch.equal, seen, expected))
-
-
-def test_full_backward_hook_that_changes_a_gradient(impl: Callable[..., Any]) -> None:
-    """A gradient that a hook replaces is replaced in the region too."""
-    block = nn.Sequential(nn.Tanh(), nn.Tanh())
-    block[1].register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 3,))
-    x = leaf()
-    impl(block, x).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(block(x).sum(), x)[0])
-
-
-def test_tensor_hooks_inside_a_region_run_once(impl: Callable[..., Any]) -> None:
-    """A hook that the function puts on a tensor fires for the graph of forward, not for that of the recompute."""
-    fired: list[torch.Tensor] = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        y.register_hook(lambda grad: fired.append(grad))
-        return y.cos()
-
-    impl(fn, leaf()).sum().backward()
-    assert len(fired) == 1
-
-
-def test_data_parallel(impl: Callable[..., Any]) -> None:
-    """A module with regions runs in ``nn.DataParallel``, which without accelerators calls it as it is."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return impl(self.block, x).sin()
-
-    model = Model().to(device)
-    x = torch.rand(4, 3, device=device)
-    nn.DataParallel(model)(x).sum().backward()
-    expected = torch.autograd.grad(model.block(x).sin().sum(), model.block[0].weight)[0]
-    assert torch.equal(model.block[0].weight.grad, expected)
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_replicas_on_threads_share_a_module(impl: Callable[..., Any]) -> None:
-    """Threads that run forward and backward over one module, as ``nn.DataParallel`` does, get what each would alone."""
-    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    inputs = [leaf(2, 3) for _ in range(4)]
-    expected = [torch.autograd.grad(block(x).sum(), x)[0] for x in inputs]
-    found: dict[int, torch.Tensor] = {}
-    start = threading.Barrier(len(inputs))
-
-    def run(index: int) -> None:
-        start.wait()
-        found[index] = torch.autograd.grad(impl(block, inputs[index]).sum(), inputs[index])[0]
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[index], expected[index]) for index in range(len(inputs)))
-
-
 # Inputs and outputs of all kinds
-
-
-@dataclasses.dataclass
-class Pair:
-    """A dataclass of a tensor and a number."""
-
-    value: torch.Tensor
-    factor: float
-
-
-class NamedPair(collections.namedtuple("NamedPair", ["value", "factor"])):
-    """A named tuple of a tensor and a number."""
-
-    __slots__ = ()
-
-
-class Custom:
-    """An object like any other."""
-
-    def __init__(self, value: torch.Tensor, factor: float) -> None:
-        self.value, self.factor = value, factor
-
-
-@pytest.mark.parametrize("kind", [Pair, NamedPair, Custom])
-def test_structured_inputs_and_outputs(impl: Callable[..., Any], kind: Callable[..., Any]) -> None:
-    """Data classes, named tuples and objects of any class go in and come out."""
-    made: list[Any] = []
-
-    def fn(given: Any) -> Any:
-        made.append(kind((given.value * given.factor).sin().cos(), given.factor + 1))
-        return made[-1]
-
-    x = leaf()
-    y = impl(fn, kind(x, 2.0))
-    assert y is made[0]
-    y.value.sum().backward()
-    assert torch.equal(y.value, (x * 2.0).sin().cos())
-    assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().sum(), x)[0])
-    assert y.factor == 3.0
-    assert len(made) == 1  # the recompute stopped before it made another
-
-
-def test_dicts_go_in_and_come_out(impl: Callable[..., Any]) -> None:
-    """A dictionary of tensors and other things, in and out."""
-
-    def fn(batch: dict[str, Any], *, scale: dict[str, float]) -> dict[str, Any]:
-        return {"out": (batch["x"] * scale["by"]).sin().cos(), "label": batch["label"], "none": None}
-
-    x = leaf()
-    y = impl(fn, {"x": x, "label": "a"}, scale={"by": 2.0})
-    y["out"].sum().backward()
-    assert y.keys() == {"out", "label", "none"}
-    assert (y["label"], y["none"]) == ("a", None)
-    assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().sum(), x)[0])
-
-
-def test_none_goes_in_and_comes_out(impl: Callable[..., Any]) -> None:
-    """None may be an argument, an output and one of several outputs."""
-    seen: list[Any] = Log()
-
-    def fn(x: torch.Tensor, mask: None, *, bias: None) -> tuple[torch.Tensor, None]:
-        seen.append((mask, bias))
-        return x.sin().cos(), None
-
-    x = leaf()
-    y, nothing = impl(fn, x, None, bias=None)
-    y.sum().backward()
-    assert nothing is None
-    assert seen == [(None, None)] * 2
-    assert impl(lambda x: None, x) is None
 
 
 def test_outputs_are_the_functions_own_objects(impl: Callable[..., Any]) -> None:
     """What the function returns is returned, not a copy."""
     returned = [leaf(), (leaf(),), {"a": object()}]
     assert impl(lambda: returned) is returned
-
-
-def test_output_that_is_an_input(impl: Callable[..., Any]) -> None:
-    """A function may hand an input through."""
-    x = leaf()
-    same, y = impl(lambda x: (x, x.sin().cos()), x)
-    assert same is x
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
-def test_inputs_without_gradients(impl: Callable[..., Any]) -> None:
-    """No input needs a gradient: parameters in the function get theirs all the same."""
-    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    x = torch.rand(2, 3)
-    impl(block, x).sum().backward()
-    found = [parameter.grad for parameter in block.parameters()]
-    expected = torch.autograd.grad(block(x).sum(), list(block.parameters()))
-    assert all(map(torch.equal, found, expected))
 
 
 # Functions that are called once
@@ -1271,16 +738,6 @@ def test_a_function_is_told_that_it_is_rerun() -> None:
     assert not ckpt_hooks.is_recomputing()
 
 
-def test_region_that_backward_does_not_reach_is_never_rerun(impl: Callable[..., Any]) -> None:
-    """A region whose output is not used, or detached, costs its forward alone."""
-    unused, detached = Counted(sin_cos), Counted(sin_cos)
-    x = leaf()
-    kept = impl(unused, x)
-    (impl(detached, x).detach() * x).sum().backward()
-    assert kept.grad_fn is not None
-    assert (unused.begun, detached.begun) == (1, 1)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_the_function_is_called_plainly(mode: Callable[[], Any]) -> None:
     """With grad mode off the function runs once, outside of any context, with the caller's own objects."""
@@ -1298,12 +755,6 @@ def test_without_gradients_the_function_is_called_plainly(mode: Callable[[], Any
         assert torch.equal(y, sin_cos(arguments[0]))
     assert [id(value) for value in seen] == [id(arguments[0]), id(arguments[1]), id(arguments)]
     assert events == []
-
-
-def test_without_gradients_context_fn_is_not_called() -> None:
-    """There is no forward to wrap as a region."""
-    with torch.no_grad():
-        checkpoint(sin_cos, leaf(), context_fn=pytest.fail)
 
 
 def test_without_gradients_iterators_are_welcome() -> None:
@@ -1326,32 +777,6 @@ def test_gradients_enabled_inside_a_plain_call(impl: Callable[..., Any]) -> None
     y.sum().backward()
     assert fn.begun == 1
     assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
-def test_gradients_disabled_inside_a_region(impl: Callable[..., Any]) -> None:
-    """A function that switches gradients off saves nothing there, and that part is rerun without them too."""
-    modes: list[bool] = Log()
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            scale = x.exp()
-            modes.append(torch.is_grad_enabled())
-        return (x * scale).sin()
-
-    x = leaf()
-    impl(fn, x).sum().backward()
-    assert modes == [False, False]
-    assert torch.equal(x.grad, torch.autograd.grad((x * x.detach().exp()).sin().sum(), x)[0])
-
-
-def test_backward_with_gradients_switched_off(impl: Callable[..., Any]) -> None:
-    """A recompute enables gradients whatever holds around backward, and puts that back."""
-    x = leaf()
-    y = impl(sin_cos, x).sum()
-    with torch.no_grad():
-        (found,) = torch.autograd.grad(y, x)
-        assert not torch.is_grad_enabled()
-    assert torch.equal(found, torch.autograd.grad(sin_cos(x).sum(), x)[0])
 
 
 # Errors
@@ -1414,25 +839,6 @@ def test_messages_keep_the_words_that_users_search_for(
     y = impl(Switch(first, then), leaf(), **options)
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match=phrase):
         y.sum().backward()
-
-
-def test_a_rerun_that_saves_more_after_the_last_tensor_is_not_looked_at(impl: Callable[..., Any]) -> None:
-    """With early stop the recompute ends before the difference."""
-    x = leaf()
-    impl(Switch(sin_cos, sin_cos_exp), x).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
-def test_metadata_error_lists_each_tensor_that_differs() -> None:
-    """Position, what forward saved and what the recompute saved, for each."""
-    y = checkpoint(Switch(sin_cos_exp, lambda x: x[:2].sin().cos().exp()), leaf(), early_stop=False)
-    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
-        y.sum().backward()
-    for index in range(1, 3):
-        assert (
-            f"tensor at position {index}:\nsaved metadata: float32[3] on cpu\nrecomputed metadata: float32[2] on cpu\n"
-            in str(caught.value)
-        )
 
 
 def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:

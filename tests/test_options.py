@@ -128,31 +128,6 @@ def test_each_option_on_each_form(way, name):
         call(leaf(3), **{name: 3})
 
 
-@pytest.mark.parametrize(("way", "name"), [one for one in PASSED_ON if isinstance(OPTIONS[one[1]].default, bool)])
-@pytest.mark.parametrize("value", [False, True])
-def test_flags(way, name, value):
-    """Also where another value than the default is written as a number."""
-    for flag in (value, int(value)):
-        x = leaf(3)
-        WAYS[way][1](x, **{name: flag}).sum().backward()
-        assert x.grad is not None
-
-
-@pytest.mark.parametrize("way", ["curried", "module", "recorded module"])
-def test_an_unknown_option_is_answered_by_the_known(way):
-    form, call = WAYS[way]
-    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: nam\.") as caught:
-        call(leaf(3), nam="it")
-    assert [name for name in options_of(form) if name not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIONS if Form.DIRECT not in OPTIONS[name].forms])
-def test_other_keywords_of_a_direct_call_are_the_functions(name):
-    x = leaf(3)
-    checkpoint(lambda x, **kwargs: x.sin() * kwargs[name], x, **{name: 2}).sum().backward()
-    assert torch.equal(x.grad, 2 * x.detach().cos())
-
-
 OTHERS = {"determinism_check": "none", "respect_saved_tensors_hooks": False}
 
 
