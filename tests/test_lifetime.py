@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import functools
 import gc
-import sys
 import types
 import weakref
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.autograd import grad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt_hooks import CheckpointError, GraphExecGroup, apply_checkpointing, checkpoint, trace
+from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint, trace
 from tests.measure import Frames, Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -41,38 +40,10 @@ def test_a_frame_dies_with_backward(frames):
     assert frames.alive() == [False]
 
 
-def test_a_frame_lives_as_long_as_its_graph(frames):
-    x = leaf(3)
-    y = checkpoint(block, x).sum()
-    y.backward(retain_graph=True)
-    assert frames.alive() == [True]
-    assert frames.values_alive() == 0
-    del y
-    assert frames.alive() == [False]
-
-
 def test_a_discarded_output_takes_its_frame_along(frames):
     x = leaf(3)
     checkpoint(block, x)
     assert frames.alive() == [False]
-
-
-def test_a_region_that_saves_nothing_has_no_frame_afterwards(frames):
-    x = leaf(3)
-    y = checkpoint(lambda x: x + 1, x)
-    assert frames.alive() == [False]
-    y.sum().backward()
-
-
-def test_the_input_of_a_region_dies_with_it():
-    x = leaf(3)
-    h = x * 2
-    memory = StorageWeakRef(h.untyped_storage())
-    y = checkpoint(block, h).sum()
-    del h
-    assert not memory.expired()
-    y.backward()
-    assert memory.expired()
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
@@ -146,96 +117,6 @@ def test_unclaimed_values_are_dropped_when_backward_ends():
     del b
 
 
-def test_unclaimed_values_are_dropped_when_backward_fails():
-    """The same where the backward does not reach its end."""
-    x, made, held = leaf(3), Log(), []
-    a, b = checkpoint(two(made), x)
-
-    def fail(g):
-        held.append(made[-1].expired())
-        raise KeyError
-
-    x.register_hook(fail)
-    with contextlib.suppress(KeyError):
-        a.sum().backward(retain_graph=True)
-    assert held == [False]
-    assert [memory.expired() for memory in made] == [True] * 2
-    del b
-
-
-def test_unclaimed_values_of_a_group_die_with_the_group():
-    """A group keeps what its later backwards may need, and no longer than itself."""
-    x, made = leaf(3), Log()
-    a, b = checkpoint(two(made), x)
-    group = GraphExecGroup()
-    with group:
-        grad(a.sum(), x, retain_graph=True)
-    assert [memory.expired() for memory in made] == [True, False]
-    del group
-    assert [memory.expired() for memory in made] == [True] * 2
-    del b
-
-
-def test_nested_frames_die(frames):
-    x = leaf(3)
-    y = checkpoint(lambda x: checkpoint(lambda x: checkpoint(block, x.sin()).sin(), x).exp(), x).sum()
-    y.backward(retain_graph=True)
-    # Three of forward; the outer rerun makes two more, the middle one another.
-    assert frames.alive() == [True] * 3 + [False] * 3
-    del y
-    assert not any(frames.alive())
-
-
-def test_higher_derivatives_free_everything(frames):
-    x = leaf(3)
-    y = checkpoint(lambda x: checkpoint(block, x).sin(), x).sum()
-    (g,) = grad(y, x, create_graph=True)
-    (h,) = grad(g.sum(), x, create_graph=True)
-    del y, g, h
-    assert not any(frames.alive())
-
-
-def test_a_cycle_through_python_does_not_keep_the_frame(frames):
-    """A function that refers to itself, as bound methods of modules do, is no part of the graph."""
-
-    class Module(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.me = [self]
-
-        def forward(self, x):
-            return block(x)
-
-    x = leaf(3)
-    y = checkpoint(Module(), x).sum()
-    y.backward()
-    assert frames.alive() == [False]
-
-
-@pytest.mark.slow
-def test_memory_of_2000_regions_comes_back():
-    """2,000 regions in a row, one backward: no recursion limit is met, and every Python object and tensor is gone."""
-
-    def run(steps):
-        x = torch.ones(4, 4, requires_grad=True)
-        y = x
-        for _ in range(steps):
-            y = checkpoint(torch.sin, y)
-        y.sum().backward()
-        return x.grad
-
-    run(2000)  # fills the interpreter's free lists
-    before = sys.getallocatedblocks()
-    gradient = run(2000)
-    assert abs(sys.getallocatedblocks() - before) < 50
-    x = torch.ones(4, 4, requires_grad=True)
-    y = x
-    for _ in range(2000):
-        y = y.sin()
-    y.sum().backward()
-    assert torch.equal(gradient, x.grad)
-
-
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_chain_of_regions_is_discarded_without_recursion(count):
     """Dropping the output of many regions in a row without a backward is no deep recursion either."""
@@ -247,24 +128,6 @@ def test_a_chain_of_regions_is_discarded_without_recursion(count):
             y = checkpoint(torch.sin, y)
     del y
     assert not any(frames.alive())
-
-
-def test_a_frame_whose_forward_failed_in_a_context_of_its_own_is_closed(frames):
-    """A context_fn whose first context fails to enter leaves no hooks behind."""
-
-    class Broken(contextlib.AbstractContextManager):
-        def __enter__(self):
-            raise KeyError
-
-        def __exit__(self, *exc_info):
-            raise AssertionError
-
-    x = leaf(3)
-    with pytest.raises(KeyError):
-        checkpoint(block, x, context_fn=lambda: (Broken(), contextlib.nullcontext()))
-    assert frames.alive() == [False]
-    y = x.sin()
-    assert torch.equal(y.grad_fn._saved_self, x)
 
 
 def test_frames_that_draw_nothing_share_one_rng_state():
@@ -471,69 +334,6 @@ def test_outputs_within_reach_of_the_next_region_are_no_chain(held):
     assert [one() is not None for one in alive] == [False, False, False, True]
 
 
-def test_copies_of_tensors_that_no_module_owns_go_with_their_frames():
-    def alive():
-        return sum(type(one) is torch.Tensor and one.numel() == 1019 for one in gc.get_objects())
-
-    before, data = alive(), [torch.ones(1019) for _ in range(3)]
-    for batch in data:
-        checkpoint(lambda x, batch=batch: (x * batch.sum()).sin(), leaf(3)).sum().backward()
-    assert alive() == before + 3
-
-
-def test_an_exception_on_the_way_out_of_a_context_is_in_no_cycle(frames):
-    class Fails(contextlib.AbstractContextManager):
-        def __exit__(self, *exc_info):
-            raise KeyError
-
-    with contextlib.suppress(KeyError):
-        checkpoint(block, leaf(3), debug=True, context_fn=lambda: (Fails(), Fails()))
-    assert frames.alive() == [False]
-
-
-def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_ends():
-    made, inner = Log(), checkpoint(policy=[torch.ops.aten.exp.default])
-
-    def several(x):
-        a, b = x.sin().exp(), x.cos().exp()
-        made.extend(StorageWeakRef(one.untyped_storage()) for one in (a, b))
-        return a.cos(), b.sin()
-
-    y, z = checkpoint(lambda x: inner(several)(x * 2), leaf(3))
-    del z
-    y.sum().backward(retain_graph=True)
-    assert len(made) > 2
-    assert all(memory.expired() for memory in made)
-
-
-def test_what_a_policy_keeps_goes_with_the_backward():
-    x, w, gone = leaf(4, 4), leaf(4, 4), []
-
-    def function(x):
-        h = x @ w
-        gone.append(StorageWeakRef(h.untyped_storage()))
-        return h.sin().exp()
-
-    y = checkpoint(policy=[torch.ops.aten.mm.default])(function)(x).sum()
-    assert not gone[0].expired()
-    y.backward()
-    assert gone[0].expired()
-    del y
-
-
-def test_values_from_a_fingerprint_go_with_the_frame():
-    w, v, fingerprints = leaf(3), leaf(3), []
-
-    def fingerprint(tensor):
-        fingerprints.append(weakref.ref(copy := tensor.clone()))
-        return copy
-
-    y, z = checkpoint(lambda x: (x.sin().exp(), w * v), leaf(3), determinism_check=fingerprint)
-    del y
-    assert [one() for one in fingerprints] == [None] * len(fingerprints)
-    assert z.requires_grad
-
-
 def test_errors_keep_nothing():
     """Those of parameters that have changed, before a rerun and before a replay."""
     layer, w, keeping = torch.nn.Linear(3, 3, dtype=torch.float64), leaf(3), checkpoint(policy=[torch.ops.aten.sin.default])
@@ -550,66 +350,6 @@ def test_errors_keep_nothing():
             y.sum().backward()
         del h, y
         assert alive() is None
-
-
-def test_states_that_are_closed_over_keep_no_graphs(frames):
-    """One forward after the other without a backward: each has noted the output of the one before, and not its graph."""
-    x = leaf(3)
-    state, pair = torch.zeros(3), (torch.zeros(3), torch.zeros(3))
-    for _ in range(20):
-        state = checkpoint(lambda y: block(y) + state.detach(), x)
-        pair = checkpoint(lambda y: (block(y) + pair[0].detach(), block(y) * pair[1].detach()), x)
-    assert sum(frames.alive()) == 2
-
-
-def test_a_variable_that_is_bound_to_the_output_keeps_nothing_after_backward(frames):
-    x, gone = leaf(3), []
-    h = x
-    for number in range(3):
-        skip = h * 2
-        gone.append(weakref.ref(skip))
-        h = checkpoint(lambda: block(h) * number + skip.sin())  # noqa: F821 -- it is there when it is called
-    del skip
-    h.sum().backward()
-    assert frames.alive() == [False] * 3
-    assert [reference() for reference in gone] == [None] * 3
-
-
-def test_a_rerun_leaves_nothing_of_a_variable_behind(frames):
-    x, scale = leaf(3), torch.ones(3)
-    y = checkpoint(lambda y: block(y * scale), x).sum()
-    gone = weakref.ref(scale)
-    scale = 2.0
-    y.backward()
-    assert gone() is None
-    assert scale == 2.0
-
-
-WRITES = {
-    "add": lambda h, y: h.add_(y),
-    "copy": lambda h, y: h.copy_(y),
-    "to a view": lambda h, y: h[1:].add_(y[1:]),
-}
-
-
-@pytest.mark.parametrize("backward", [None, "fails"])
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("made", [lambda x: x * 2, lambda x: (x * 2).view(3, 1).squeeze()], ids=["result", "view"])
-@pytest.mark.parametrize("levels", [1, 2])
-def test_what_a_region_returns_written_to_its_argument_is_no_cycle(made, write, backward, levels):
-    """The argument's history leads to the region then, which must not hold the argument's history."""
-
-    def function(h, left=levels - 1):
-        return checkpoint(function, h, left - 1) if left else block(h)
-
-    h = made(leaf(3))
-    memory = StorageWeakRef(h.untyped_storage())
-    write(h, checkpoint(function, h))
-    if backward == "fails":
-        with pytest.raises(CheckpointError, match="modified by an inplace operation"):
-            h.sum().backward()
-    del h
-    assert memory.expired()
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from train_charlm import peak_bytes
 
-from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_region, policies
-from tests.measure import CountOps, Frames, allocated, leaf
+from ckpt_hooks import checkpoint, checkpoint_region, policies
+from tests.measure import Frames, allocated, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -69,78 +69,6 @@ def test_a_frame_dies_before_a_graph_that_saved_nothing_but_leaves(frames):
     assert torch.equal(w.grad, x)
 
 
-def test_a_frame_dies_with_backward(frames):
-    x = leaf(4)
-    with checkpoint_region():
-        y = block(x)
-    y = y.sum()
-    assert frames.alive() == [True]
-    y.backward()
-    assert frames.alive() == [False]
-
-
-def test_a_frame_lives_as_long_as_its_graph(frames):
-    """Repeated backwards leave nothing with it (Rule 4)."""
-    x = leaf(4)
-    with checkpoint_region():
-        y = block(x)
-    y = y.sum()
-    for _ in range(3):
-        y.backward(retain_graph=True)
-        assert frames.alive() == [True]
-        assert frames.values_alive() == 0
-    del y
-    assert frames.alive() == [False]
-
-
-def test_a_frame_lives_by_one_handle(frames):
-    """The last node of the graph that may ask it."""
-    x = leaf(4)
-    with checkpoint_region():
-        a = x.sin().exp()
-        b = x.cos().tanh()
-    node = a.grad_fn
-    del a, b
-    assert frames.alive() == [True]
-    del node
-    assert frames.alive() == [False]
-
-
-def test_discarded_outputs_take_their_frame_along(frames):
-    x = leaf(4)
-    with checkpoint_region():
-        y = block(x)
-        with checkpoint_region():
-            y = block(y)
-    assert frames.alive() == [True, True]
-    del y
-    assert frames.alive() == [False, False]
-
-
-def test_a_region_that_saves_nothing_has_no_frame_afterwards(frames):
-    x = leaf(4)
-    with checkpoint_region():
-        y = x * 2 + 1
-    assert frames.alive() == [False]
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_an_exception_frees_frames(frames, depth):
-    x = leaf(4)
-
-    def down(levels):
-        with checkpoint_region():
-            y = block(x)
-            if levels == 1:
-                raise KeyError(y.shape)
-            down(levels - 1)
-
-    with contextlib.suppress(KeyError):
-        down(depth)
-    assert frames.alive() == [False] * depth
-
-
 def test_an_exception_in_a_replay_keeps_nothing(frames):
     """The frame is as it was, and goes with its graph."""
     x = leaf(4)
@@ -156,61 +84,6 @@ def test_an_exception_in_a_replay_keeps_nothing(frames):
     assert frames.values_alive() == 0
     del y
     assert frames.alive() == [False]
-
-
-def test_nested_frames_of_both_kinds_die(frames):
-    x = leaf(4)
-    with checkpoint_region():
-        y = checkpoint(lambda x: checkpoint_region()(block)(x.sin()).exp(), x)
-        with checkpoint_region():
-            y = checkpoint(block, y)
-    y = y.sum()
-    grad(y, x, retain_graph=True)
-    # Those of forward; the rerun of the first function makes one more.
-    assert sum(frames.alive()) == 5
-    del y
-    assert not any(frames.alive())
-
-
-def test_higher_derivatives_free_everything(frames):
-    x = leaf(4)
-    with checkpoint_region():
-        y = x.sin().exp()
-        with checkpoint_region():
-            y = y.cos().tanh()
-    (g,) = grad(y.sum(), x, create_graph=True)
-    (h,) = grad(g.sum(), x, create_graph=True)
-    del y, g, h
-    assert not any(frames.alive())
-
-
-class NotesOutputs(CountOps):
-    """Notes the memory of what operators return."""
-
-    def __init__(self):
-        super().__init__()
-        self.memory = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is not torch.ops.aten.detach.default:
-            self.memory += storages(output)
-        return output
-
-
-def test_values_of_a_group_die_with_it():
-    x = leaf(4)
-    with checkpoint_region():
-        h = x.sin()
-        a, b = h.exp().tanh(), h.cos().tan()
-    del h
-    group = GraphExecGroup()
-    with NotesOutputs() as notes, group:
-        grad(a.sum(), x, retain_graph=True)
-    assert expired(notes.memory).count(False) > 0
-    del group
-    assert all(expired(notes.memory))
-    del b
 
 
 @pytest.mark.parametrize("how", ["backward", "discarded", "exception", "policy", "nested", "hooks"])
@@ -312,18 +185,6 @@ def test_what_a_policy_keeps_goes_as_backward_passes_it():
     y.backward()
     assert seen == [[False, False, False], [False, False, True], [False, True, True]]
     assert expired(gone) == [True] * 3
-
-
-def test_what_a_policy_keeps_and_nobody_needs():
-    """Goes with the variable that holds it."""
-    x, w = leaf(4, 4), leaf(4, 4)
-    with checkpoint_region(policy=policies.everything_saveable):
-        h = x @ w
-        gone = storages(h)
-        y = h + 1
-        del h
-        assert gone[0].expired()
-    del y
 
 
 # Memory
@@ -465,41 +326,6 @@ def test_blocks_whose_products_are_kept_hold_no_more_than_with_torchs_checkpoint
     assert all(map(torch.equal, found, expected))
     assert held <= held_by_torchs
     assert most <= most_of_torchs + more
-
-
-def test_what_forward_keeps():
-    """Of a chain in a region: its output, whatever the length."""
-    x = torch.randn(64, 64, requires_grad=True)
-
-    def forward(length):
-        with checkpoint_region():
-            y = x
-            for _ in range(length):
-                y = y.sin()
-        return y
-
-    tensor = 64 * 64 * 4
-    assert [peak_bytes(lambda length=length: forward(length)) for length in (2, 10, 50)] == [2 * tensor] * 3
-
-
-@pytest.mark.slow
-def test_repeated_backwards_do_not_pile_up():
-    """Python objects neither, once torch and the interpreter have made what they keep for the next time."""
-    x = leaf(4)
-    with checkpoint_region():
-        y = block(x)
-        with checkpoint_region():
-            y = block(y)
-    y = y.sum()
-
-    def again(times):
-        for _ in range(times):
-            grad(y, x, retain_graph=True)
-
-    again(1500)
-    before = sys.getallocatedblocks()
-    again(500)
-    assert abs(sys.getallocatedblocks() - before) < 50
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 import threading
 
@@ -20,7 +19,7 @@ from torch.autograd.graph import save_on_cpu
 from ckpt_hooks import CheckpointError, DeterminismError, checkpoint, checkpoint_region, is_recomputing
 from ckpt_hooks.policies import dots_saveable
 from tests.measure import CountOps, Log, leaf
-from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
+from tests.regions import assert_as_eager, assert_same, plain, replayed
 
 
 @contextlib.contextmanager
@@ -35,32 +34,6 @@ def little_stack(frames=60):
 
 
 # Counts
-
-
-def chain(x, length, every, levels, region):
-    """A chain of operators; each so many of them a region is opened, up to so many levels."""
-    with contextlib.ExitStack() as opened:
-        for step in range(length):
-            if step % every == 0 and step // every < levels:
-                opened.enter_context(region())
-            x = x.sin()
-    return x
-
-
-@pytest.mark.parametrize(("length", "levels"), [(200, 48), (1200, 300)])
-def test_nested_regions_ask_each_other(length, levels):
-    """A region brings back its own operators and asks the one around it for its input, without recursion.
-
-    Each ``sin`` saved its input. A region reads what the one around it made last, which that one's pass has (or makes, and
-    keeps until it was read), so each operator runs once however deep. The last one nobody has to run: nothing saved what it
-    made. That is ``length - 1``.
-    """
-    x = leaf(3)
-    y = chain(x, length, 4, levels, checkpoint_region).sum()
-    with CountOps() as ops, little_stack():
-        (found,) = grad(y, x)
-    assert ops.counts["sin"] == length - 1
-    assert torch.equal(found, grad(chain(x, length, 4, levels, plain).sum(), x)[0])
 
 
 def tower(x, levels, region):
@@ -85,41 +58,6 @@ def test_what_is_deep_inside_runs_once_a_level(levels):
     assert ran["exp"] == levels
     assert ran["tan"] == levels * (levels + 1) // 2
     assert ran["sin"] == levels * (levels + 1) // 2
-
-
-def test_regions_side_by_side_in_a_region():
-    """Each asks for its input, which the outer region's one pass makes on the way to the next."""
-    x = leaf(3)
-
-    def program(region):
-        y = x
-        with region():
-            for _ in range(6):
-                with region():
-                    y = y.sin().exp()
-        return y
-
-    # For its own handles each runs ``sin`` and ``exp``; the outer one, which has none, all that leads to the last input.
-    assert replayed(program, x) == {"sin": 6 + 5, "exp": 6 + 5}
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
-def test_many_regions_in_a_row(count):
-    """One backward: each its own operators, once."""
-    x = leaf(3)
-
-    def program(region):
-        y = x
-        for _ in range(count):
-            with region():
-                y = y.sin().cos()
-        return y
-
-    y = program(checkpoint_region).sum()
-    with CountOps() as ops, little_stack():
-        (found,) = grad(y, x)
-    assert torch.equal(found, grad(program(plain).sum(), x)[0])
-    assert ops.counts["sin"] == count + count  # to have what ``cos`` read, and in the derivative of that
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
@@ -147,9 +85,6 @@ def in_region(function, *args):
         return function(*args)
 
 
-KINDS = {"region": in_region, "function": checkpoint, "plain": lambda function, *args: function(*args)}
-
-
 def layers(x, w, kinds, writes):
     """Operators before and after each frame in a frame: random, read by both, written to."""
     if not kinds:
@@ -160,24 +95,6 @@ def layers(x, w, kinds, writes):
         inner = inner * 1
         inner.add_(h.detach()).mul_(2)
     return (inner * h).cos() @ w
-
-
-@pytest.mark.parametrize("writes", [False, True], ids=["pure", "writing"])
-@pytest.mark.parametrize("kinds", list(itertools.product(["region", "function"], repeat=3)), ids="-".join)
-def test_three_levels_of_frames_of_both_kinds(kinds, writes):
-    """In every order, under ``retain_graph`` as well, and in a second derivative."""
-    x, w = leaf(4, 4), leaf(4, 4)
-
-    def run(kinds):
-        torch.manual_seed(0)
-        y = layers(x, w, [KINDS[kind] for kind in kinds], writes).sum()
-        first = grad(y, (x, w), retain_graph=True)
-        again = grad(y, (x, w), create_graph=True)
-        return [y.detach(), *first, *again, *grad(sum(g.sin().sum() for g in again), (x, w)), torch.get_rng_state()]
-
-    found = run(kinds)
-    assert_same(found[1:3], found[3:5])
-    assert_same(found, run(["plain"] * 3))
 
 
 def test_a_region_in_a_function_frame_costs_its_rerun_and_its_replay():
@@ -198,41 +115,6 @@ def test_a_region_in_a_function_frame_costs_its_rerun_and_its_replay():
     assert torch.equal(found, grad(x.sin().exp().tan().cos().sum(), x)[0])
     # Once in the rerun, once in the replay.
     assert (ops.counts["exp"], ops.counts["tan"]) == (2, 2)
-
-
-def test_a_function_frame_in_a_region_is_rerun_by_its_own():
-    """Its input is brought back by the region; the function runs once more."""
-    x, calls = leaf(3), Log()
-
-    def function(x):
-        calls.append(1)
-        return x.exp().tan()
-
-    with checkpoint_region():
-        y = checkpoint(function, x.sin()).cos()
-    with CountOps() as ops:
-        (found,) = grad(y.sum(), x)
-    assert len(calls) == 2
-    assert torch.equal(found, grad(x.sin().exp().tan().cos().sum(), x)[0])
-    assert ops.counts["exp"] == 2  # by the rerun, and by the region for what ``cos`` read
-
-
-def test_a_function_frame_and_a_region_side_by_side_in_each_other():
-    x, w = leaf(4, 4), leaf(4, 4)
-
-    def program(frame):
-        def body(h):
-            h = frame("function", torch.tanh, h.sin())
-            h = frame("region", lambda h: F.dropout(h @ w, 0.5), h)
-            return frame("function", lambda h: frame("region", torch.exp, h.cos()), h)
-
-        return frame("region", lambda h: frame("function", body, h.exp()), x)
-
-    found = [
-        gradients(lambda _, frame=frame: program(frame), plain, (x, w))
-        for frame in (lambda kind, *args: KINDS[kind](*args), lambda kind, *args: KINDS["plain"](*args))
-    ]
-    assert_same(*found)
 
 
 INNER = {
@@ -530,28 +412,6 @@ def assert_nothing_open():
 # Saved-tensor hooks of others
 
 
-@pytest.mark.parametrize("where", ["around", "inside", "between", "both"])
-def test_save_on_cpu(where):
-    """Around a region it sees inputs, in it what it surrounds, and between two what the inner one reads."""
-    x, w = leaf(4, 4), leaf(4, 4)
-
-    def when(*places):
-        return save_on_cpu() if where in places else contextlib.nullcontext()
-
-    def program(region):
-        hidden = x * 1
-        with when("around", "both"), region():
-            h = hidden.sin() @ w
-            with when("between"), region():
-                h = h.t().exp()
-                with when("inside", "both"):
-                    h = h.tanh() @ w
-                h = h.cos()
-            return h * hidden
-
-    assert_as_eager(program, x, w)
-
-
 @pytest.mark.parametrize("pack", [torch.clone, lambda tensor: tensor], ids=["copying", "handing back"])
 @pytest.mark.parametrize("where", ["around all", "between", "around each"])
 def test_hooks_around_a_region_whose_statistics_are_written_without_a_version(where, pack):
@@ -587,35 +447,3 @@ def test_a_region_inside_reads_what_the_region_around_overwrites_later():
             return y + h * x
 
     assert_as_eager(program, x)
-
-
-def test_hooks_inside_a_region_see_the_tensors_themselves():
-    """What they were given to save is theirs, and backward gets what they hand back."""
-    x, packed = leaf(4), []
-
-    def pack(tensor):
-        packed.append(tensor)
-        return len(packed) - 1
-
-    with checkpoint_region():
-        h = x.sin()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: packed[index] * 2):
-            y = h.cos()
-        z = y.exp()
-    assert len(packed) == 1
-    assert packed[0] is h
-    (found,) = grad(z.sum(), x)
-    expected = grad(x.sin(), x, x.sin().cos().exp() * -(x.sin() * 2).sin())[0]
-    assert torch.equal(found, expected)
-
-
-def test_a_saved_tensor_that_is_looked_at_outside_of_a_backward():
-    """The regions around bring back what it is made of, for this once."""
-    x = leaf(4)
-    with checkpoint_region():
-        h = x.sin()
-        with checkpoint_region():
-            y = (h * h.cos()).exp()
-            z = y.sin()
-    expected = (x.sin() * x.sin().cos()).exp()
-    assert torch.equal(z.grad_fn._saved_self, expected)

@@ -7,12 +7,10 @@ import threading
 import pytest
 import torch
 from torch.autograd import grad
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, set_checkpoint_early_stop
-from ckpt_hooks._core.settings import observe
+from ckpt_hooks import checkpoint, is_recomputing
 from ckpt_hooks._function import journal
-from tests.measure import Calls, Frames, Log, Table, leaf
+from tests.measure import Calls, Log, Table, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -103,24 +101,6 @@ def test_rule_11_one_recompute_for_two_threads_of_one_backward():
     assert all(torch.equal(one, x.detach().sin().exp()) for one in found)
 
 
-def test_rule_11_a_replay_has_its_tape_to_itself():
-    """Another thread of the backward would have to wait, and find the values there."""
-    watched, free, x = Frames(), Log(), leaf(3)
-    with observe(watched), checkpoint_region():
-        y = x.sin().exp().cos().sum()
-    (frame,) = watched.frames
-
-    class Looks(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.exp.default:
-                in_threads(lambda: free.append(frame()._lock.acquire(blocking=False)))
-            return func(*args, **(kwargs or {}))
-
-    with Looks():
-        y.backward()
-    assert free == [False]
-
-
 def test_threads_have_stacks_of_their_own():
     """Regions that are open on several threads at once do not see each other."""
     barrier = threading.Barrier(4)
@@ -154,46 +134,6 @@ def test_is_recomputing_is_of_this_thread():
     checkpoint(function, x).sum().backward()
     assert seen == {False: [1], True: [1], "other": False}
     assert not is_recomputing()
-
-
-def test_settings_are_of_this_thread():
-    """A setting made on one thread does not reach regions of another."""
-    tail = Calls(torch.neg)
-
-    def work():
-        x = leaf(3)
-        checkpoint(lambda x: tail(x.sin()), x).sum().backward()
-
-    with set_checkpoint_early_stop(False):
-        in_threads(work)
-    assert tail.count == 1
-
-
-def test_backward_on_another_thread():
-    """A graph made on one thread is run backward on another, with the ambient state of its forward."""
-    x = leaf(8)
-    torch.manual_seed(5)
-    y = checkpoint(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), x).sum()
-    in_threads(y.backward)
-    torch.manual_seed(5)
-    expected = grad(torch.nn.functional.dropout(x.sin(), 0.5).exp().sum(), x)[0]
-    assert torch.equal(x.grad, expected)
-
-
-@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["", "generator"])
-def test_a_rerun_has_generators_to_itself(generator):
-    """A rerun on another thread would have to wait."""
-    from ckpt_hooks._ambient.named_random_sources import shared_streams_lock
-
-    free = Log()
-
-    def function(x, *rest):
-        if is_recomputing():
-            in_threads(lambda: free.append(shared_streams_lock.acquire(blocking=False) and not shared_streams_lock.release()))
-        return x.sin().exp()
-
-    checkpoint(function, leaf(3), *filter(None, [generator])).sum().backward()
-    assert free == [generator is None]
 
 
 @pytest.mark.parametrize("changes", ["buffers", "attributes"])
@@ -322,20 +262,3 @@ def test_reruns_that_find_the_same_may_wait_for_each_other(share, since):
         assert [torch.equal(function(torch.ones(3), meet), y) for function, y in zip(functions, present, strict=True)] == [
             True
         ] * 2
-
-
-def test_reruns_of_functions_that_count_in_one_cell():
-    """Each forward found another count, so that two reruns want two values of a cell: one waits for the other."""
-    calls, xs = 0, [leaf(3) for _ in range(4)]
-
-    def function(x):
-        nonlocal calls
-        calls += 1
-        return (x * calls).sin().exp()
-
-    expected = [grad((x * number).sin().exp().sum(), x)[0] for number, x in enumerate(xs, 1)]
-    outputs = [checkpoint(function, x) for x in xs]
-    calls = 10
-    in_threads(*(y.sum().backward for y in outputs))
-    assert [torch.equal(x.grad, g) for x, g in zip(xs, expected, strict=True)] == [True] * 4
-    assert calls == 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import weakref
 
@@ -13,9 +12,8 @@ from torch.autograd import grad
 
 import ckpt_hooks._torch.autograd
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._core import scopes
 from ckpt_hooks._torch.tensors import num_holders
-from tests.measure import Calls, Log, Token, leaf
+from tests.measure import Calls, Token, leaf
 
 # Callbacks at the end of a backward
 
@@ -63,31 +61,6 @@ def test_a_callback_is_dropped_with_a_backward_that_fails(way):
         y.sum().backward()
     del y
     assert (called, reference()) == ([], None)
-
-
-def test_callbacks_are_there_in_a_backward_only(way):
-    with pytest.raises(RuntimeError, match="backward pass"):
-        way(lambda: None)
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_values_go_when_a_backward_ends(way, monkeypatch):
-    """One that was brought back and not asked for is dropped, in either way."""
-    monkeypatch.setattr(scopes, "queue_callback", way)
-    made = Log()
-
-    def function(x):
-        h = x.sin()
-        made.append(weakref.ref(h))
-        return h.exp(), h.cos()
-
-    x = leaf(3)
-    y, z = checkpoint(function, x)
-    assert torch.equal(*map(torch.Tensor.clone, (grad(y.sum(), x, retain_graph=True)[0], x.cos() * x.sin().exp())))
-    assert [reference() for reference in made] == [None, None]
-    assert gc.isenabled() is False
-    (y.sum() + z.sum()).backward()
-    assert [reference() for reference in made] == [None] * 3
 
 
 # Buffers of gradients
