@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import pickle
 import subprocess
@@ -14,22 +13,18 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import nn
 
-from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint_module
+from ckpt_hooks import CheckpointError
 from ckpt_hooks.integrations import enable_in_transformers
 from ckpt_hooks.policies import dots_saveable
-from tests.fake_device import fake_device
 from tests.fake_transformers import (
     Layer,
     Model,
-    NothingToSwitch,
     OfPeft,
     OldModel,
     PreTrainedModel,
     StackModel,
     TorchCaller,
-    Unsupported,
 )
 from tests.measure import Frames
 
@@ -95,27 +90,6 @@ def test_only_in_training_and_only_with_gradients():
     assert frames.frames == []
 
 
-@pytest.mark.parametrize("n", [2, 3, 7])
-@pytest.mark.parametrize("kind", [Model, TorchCaller])
-def test_every_nth_layer(kind, n):
-    model = kind()
-    expected = trained(model)
-    handle = enable_in_transformers(model, every_n_layers=n)
-    assert handle.regions == tuple(f"layers.{index}" for index in range(0, 5, n))
-    assert_same(trained(model), expected)
-
-
-def test_a_switch_that_counts_layers_is_asked_to():
-    class Counting(Model):
-        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1):
-            super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
-            self.asked = every_n_layers
-
-    model = Counting()
-    enable_in_transformers(model, every_n_layers=3)
-    assert model.asked == 3
-
-
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("kind", [Model, TorchCaller])
 def test_the_first_and_the_last_layers_are_left_without_regions(kind, recorded):
@@ -133,30 +107,6 @@ def test_the_first_and_the_last_layers_are_left_without_regions(kind, recorded):
     assert attributes(model) == before
 
 
-def test_those_left_count_among_the_layers_that_would_be_regions():
-    model = Model(7)
-    handle = enable_in_transformers(model, every_n_layers=2, keep_last=1)
-    assert handle.regions == ("layers.0", "layers.2", "layers.4")
-
-
-@pytest.mark.parametrize(
-    ("kind", "keep", "error", "match"),
-    [
-        (Model, {"keep_last": 5}, ValueError, "keep_first and keep_last leave no region of 5 modules"),
-        (TorchCaller, {"keep_first": 4, "keep_last": 1}, ValueError, "leave no region of 5 modules"),
-        (Model, {"keep_last": -1}, ValueError, "keep_last should be an integer from 0, but got -1"),
-        (StackModel, {"keep_last": 1}, ValueError, "every_n_layers=1, keep_first=0, keep_last=1, but the switch of StackModel"),
-        (OldModel, {"keep_last": 1}, RuntimeError, "takes policy alone"),
-    ],
-)
-def test_layers_that_cannot_be_left_without_regions(kind, keep, error, match):
-    model = kind()
-    before = attributes(model)
-    with pytest.raises(error, match=match):
-        enable_in_transformers(model, **keep)
-    assert attributes(model) == before
-
-
 # Undoing
 
 
@@ -167,22 +117,6 @@ def test_an_earlier_switch_is_as_it_was():
     with contextlib.suppress(KeyboardInterrupt), enable_in_transformers(model):
         assert attributes(model) != before
         raise KeyboardInterrupt
-    assert attributes(model) == before
-
-
-@pytest.mark.parametrize("ways", [["enable"], ["disable"], ["disable", "enable"], ["enable", "disable"]])
-@pytest.mark.parametrize(
-    ("kind", "was_on"), [(Model, False), (Model, True), (StackModel, False), (StackModel, True), (TorchCaller, False)]
-)
-def test_undone_after_the_models_own_switch(kind, ways, was_on):
-    model = kind()
-    if was_on:
-        model.gradient_checkpointing_enable()
-    before = attributes(model)
-    handle = enable_in_transformers(model)
-    for way in ways:
-        getattr(model, f"gradient_checkpointing_{way}")()
-    handle.undo()
     assert attributes(model) == before
 
 
@@ -237,36 +171,6 @@ def test_the_switch_of_a_model_inside():
     assert "_set_gradient_checkpointing" not in {*vars(outer), *vars(outer.model)}
 
 
-def test_every_nth_layer_stays_every_nth():
-    class Counting(Model):
-        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1):
-            for index, layer in enumerate(self.layers):
-                layer.gradient_checkpointing = enable and index % every_n_layers == 0
-                layer._gradient_checkpointing_func = gradient_checkpointing_func
-
-        def activation_checkpointing_enable(self, every_n_layers=1):
-            function = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-            self._set_gradient_checkpointing(True, function, every_n_layers=every_n_layers)
-
-    model = Counting()
-    handle = enable_in_transformers(model, every_n_layers=2)
-    model.activation_checkpointing_enable()
-    assert handle.regions == ("layers.0", "layers.2", "layers.4")
-    model.activation_checkpointing_enable(every_n_layers=3)
-    assert handle.regions == ("layers.0", "layers.3")
-
-
-def test_options_that_are_left_out_are_warned_of():
-    model = Model()
-    handle = enable_in_transformers(model)
-    with pytest.warns(UserWarning, match=r"called with the options context_fn, but enable_in_transformers"):
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contextlib.nullcontext})
-    function = functools.partial(test_options_that_are_left_out_are_warned_of)  # as for an offload in Transformers 5.23
-    with pytest.warns(UserWarning, match=r"called with the function test_options\w+, but enable_in_transformers"):
-        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-    assert len(handle.regions) == 5
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("kind", [Model, TorchCaller])
 def test_the_switch_of_a_copy_is_its_own(kind, copied):
@@ -288,56 +192,6 @@ def test_the_switch_of_a_copy_is_its_own(kind, copied):
     with frames:
         assert_same(trained(other), expected)
     assert len(frames.frames) == 10
-
-
-def test_a_switch_put_there_by_the_program_comes_back():
-    model = Model()
-    own = model._set_gradient_checkpointing
-    model._set_gradient_checkpointing = own
-    with enable_in_transformers(model):
-        assert model._set_gradient_checkpointing is not own
-    assert model._set_gradient_checkpointing is own
-
-
-def test_input_hooks_go_though_the_models_own_switch_put_others():
-    model = Model()
-    handle = enable_in_transformers(model, input_require_grads=True)
-    model.enable_input_require_grads()
-    hook = model._require_grads_hook
-    assert len(model.embedding._forward_hooks) == 2
-    handle.undo()
-    assert list(model.embedding._forward_hooks) == [hook.id]
-    assert model._require_grads_hook is hook
-
-
-@pytest.mark.parametrize("kind", [Model, TorchCaller])
-def test_undone_twice_and_enabled_again(kind):
-    model = kind()
-    before = attributes(model)
-    handle = enable_in_transformers(model)
-    handle.undo()
-    again = enable_in_transformers(model, recorded=True)
-    handle.undo()
-    assert len(again.regions) == 5
-    assert attributes(model) != before
-    again.undo()
-    assert attributes(model) == before
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("kind", [Model, TorchCaller])
-def test_enabled_anew_while_switched_off(kind, order):
-    """The second call undoes the first."""
-    model = kind()
-    before = attributes(model)
-    handles = [enable_in_transformers(model)]
-    model.gradient_checkpointing_disable()
-    handles.append(enable_in_transformers(model, recorded=True))
-    assert [len(handle.regions) for handle in handles] == [0, 5]
-    assert repr(handles[0]).endswith("undone>")
-    for number in order:
-        handles[number].undo()
-    assert attributes(model) == before
 
 
 def test_what_fails_leaves_the_model_as_it_was():
@@ -374,42 +228,7 @@ def test_the_model_dies_with_the_last_reference(no_gc):
 # Twice
 
 
-def test_twice():
-    model = Model()
-    with enable_in_transformers(model), pytest.raises(RuntimeError, match="is a region by enable_in_transformers already"):
-        enable_in_transformers(model)
-    enable_in_transformers(model)
-    model.gradient_checkpointing_disable()  # where the handle is lost
-    assert_same(trained(model), trained(Model()))
-    enable_in_transformers(model)
-
-
-@pytest.mark.parametrize(
-    "apply", [lambda model: apply_checkpointing(model, Layer), lambda model: checkpoint_module(model.layers[0])]
-)
-def test_not_on_regions_of_modules(apply):
-    model = Model()
-    apply(model)
-    with pytest.raises(RuntimeError, match="is a region by apply_checkpointing"):
-        enable_in_transformers(model)
-
-
 # Copies
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("options", [{}, {"recorded": True}, {"policy": dots_saveable}])
-@pytest.mark.parametrize("kind", [Model, TorchCaller])
-def test_copies_have_regions_of_their_own(kind, options, copied):
-    model, frames = kind(), Frames()
-    expected = trained(model)
-    handle = enable_in_transformers(model, **options)
-    trained(model)
-    other = copied(model)
-    handle.undo()
-    with frames:
-        assert_same(trained(other), expected)
-    assert len(frames.frames) == 5
 
 
 # Frozen models, and models of PEFT
@@ -437,18 +256,6 @@ def test_a_frozen_part_below_keeps_nothing():
         assert attributes(model) == before
 
 
-def test_hooks_of_an_earlier_switch_stay():
-    model = Model()
-    model.embedding.requires_grad_(False)
-    model.enable_input_require_grads()
-    hook = model._require_grads_hook
-    with enable_in_transformers(model, input_require_grads=True):
-        assert len(model.embedding._forward_hooks) == 2
-    assert list(model.embedding._forward_hooks) == [hook.id]
-    assert model._require_grads_hook is hook
-    assert model.embedding(IDS).requires_grad
-
-
 def test_a_model_of_peft():
     model = OfPeft(Model())
     before = attributes(model)
@@ -459,18 +266,6 @@ def test_a_model_of_peft():
 
 
 # What is no such model
-
-
-def test_models_without_the_switch():
-    for model, error, text in [
-        (nn.Linear(2, 2), TypeError, "Pass other modules to `ckpt_hooks.apply_checkpointing"),
-        ("gpt2", TypeError, "'gpt2' of type str"),
-        (nn.Sequential(nn.Linear(2, 2), Model()), TypeError, r"enable_in_transformers\(model.1\)"),
-        (Unsupported(), ValueError, "apply_checkpointing"),
-        (NothingToSwitch(), ValueError, "apply_checkpointing"),
-    ]:
-        with pytest.raises(error, match=text):
-            enable_in_transformers(model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
@@ -498,12 +293,6 @@ def test_what_a_patch_cannot_do(options):
     assert attributes(model) == before
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.0, True, "2", None])
-def test_a_wrong_number(value):
-    with pytest.raises(ValueError, match="every_n_layers should be a positive integer"):
-        enable_in_transformers(Model(), every_n_layers=value)
-
-
 @pytest.mark.slow
 def test_nothing_heavy_is_imported():
     program = (
@@ -511,14 +300,3 @@ def test_nothing_heavy_is_imported():
         "assert not {'transformers', 'torch._dynamo', 'torch.distributed.fsdp'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_inputs_of_layers_on_the_host(recorded):
-    """Each layer's input goes to the host and comes back once."""
-    model = Model()
-    expected = trained(model)
-    with fake_device(min_offload_size=1) as transfers:
-        with enable_in_transformers(model, recorded=recorded, offload_inputs=True):
-            assert_same(trained(model), expected)
-        assert (transfers.count("send"), transfers.count("fetch")) == (5, 5)

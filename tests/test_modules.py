@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import io
 import pickle
-import threading
-import warnings
 import weakref
 
 import pytest
@@ -17,10 +14,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ckpt_hooks import (
-    DeterminismError,
-    MutationError,
     apply_checkpointing,
-    checkpoint,
     checkpoint_module,
     every,
     is_recomputing,
@@ -29,7 +23,6 @@ from ckpt_hooks import (
 )
 from tests.behaviours.runs import same
 from tests.measure import CountOps, Frames, Log, as_library
-from tests.test_threads import in_threads
 
 
 class Block(nn.Module):
@@ -125,19 +118,6 @@ def test_as_without_regions(base, options, monkeypatch):
     assert forwards.reruns == (0 if options else 6)
 
 
-@kinds
-def test_names_and_types_stay(base, options):
-    model, _ = base
-    before = [list(model.state_dict()), dict(model.named_modules()), dict(model.named_parameters()), repr(model)]
-    signature = inspect.signature(model.layers[0].forward)
-    apply_checkpointing(model, "layers.*", **options)
-    assert [list(model.state_dict()), dict(model.named_modules()), dict(model.named_parameters()), repr(model)] == before
-    assert type(model.layers[0]) is Block
-    assert inspect.signature(model.layers[0].forward) == signature
-    assert model.layers[0].forward.__name__ == "forward"
-    assert model.layers[0].forward.__self__ is model.layers[0]
-
-
 def _by_pickle(model):
     return pickle.loads(pickle.dumps(model))
 
@@ -206,42 +186,6 @@ def test_undo(base, options):
     assert regions.frames == []
 
 
-def test_an_earlier_undo_leaves_other_regions_alone(base):
-    model, expected = base
-    first = apply_checkpointing(model, "layers.0")
-    second = apply_checkpointing(model, "layers.1")
-    first.undo()
-    regions = Frames()
-    with regions:
-        assert all_same(trained(model), expected)
-    assert len(regions.frames) == 2
-    second.undo()
-    assert "forward" not in vars(model.layers[1])
-
-
-def test_shared_and_recursive_modules(monkeypatch):
-    class Recursive(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x, depth=3):
-            x = self.linear(x).sin()
-            return self(x, depth - 1) if depth else x
-
-    def program(apply):
-        torch.manual_seed(0)
-        part = Recursive()
-        model = nn.Sequential(part, nn.Linear(4, 4), part)
-        if apply:
-            assert [region.name for region in apply_checkpointing(model, Recursive)] == ["0"]
-        x = torch.ones(2, 4, requires_grad=True)
-        model(x).sum().backward()
-        return [x.grad, *(parameter.grad for parameter in model.parameters())]
-
-    assert all_same(program(True), program(False))
-
-
 def test_a_forward_of_the_instance(base):
     """Other libraries put a function in the instance, too, before and after: each calls the one that it found."""
     model, expected = base
@@ -278,17 +222,6 @@ def test_a_forward_of_the_instance(base):
     assert layer.forward is before
 
 
-def test_a_forward_set_later_takes_the_place_of_the_region():
-    layer = checkpoint_module(Block())
-    layer.forward = lambda x: x
-    x = torch.ones(3, 4)
-    assert layer(x) is x
-    with pytest.warns(UserWarning, match="That one stays"):
-        remove_checkpointing(layer)
-    assert layer(x) is x
-    remove_checkpointing(layer)
-
-
 def test_applied_twice(base):
     """The second is refused, and nothing is changed by it."""
     model, expected = base
@@ -302,31 +235,6 @@ def test_applied_twice(base):
         checkpoint_module(copy.deepcopy(model).layers[2])
     assert "forward" not in vars(model.layers[0])
     assert all_same(trained(model), expected)
-
-
-@kinds
-def test_replicas_of_data_parallel(base, options):
-    """DataParallel copies the attributes of each module; the copy runs the copy's own forward."""
-    model, _ = base
-    layer = model.layers[0]
-    apply_checkpointing(model, Block, **options)
-    replica = layer._replicate_for_data_parallel()
-    with torch.no_grad():
-        weight = torch.zeros(4, 4)
-    replica.linear = nn.Linear(4, 4)
-    with torch.no_grad():
-        replica.linear.weight.copy_(weight)
-        replica.linear.bias.zero_()
-    replica.eval()
-    regions = Frames()
-    with regions:
-        replica(torch.ones(3, 4)).sum().backward()
-    assert len(regions.frames) == 1
-    assert torch.count_nonzero(replica.linear.bias.grad) == 4
-    assert layer.linear.bias.grad is None
-    assert layer.forward.__self__ is layer
-    remove_checkpointing(layer)
-    assert layer._replicate_for_data_parallel().forward.__func__ is Block.forward
 
 
 @kinds
@@ -350,59 +258,6 @@ def test_interrupted_in_forward(base, options):
     assert all_same(trained(model), expected)
 
 
-@kinds
-@pytest.mark.parametrize("before", [True, False])
-def test_hooks_of_users_run_once_outside(base, options, before):
-    model, _ = base
-    twin = copy.deepcopy(model)
-    logs = [], []
-    for one, log in ((model, logs[0]), (twin, logs[1])):
-        layer = one.layers[1]
-        if one is model and not before:
-            apply_checkpointing(one, Block, **options)
-        layer.register_forward_pre_hook(lambda _, args, log=log: (log.append("pre"), (args[0] * 2,))[1])
-        layer.register_forward_hook(lambda _, args, out, log=log: (log.append("post"), out * 3)[1])
-        layer.register_forward_hook(lambda *_, log=log: log.append("always"), always_call=True)
-        layer.register_full_backward_hook(lambda *_, log=log: log.append("backward"))
-        layer.register_full_backward_pre_hook(lambda *_, log=log: log.append("backward pre"))
-        if one is model and before:
-            apply_checkpointing(one, Block, **options)
-    assert all_same(trained(model), trained(twin))
-    assert logs[0] == logs[1] == ["pre", "post", "always", "backward pre", "backward"] * 2
-
-
-@pytest.mark.compile
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("whole", [True, False])
-def test_compiled_modules(whole, monkeypatch):
-    """Compiled by itself, or as a part of a model: the compiler sees a region, in which it allows no counter."""
-    monkeypatch.setattr(Block, "forward", lambda self, x, scale=1.0: self.norm(self.linear(x)).sin() * scale)
-
-    def program(apply):
-        torch.manual_seed(0)
-        torch.compiler.reset()
-        model = Net()
-        if apply:
-            apply_checkpointing(model, Block)
-        for part in (model,) if whole else model.layers:
-            part.compile(backend="aot_eager", fullgraph=True)
-        return trained(model)
-
-    assert all_same(program(True), program(False))
-
-
-@kinds
-def test_without_gradients(base, options):
-    model, _ = base
-    plain = copy.deepcopy(model).eval()
-    apply_checkpointing(model, Block, **options)
-    regions = Frames()
-    x = torch.ones(3, 4)
-    with regions, torch.no_grad():
-        assert torch.equal(model.eval()(x), plain(x))
-    assert regions.frames == []
-
-
 def test_the_class_changes():
     """A parametrization gives the module another class, and a program may give a class another forward."""
     torch.manual_seed(0)
@@ -417,12 +272,6 @@ def test_the_class_changes():
         one(x).pow(2).sum().backward()
     assert torch.equal(linear.parametrizations.weight.original.grad, plain.parametrizations.weight.original.grad)
     assert torch.equal(linear.parametrizations.weight[0]._u, plain.parametrizations.weight[0]._u)
-
-
-def test_the_class_gets_another_forward(monkeypatch):
-    layer = checkpoint_module(Block())
-    monkeypatch.setattr(Block, "forward", lambda self, x: x * 3)
-    assert torch.equal(layer(torch.ones(2)), torch.full((2,), 3.0))
 
 
 @pytest.mark.parametrize("options", [{}, {"recorded": True}])
@@ -480,175 +329,11 @@ def test_parameters_bound_anew(bind):
     assert all_same(program(True), program(False))
 
 
-class Shifts(nn.Module):
-    """Adds a parameter, if there is one."""
-
-    def __init__(self, size=4, *, frozen=False):
-        super().__init__()
-        self.shift = nn.Parameter(torch.full((size,), 1.0), requires_grad=not frozen)
-
-    def forward(self, x):
-        return torch.relu(x if self.shift is None else x + self.shift) * 2
-
-
 class Special(nn.Parameter):
     """A class of a library."""
 
 
-def delete(module):
-    del module.shift
-
-
-def exchange(module, make):
-    value = negative(module)
-    del module.shift
-    make(value)
-
-
-def negative(module):
-    return torch.full_like(module.shift.detach(), -1.0)
-
-
-CHANGES = {
-    "none": lambda module: setattr(module, "shift", None),
-    "another": lambda module: setattr(module, "shift", nn.Parameter(negative(module))),
-    "another shape": lambda module: setattr(module, "shift", nn.Parameter(-torch.ones(1))),
-    "another class": lambda module: setattr(module, "shift", Special(negative(module))),
-    "an attribute": lambda module: exchange(module, lambda value: setattr(module, "shift", value)),
-    "a buffer": lambda module: exchange(module, lambda value: module.register_buffer("shift", value)),
-    "deleted": delete,
-}
-
-
-@pytest.mark.parametrize(("frozen", "size"), [(False, 4), (False, 5000), (True, 4), (True, 5000)])
-@pytest.mark.parametrize("change", CHANGES)
-def test_whatever_stands_in_the_place_of_a_parameter(change, frozen, size):
-    module, x = checkpoint_module(Shifts(size, frozen=frozen)), torch.full((size,), -0.5, requires_grad=True)
-    y = module(x).sum()
-    CHANGES[change](module)
-    before = dict(vars(module)), dict(module._parameters), dict(module._buffers)
-    if frozen and size > 4:  # a large one is not kept by the frame
-        with pytest.raises(MutationError, match=r"gone"):
-            y.backward()
-    else:
-        y.backward()
-        assert torch.equal(x.grad, torch.full((size,), 2.0))
-    assert before == (dict(vars(module)), dict(module._parameters), dict(module._buffers))
-
-
-def test_parameters_are_found_by_their_names():
-    """The same ones in another order."""
-
-    def gradients(run):
-        torch.manual_seed(0)
-        norm = nn.LayerNorm(4)
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
-        y = run(lambda x: torch.relu(norm(x)) * norm(x), x).sum()
-        weight = norm.weight
-        del norm.weight
-        norm.weight = weight
-        found = torch.autograd.grad(y, [x, norm.weight, norm.bias])
-        assert list(norm._parameters) == ["bias", "weight"]
-        return found
-
-    assert all_same(gradients(checkpoint), gradients(lambda function, x: function(x)))
-
-
-@pytest.mark.parametrize("times", range(1, 8))
-def test_a_frozen_parameter_whose_number_another_one_has(times):
-    """Python gives the memory of one to the next."""
-    module, x = checkpoint_module(Shifts(5000, frozen=True)), torch.full((5000,), -0.5, requires_grad=True)
-    y = module(x).sum()
-    for _ in range(times):
-        module.shift = nn.Parameter(torch.full((5000,), -1.0), requires_grad=False)
-    with pytest.raises(MutationError, match="that one is gone"):
-        y.backward()
-
-
-def test_a_parameter_that_the_function_binds_for_a_while():
-    """A rerun is stopped before the function binds its own again."""
-
-    class Scales(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.layer = nn.Parameter(torch.eye(4)), nn.Linear(4, 4)
-
-        def forward(self, x):
-            weight = self.weight
-            self.weight = nn.Parameter(weight.detach() * 2)
-            y = self.layer(torch.relu(x @ self.weight)).neg().neg().neg()
-            self.weight = weight
-            return y
-
-    module = checkpoint_module(Scales())
-    weight = module.weight
-    module(torch.ones(3, 4, requires_grad=True)).sum().backward()
-    assert module.weight is weight
-
-
-def test_a_frozen_parameter_that_is_gone():
-    """Plain autograd would have kept it."""
-    layer = checkpoint_module(nn.Linear(80, 80).requires_grad_(False))
-    x = torch.ones(2, 80, requires_grad=True)
-    y = layer(x.sin()).sum()
-    layer.weight = nn.Parameter(torch.ones(80, 80), requires_grad=False)
-    with pytest.raises(MutationError, match=r"'weight' of Linear.*is another tensor than forward saw: that one is gone\."):
-        y.backward()
-
-
-def test_lazy_modules():
-    def program(apply):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
-        if apply:
-            checkpoint_module(model[0])
-        return [torch.autograd.grad(model(torch.ones(2, 3)).sum(), list(model.parameters())) for _ in range(2)][1]
-
-    assert all_same(program(True), program(False))
-
-
-def test_two_threads_call_one_module():
-    layer = checkpoint_module(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    inputs = [torch.full((2, 4), value, requires_grad=True) for value in (1.0, 2.0)]
-    expected = [torch.autograd.grad(layer(x).sum(), x)[0] for x in inputs]
-    barrier = threading.Barrier(2)
-
-    def work(x):
-        barrier.wait(60)
-        for _ in range(20):
-            x.grad = None
-            layer(x).sum().backward()
-
-    in_threads(*(lambda x=x: work(x) for x in inputs))
-    assert [same(x.grad, g) for x, g in zip(inputs, expected, strict=True)] == [True, True]
-
-
-def test_errors_name_the_region():
-    class Fickle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.linear(x)
-            return x.sin() if is_recomputing() else x.sin().exp()
-
-    model = nn.Sequential(Fickle())
-    apply_checkpointing(model, {"0": None})
-    with pytest.raises(DeterminismError, match="'0'"):
-        model(torch.ones(2, 4)).sum().backward()
-    named = checkpoint_module(Fickle(), name="mine")
-    with pytest.raises(DeterminismError, match="'mine'"):
-        named(torch.ones(2, 4)).sum().backward()
-
-
 # What is selected
-
-
-class Wide(Block):
-    """Another class of the kind."""
 
 
 def tree():
@@ -682,14 +367,6 @@ SELECTIONS = [
 def test_selections(select, names):
     applied = apply_checkpointing(tree(), select)
     assert [region.name for region in applied] == names
-
-
-def test_every_nth_entry_of_the_lists():
-    model = nn.Module()
-    model.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-    model.decoder = nn.ModuleList(nn.Sequential(nn.ModuleList([nn.ReLU()])) for _ in range(4))
-    applied = apply_checkpointing(model, every(2))
-    assert [region.name for region in applied] == ["encoder.0", "encoder.2", "encoder.4", "decoder.0", "decoder.2"]
 
 
 def test_a_mapping_of_patterns():
@@ -783,28 +460,6 @@ def test_the_first_and_the_last_are_left_without_regions(select, keep, reruns, h
     assert len(calls) == 16
 
 
-def test_those_left_count_among_the_selected():
-    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
-    assert [region.name for region in apply_checkpointing(model, every(3), keep_last=1)] == ["0", "3"]
-    remove_checkpointing(model)
-    assert [region.name for region in apply_checkpointing(model, ["5", "2", "7"], keep_first=1)] == ["5", "7"]
-
-
-@pytest.mark.parametrize("keep", [{"keep_last": 3}, {"keep_first": 2, "keep_last": 1}, {"keep_first": 10}])
-def test_none_left(keep):
-    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    with pytest.raises(ValueError, match=r"leave no region of 3 modules selected\. Pass less"):
-        apply_checkpointing(model, nn.Linear, **keep)
-    assert not any("forward" in vars(module) for module in model)
-
-
-@pytest.mark.parametrize("value", [-1, 1.0, True, "1", None])
-@pytest.mark.parametrize("name", ["keep_first", "keep_last"])
-def test_wrong_numbers_to_keep(name, value):
-    with pytest.raises(ValueError, match=f"{name} should be an integer from 0, but got"):
-        apply_checkpointing(nn.ModuleList([nn.Linear(4, 4)]), "*", **{name: value})
-
-
 def test_the_table():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
 
@@ -882,35 +537,6 @@ def test_the_models_own_checkpointing_is_warned_of_once(flag, selected, when):
     model(x).sum().backward()
 
 
-def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
-    class Flagged(nn.Linear):
-        grad_checkpointing = True
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-
-    model = nn.Sequential(Flagged(4, 4), Flagged(4, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="Both recompute"):
-            apply_checkpointing(model, Flagged)
-    assert ["forward" in vars(module) for module in model] == [False, False]
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_flag_that_does_not_bear_on_the_region_is_not_warned_of():
-    class Flagged(nn.Linear):
-        grad_checkpointing = True
-
-    class Calling(Flagged):
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-
-    model = nn.Sequential(nn.Linear(4, 4), Flagged(4, 4), Calling(4, 4))
-    apply_checkpointing(model, ["0", "1"])  # the second has the flag and calls nothing; the third is no region
-    model(torch.ones(2, 4)).sum().backward()
-
-
 # Wrong calls
 
 
@@ -946,19 +572,6 @@ def test_wrong_calls(base, select, options, error, match):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, True, "2"])
-def test_every_wrong(n):
-    with pytest.raises(ValueError, match="n should be a positive integer"):
-        every(n)
-
-
-def test_what_is_no_module():
-    with pytest.raises(TypeError, match=r"module should be a torch\.nn\.Module, but got 'sin'"):
-        checkpoint_module(torch.sin)
-    with pytest.raises(TypeError, match=r"model should be a torch\.nn\.Module"):
-        apply_checkpointing([nn.Linear(2, 2)], nn.Linear)
-
-
 def test_modules_that_cannot_be_regions():
     class Generating(nn.Module):
         def forward(self, x):
@@ -968,14 +581,6 @@ def test_modules_that_cannot_be_regions():
         checkpoint_module(Generating())
     with pytest.raises(ValueError, match="which has no forward"):
         checkpoint_module(nn.ModuleDict())
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
-def test_torchscript():
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="TorchScript module"):
-        checkpoint_module(scripted)
 
 
 def test_a_coroutine_is_refused_when_it_runs():

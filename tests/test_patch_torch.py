@@ -6,11 +6,9 @@ import contextlib
 import functools
 import gc
 import inspect
-import pickle
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
 
 import pytest
@@ -22,8 +20,7 @@ from torch.utils.checkpoint import checkpoint as imported_early
 from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 
 import ckpt_hooks
-from ckpt_hooks import is_recomputing, patch_torch
-from ckpt_hooks.integrations import patch_torch as of_integrations
+from ckpt_hooks import patch_torch
 from ckpt_hooks.report import Reason
 from tests.measure import Log, Watch, leaf
 from tests.test_threads import in_threads
@@ -179,33 +176,6 @@ def test_what_was_made_before_the_patch_runs_here_too(form):
     same_as_plain(found)
 
 
-@pytest.mark.parametrize("form", WITH_SEQUENTIAL)
-def test_the_patch_brings_back_random_numbers_that_the_caller_gives_up(form):
-    """As Accelerate does for FSDP2; the gradients of dropout are wrong without a word."""
-    module = block()
-    with patch_torch():
-        wrong = step(module, WITH_SEQUENTIAL[form](module, preserve_rng_state=False))
-    module = block()
-    with patch_torch(preserve_rng_state=True):
-        found = step(module, WITH_SEQUENTIAL[form](module, preserve_rng_state=False))
-    same_as_plain(found)
-    assert form == "sequential" or not torch.equal(wrong[1], found[1])  # there the last segment is plain, and has the dropout
-    module = block()
-    with patch_torch(preserve_rng_state=False):
-        again = step(module, WITH_SEQUENTIAL[form](module))
-    assert_same(again, wrong)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_keyword_arguments_reach_the_function(form):
-    module = block()
-    with patch_torch():
-        call = FORMS[form](module)
-        found = step(module, lambda x: call(x, scale=3.0))
-    expected = block()
-    assert_same(found, step(expected, lambda x: expected(x, scale=3.0)))
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("whose", ["theirs", "ours", "patch"])
 def test_selective_policies(form, whose):
@@ -230,17 +200,6 @@ def test_selective_policies(form, whose):
     assert count.recomputes == 3
     assert len(kept) == 1
     assert aten.addmm.default in asked
-    same_as_plain(found)
-
-
-def test_a_caller_with_a_policy_keeps_it():
-    def ask(ctx, op, *args, **kwargs):
-        raise AssertionError("the patch's policy is for callers without")
-
-    module = block()
-    context_fn = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [aten.addmm.default])
-    with patch_torch(policy=ask):
-        found = step(module, FORMS["early"](module, context_fn=context_fn))
     same_as_plain(found)
 
 
@@ -310,63 +269,9 @@ def test_reentrant_calls_stay_torchs(form):
     assert_same(found, step(module, REENTRANT[form](module)))
 
 
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")
-@pytest.mark.parametrize("form", REENTRANT)
-def test_the_first_reentrant_call_that_stays_torchs_is_warned_of(form):
-    with patch_torch():
-        imported_early(cosine, leaf(3), use_reentrant=False)
-        with torch.no_grad():
-            CheckpointFunction.apply(cosine, True, leaf(3))
-        for step_number in range(2):
-            module = block()
-            call = REENTRANT[form](module)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                step(module, call)
-            told = [one for one in caught if "patch_torch(reentrant=True)" in str(one.message)]
-            assert [one.filename for one in told] == [__file__] * (step_number == 0)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_no_warning_of_reentrant_calls_where_the_patch_says_what_it_wants(reentrant):
-    with warnings.catch_warnings(), patch_torch(reentrant=reentrant):
-        warnings.simplefilter("error")
-        imported_early(cosine, leaf(3), use_reentrant=True).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")
-@pytest.mark.parametrize("form", REENTRANT)
-def test_reentrant_calls_run_here_if_asked(form):
-    count, module = Count(), block()
-    with count, patch_torch(reentrant=True):
-        found = step(module, REENTRANT[form](module))
-    assert (len(count.names), count.recomputes) == (1, 1)
-    same_as_plain(found)  # buffers included, which torch's engine updates twice
-
-
-def test_reentrant_wrapper_with_keyword_arguments():
-    count, module = Count(), block()
-    with count, patch_torch(reentrant=True):
-        call = reentrant_wrapper(module)
-        found = step(module, lambda x: call(x, scale=3.0))
-    assert count.recomputes == 1
-    expected = block()
-    assert_same(found, step(expected, lambda x: expected(x, scale=3.0)))
-
-
 def test_torchs_warning_of_the_missing_flag_stays():
     with patch_torch(reentrant=True), pytest.warns(UserWarning, match="use_reentrant"):
         imported_early(torch.sin, leaf(3))
-
-
-def test_the_latest_patch_decides_about_reentrant_calls():
-    count = Count()
-    with count, patch_torch(reentrant=True):
-        with patch_torch(reentrant=False):
-            imported_early(cosine, leaf(3), use_reentrant=True)
-        assert count.names == []
-        imported_early(cosine, leaf(3), use_reentrant=True)
-    assert count.names == ["cosine"]
 
 
 # Applied, undone
@@ -380,34 +285,6 @@ def runs_here():
     return bool(count.names)
 
 
-def test_as_a_function():
-    patch = patch_torch()
-    try:
-        assert runs_here()
-        assert patch.active
-    finally:
-        patch.undo()
-    assert not runs_here()
-    assert not patch.active
-    patch.undo()  # does nothing
-    with pytest.raises(RuntimeError, match=r"This patch was undone .* patch_torch"), patch:
-        pass
-
-
-def test_a_patch_of_before_is_undone_by_a_block():
-    patch = patch_torch()
-    with patch as same:
-        assert same is patch
-        assert runs_here()
-    assert not runs_here()
-
-
-def test_undone_within_the_block():
-    with patch_torch() as patch:
-        patch.undo()
-        assert not runs_here()
-
-
 def test_in_any_order():
     first, second = patch_torch(), patch_torch(preserve_rng_state=True)
     first.undo()
@@ -419,23 +296,6 @@ def test_in_any_order():
     second.undo()
     assert runs_here()
     first.undo()
-    assert not runs_here()
-
-
-def test_the_latest_patch_decides():
-    with patch_torch(preserve_rng_state=False), patch_torch(preserve_rng_state=True) as inner:
-        module = block()
-        same_as_plain(step(module, FORMS["early"](module)))
-        inner.undo()
-        module = block()
-        found = step(module, FORMS["early"](module))
-    expected = block()
-    assert not torch.equal(found[1], step(expected, expected)[1])
-
-
-def test_undone_after_an_exception():
-    with pytest.raises(ZeroDivisionError), patch_torch(reentrant=True):
-        imported_early(lambda x: x / (1 // 0), leaf(3), use_reentrant=False)
     assert not runs_here()
 
 
@@ -473,58 +333,7 @@ def test_a_region_of_before_is_recomputed_after():
     assert torch.equal(x.grad, 2 * plain.grad)
 
 
-def test_repr_says_what_and_whether():
-    with patch_torch(preserve_rng_state=True) as patch:
-        assert repr(patch) == "<patch_torch(reentrant=None, preserve_rng_state=True, policy=None), active>"
-    assert repr(patch).endswith(", undone>")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reentrant": "yes"}, "reentrant should be True or False or None, but got 'yes' of type str"),
-        ({"preserve_rng_state": "yes"}, "preserve_rng_state should be True or False or None, but got 'yes'"),
-        ({"policy": 3}, "policy"),
-    ],
-)
-def test_wrong_options_change_nothing(options, message):
-    with pytest.raises(TypeError, match=message):
-        patch_torch(**options)
-    assert not runs_here()
-
-
-def test_it_is_exported():
-    assert ckpt_hooks.patch_torch is patch_torch is of_integrations
-
-
 # Threads
-
-
-@pytest.mark.filterwarnings("ignore:another thread draws")
-def test_all_threads_run_here(no_gc):
-    count, failures = Count(), []
-
-    def work():
-        try:
-            for _ in range(20):
-                module = nn.Sequential(nn.Linear(4, 4), nn.GELU()).double()
-                x = leaf(2, 4)
-                with count:
-                    y = imported_early(module, x, use_reentrant=False)
-                y.sum().backward()
-                plain = x.detach().requires_grad_()
-                assert torch.equal(x.grad, torch.autograd.grad(module(plain).sum(), plain)[0])
-        except BaseException as error:
-            failures.append(error)
-
-    with patch_torch():
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert failures == []
-    assert len(count.names) == 80
 
 
 def test_patches_come_and_go_while_others_call(no_gc):
@@ -558,28 +367,6 @@ def test_patches_come_and_go_while_others_call(no_gc):
 # Nested regions
 
 
-@pytest.mark.parametrize("outer", FORMS)
-@pytest.mark.parametrize("inner", FORMS)
-def test_nested_regions(outer, inner):
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = block(), block()
-
-        def forward(self, x):
-            return self.call(self.first(x)).sin()
-
-    plain = Outer()
-    plain.call = plain.second
-    module, count = Outer(), Count()
-    object.__setattr__(module, "call", FORMS[inner](module.second))
-    call = FORMS[outer](module)
-    with count, patch_torch():
-        found = step(module, call)
-    assert len(count.names) == 3  # the inner one twice
-    assert_same(found, step(plain, plain))
-
-
 def test_regions_of_both_packages_in_each_other():
     module, count = nn.Sequential(block(), block()), Count()
 
@@ -597,95 +384,7 @@ def test_regions_of_both_packages_in_each_other():
         assert_same(found, step(plain, plain))
 
 
-@pytest.mark.parametrize("first", ["forward", "backward"])
-def test_nested_regions_under_a_patch_for_half_of_the_step_are_right_or_an_error(first):
-    def inner(x, y):
-        return (x.sin() * y).cos()
-
-    def outer(x, y):
-        return imported_early(inner, x.exp(), y.exp(), use_reentrant=False).sin()
-
-    x, y = leaf(3), leaf(3)
-    patch = patch_torch() if first == "forward" else None
-    z = imported_early(outer, x, y, use_reentrant=False)
-    if patch is not None:
-        patch.undo()
-    else:
-        patch = patch_torch()
-    expected = torch.autograd.grad(inner(x.exp(), y.exp()).sin().sum(), (x, y))
-    try:
-        assert_same(torch.autograd.grad(z.sum(), (x, y)), expected)
-    except torch.utils.checkpoint.CheckpointError:
-        pass
-    finally:
-        patch.undo()
-
-
 # Torch's settings, options and errors
-
-
-def count_of_runs(**options):
-    runs = Log()
-
-    def function(x):
-        y = x.sin().cos()
-        runs.append("end")
-        return y + 1
-
-    imported_early(function, leaf(3), use_reentrant=False, **options).sum().backward()
-    return len(runs)
-
-
-def test_early_stop_by_torchs_setting_and_by_the_call():
-    theirs, ours = torch.utils.checkpoint.set_checkpoint_early_stop, ckpt_hooks.set_checkpoint_early_stop
-    with patch_torch():
-        assert count_of_runs() == 1
-        assert count_of_runs(early_stop=False) == 2
-        with theirs(False):
-            assert count_of_runs() == 2
-            with ours(True):
-                assert count_of_runs() == 1
-        with theirs(True):
-            assert count_of_runs(early_stop=False) == 1
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_debug_by_torchs_setting_and_by_the_call(form):
-    class Turns(nn.Module):
-        def forward(self, x):
-            return x.sin().cos() if not is_recomputing() else x[:1].sin().cos()
-
-    def error(**options):
-        with pytest.raises(ckpt_hooks.DeterminismError) as caught:
-            FORMS[form](Turns(), **options)(leaf(3)).sum().backward()
-        assert isinstance(caught.value, torch.utils.checkpoint.CheckpointError)
-        return str(caught.value)
-
-    with patch_torch():
-        assert "aten" not in error()
-        assert "aten" in error(debug=True)
-        with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
-            assert "aten" in error()
-        with torch.utils.checkpoint.set_checkpoint_debug_enabled(False):
-            assert "aten" not in error(debug=True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_determinism_check_is_handed_over(form):
-    class Draws(nn.Module):
-        def forward(self, x):
-            return (x * torch.rand(3)).sin()
-
-    def run(check):
-        FORMS[form](Draws(), preserve_rng_state=False, determinism_check=check)(leaf(3)).sum().backward()
-
-    with patch_torch():
-        run("default")
-        run("none")
-        with pytest.raises(ckpt_hooks.DeterminismError):
-            run("values")
-        with pytest.raises(ValueError, match="determinism_check"):
-            run("nothing")
 
 
 @pytest.mark.skipif("respect_saved_tensors_hooks" not in inspect.signature(imported_early).parameters, reason="2.14")
@@ -729,14 +428,6 @@ def test_graph_exec_group_of_torch():
     assert len(runs) == 2
 
 
-def test_without_gradients_the_function_is_called_plainly():
-    count = Count()
-    with count, patch_torch(reentrant=True), torch.no_grad():
-        assert torch.equal(imported_early(torch.sin, torch.ones(3), use_reentrant=False), torch.ones(3).sin())
-        assert torch.equal(imported_early(torch.sin, torch.ones(3), use_reentrant=True), torch.ones(3).sin())
-    assert count.names == []
-
-
 def test_under_transforms_torch_runs_the_call():
     """Torch's engine refuses those of gradients, with and without the patch."""
 
@@ -755,56 +446,6 @@ def test_under_transforms_torch_runs_the_call():
             mapped(leaf(2, 3))
     assert count.names == []
     assert str(patched.value) == str(plain.value)
-
-
-def test_under_a_tracer_torch_runs_the_call():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def program(x):
-        return imported_early(lambda x: x.sin().cos(), x, use_reentrant=False).sum()
-
-    count = Count()
-    with count, patch_torch():
-        found = make_fx(program)(leaf(3))
-    assert count.names == []
-    assert found.code == make_fx(program)(leaf(3)).code
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_exception_in_forward_leaves_the_thread_as_it_was(form):
-    class Fails(nn.Module):
-        fail = True
-
-        def forward(self, x):
-            x = x.sin()
-            if self.fail:
-                raise ZeroDivisionError
-            return x.cos()
-
-    module, count = Fails(), Count()
-    call = FORMS[form](module)
-    with count, patch_torch():
-        with pytest.raises(ZeroDivisionError):
-            call(leaf(3))
-        module.fail = False
-        x = leaf(3)
-        call(x).sum().backward()
-    plain = x.detach().requires_grad_()
-    assert torch.equal(x.grad, torch.autograd.grad(module(plain).sum(), plain)[0])
-    assert count.recomputes == 1
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "composable"])
-def test_ctrl_c_in_forward_leaves_the_thread_as_it_was(form):
-    def fails(x):
-        x = x.sin()
-        raise KeyboardInterrupt
-
-    module = nn.Linear(3, 3)
-    module.forward = fails
-    with patch_torch(), pytest.raises(KeyboardInterrupt):
-        FORMS[form](module)(leaf(3))
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 class FailsFirst(nn.Module):
@@ -851,21 +492,6 @@ def test_a_region_left_open_is_not_closed_in_place_of_another():
     assert torch.equal(x.grad, torch.autograd.grad(plain.tanh().sin().cos().tanh().sum(), plain)[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_is_kept_alive(form, no_gc):
-    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).double()
-    with patch_torch():
-        call = FORMS[form](module)
-        x = leaf(4, 8)
-        y = call(x)
-        weak = weakref.ref(x)
-        del x
-        assert weak() is not None
-        y.sum().backward()
-        del y
-        assert weak() is None
-
-
 # Programs that patch as well
 
 
@@ -895,26 +521,6 @@ def test_a_program_that_replaces_checkpoint_keeps_its_function():
             patch.undo()
 
 
-def test_a_program_that_replaces_the_reentrant_function(monkeypatch):
-    class Theirs(CheckpointFunction):
-        pass
-
-    monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", Theirs)
-    with patch_torch(reentrant=True):
-        count = Count()
-        with count:
-            imported_early(cosine, leaf(3), use_reentrant=True)
-        assert count.names == ["cosine"]
-        assert "apply" in vars(Theirs)
-        theirs = staticmethod(lambda *args: "theirs")
-        Theirs.apply = theirs
-    assert vars(Theirs)["apply"] is theirs  # put there after the patch
-    with patch_torch(reentrant=True):
-        assert vars(Theirs)["apply"] is not theirs
-    assert vars(Theirs)["apply"] is theirs  # and before
-    monkeypatch.undo()
-
-
 def test_other_code_for_torchs_engine_stays():
     code, defaults = ENGINE.__code__, (ENGINE.__defaults__, ENGINE.__kwdefaults__)
 
@@ -926,26 +532,6 @@ def test_other_code_for_torchs_engine_stays():
     assert ENGINE.__code__ is theirs.__code__
     assert ENGINE() == "theirs"
     ENGINE.__code__, ENGINE.__defaults__, ENGINE.__kwdefaults__ = code, *defaults
-
-
-def test_an_engine_that_cannot_be_diverted_is_an_error(monkeypatch):
-    def keeps(value):
-        return lambda *args, **kwargs: value
-
-    for other in (None, keeps(1), functools.partial(ENGINE)):
-        with monkeypatch.context() as context:
-            context.setattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE, other)
-            with pytest.raises(
-                RuntimeError, match=f"patch_torch diverts torch.utils.checkpoint.{FUNCTION_OF_ENGINE}, .* but found"
-            ):
-                patch_torch(reentrant=True)
-    assert not runs_here()
-
-
-def test_torch_s_function_is_pickled_as_before():
-    with patch_torch():
-        assert pickle.loads(pickle.dumps(imported_early)) is imported_early
-        assert pickle.loads(pickle.dumps(ENGINE)) is ENGINE
 
 
 def plain_lambda(module):

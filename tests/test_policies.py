@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -83,13 +82,6 @@ def test_collectives_are_kept():
         assert policy.for_op(getattr(torch.ops._c10d_functional, name).default) is SAVE
 
 
-def test_flex_attention_is_kept():
-    """Though its operator is there only once somebody has imported it."""
-    flex_attention = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
-    assert p.save_compute_and_communication.for_op(flex_attention) is SAVE
-    assert p.dots_saveable.for_op(flex_attention) is RECOMPUTE
-
-
 class Block(torch.nn.Module):
     """A transformer's block."""
 
@@ -119,47 +111,6 @@ def test_no_product_and_no_attention_of_a_block_runs_again():
         gradients = grad(y.sum(), [x, *block.parameters()])
     assert ops.counts["addmm"] == ops.counts["_scaled_dot_product_flash_attention_for_cpu"] == 0
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-
-
-def test_save_every_counts_in_each_region():
-    """The policy itself holds no count."""
-    policy = p.save_every(aten.mm.default, 3)
-    for _ in range(2):
-        decide = policy.start()
-        answers = [decide(CONTEXT, op) for op in [aten.mm.default] * 7 + [aten.sin.default]]
-        assert [answer is SAVE for answer in answers] == [False, False, True, False, False, True, False, False]
-    assert policy.for_op(aten.sin.default) is RECOMPUTE
-    assert policy.for_op(aten.mm.default) is None
-    with pytest.raises(TypeError, match=r"start\(\)"):
-        policy(CONTEXT, aten.mm.default)
-
-
-def test_save_every_in_regions():
-    """Every second product is computed again; the same in each region."""
-    w = leaf(3, 3)
-
-    def function(x):
-        for _ in range(4):
-            x = (x @ w).sin()
-        return x
-
-    region = ckpt_hooks.checkpoint(policy=p.save_every(aten.mm.default, 2))(function)
-    x = leaf(3, 3)
-    y = region(region(x))
-    with CountOps() as ops:
-        (found,) = grad(y.sum(), x)
-    assert ops.counts["mm"] == 2 * 2 + 8  # those that are not kept; and for the gradient of x, one each
-    assert torch.equal(found, grad(function(function(x)).sum(), x)[0])
-
-
-def test_both_policies_and_counts():
-    """What one keeps is kept, whatever the other counts; keeping is stronger than moving, moving than neither."""
-    both = p.save_from_both_policies(p.save_every(aten.sin.default, 2), p.offload_ops(aten.sin.default, aten.cos.default))
-    decide = both.start()
-    assert decide is not both
-    assert [decide(CONTEXT, aten.sin.default) for _ in range(4)] == [OFFLOAD, SAVE, OFFLOAD, SAVE]
-    assert decide(CONTEXT, aten.cos.default) is OFFLOAD
-    assert decide(CONTEXT, aten.tan.default) is RECOMPUTE
 
 
 @pytest.mark.parametrize(
@@ -198,21 +149,6 @@ def test_a_policy_serves_torchs_checkpoint(library, policy):
         (found,) = grad(y.sum(), x)
     assert ops.counts["mm"] == 1
     assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
-
-
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # of torch 2.14
-def test_our_contexts_serve_torchs_checkpoint_in_a_region():
-    """Which is another's region, that they are not of."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    contexts = functools.partial(ckpt_hooks.create_selective_checkpoint_contexts, [aten.mm.default])
-
-    def function(x):
-        torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=contexts)
-        return torchs(lambda x: (x @ w).sin().cos(), x) * 1
-
-    y = ckpt_hooks.checkpoint(function, x)
-    (found,) = grad(y.sum(), x)
-    assert torch.equal(found, grad(function(x).sum(), x)[0])
 
 
 SAVES_PRODUCTS = {
@@ -274,73 +210,6 @@ def test_torchs_contexts_serve_our_checkpoint(policy, form):
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
     if form not in ("nested", "in a region"):
         assert {count for count in counts if count is not None} == {0}
-
-
-@pytest.mark.parametrize("whose", ["ours", "torch's"])
-def test_a_policy_and_contexts_of_another_one(whose):
-    region = ckpt_hooks.checkpoint(policy=[aten.sin.default], context_fn=PAIRS[whose])(torch.sin)
-    with pytest.raises(TypeError, match="save_from_both_policies"):
-        region(leaf(2))
-
-
-PAIRS = {
-    "ours": functools.partial(ckpt_hooks.create_selective_checkpoint_contexts, [aten.addmm.default]),
-    "torch's": functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [aten.addmm.default]),
-}
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: (PAIRS["ours"]()[0], nullcontext()), "returned a selective context for forward and a nullcontext"),
-        (lambda: (nullcontext(), PAIRS["ours"]()[1]), "returned a nullcontext and a selective context for recomputes"),
-        (lambda: PAIRS["ours"]()[::-1], "returned a selective context for recomputes and a selective context for forward"),
-        (lambda: (PAIRS["ours"]()[0], PAIRS["ours"]()[1]), "of two calls"),
-        (
-            lambda: (within(PAIRS["ours"]()[0]), PAIRS["ours"]()[1]),
-            "returned a _GeneratorContextManager and a selective context",
-        ),
-        (lambda: (PAIRS["ours"]()[0], within(PAIRS["ours"]()[1])), "and a _GeneratorContextManager"),
-        (lambda: tuple(map(within, PAIRS["ours"]())), "within another context"),
-        (lambda: (PAIRS["torch's"]()[0], nullcontext()), "returned torch's selective context for forward and a nullcontext"),
-        (lambda: (PAIRS["torch's"]()[0], PAIRS["torch's"]()[1]), "of two calls"),
-        (lambda: (PAIRS["ours"]()[0], PAIRS["torch's"]()[1]), "and torch's selective context for recomputes"),
-        (lambda: (PAIRS["torch's"]()[0], PAIRS["ours"]()[1]), "and a selective context for recomputes"),
-        (lambda: (1, nullcontext()), "one of them is 1 of type int"),
-        (lambda: (nullcontext(), None), "one of them is None"),
-        (lambda: (nullcontext, nullcontext), "of type ABCMeta"),
-    ],
-)
-@pytest.mark.parametrize("policy", [None, [aten.sin.default]])
-def test_contexts_that_are_no_pair(make, words, policy):
-    """The error comes before the region runs, and leaves nothing behind."""
-    calls = []
-    region = ckpt_hooks.checkpoint(context_fn=make, policy=policy)(lambda x: calls.append(x) or (x @ x).sin())
-    with pytest.raises(TypeError, match=words):
-        region(leaf(2, 2))
-    assert not calls
-    assert torch._C._len_torch_dispatch_stack() == 0
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: p.save_ops(aten.mul), ValueError, r"one of: torch\.ops\.aten\.mul\.Tensor"),
-        (lambda: p.save_ops("aten.mm"), ValueError, "Write operators like"),
-        (lambda: p.offload_ops(torch.mm), ValueError, "to be an OpOverload"),
-        (lambda: p.save_every(aten.mm.default, 0), ValueError, "positive integer, but got 0"),
-        (lambda: p.save_every(aten.mm.default, True), ValueError, "positive integer"),
-        (lambda: p.save_every(aten.mm, 2), ValueError, "`op`"),
-        (lambda: p.save_from_both_policies(p.dots_saveable, 3), TypeError, "other must be either a function or a list"),
-        (lambda: ckpt_hooks.create_selective_checkpoint_contexts(3), TypeError, "policy_fn_or_list must be either a function"),
-        (lambda: ckpt_hooks.create_selective_checkpoint_contexts([[]]), ValueError, "`policy_fn_or_list`"),
-        (lambda: ckpt_hooks.checkpoint(policy="dots"), TypeError, "policy must be either a function"),
-    ],
-)
-def test_what_is_no_policy(make, error, message):
-    """Errors that name the argument, before any region runs."""
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_a_policy_and_contexts_of_ones_own():

@@ -17,7 +17,6 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, checkpoint_region
-from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks.policies import dots_saveable, routing_saveable, save_from_both_policies
 from tests.measure import CountOps, Log, as_library, leaf
 
@@ -163,21 +162,6 @@ def test_without_it_the_error_names_the_top_k(ties, kind, policy, experts):
     assert equal(gradients(y, x, module), gradients(module(x), x, module))
 
 
-def test_without_debug_mode_a_choice_is_one_of_the_usual_causes(ties):
-    """Forward noted no operators, and nothing runs for the words."""
-    module, x = made()
-    calls = Log()
-    module.experts[0].register_forward_hook(lambda *_: calls.append(1))
-    y = checkpoint(module, x)
-    ties.last = True
-    with pytest.raises(DeterminismError) as caught:
-        y.sum().backward()
-    assert caught.value.routing == ()
-    assert "a choice on a tie (top-k, sort, argmax), which policies.routing_saveable keeps" in str(caught.value)
-    assert "Pass `debug=True` to see the operators of both runs." in str(caught.value)
-    assert len(calls) == 2
-
-
 def test_routes_of_the_same_shape_are_noticed_by_values(ties):
     """Experts that are passed over where they have no rows save as many tensors of the same shapes, whichever they are."""
     module, x = made(reads=True)
@@ -188,25 +172,6 @@ def test_routes_of_the_same_shape_are_noticed_by_values(ties):
     assert caught.value.routing == ("aten.topk.default",)
 
 
-def test_the_error_of_debug_mode_names_it_too(ties):
-    module, x = made()
-    y = checkpoint(module, x, debug=True)
-    ties.last = True
-    with pytest.raises(DeterminismError, match=r"aten\.nonzero\.default had other arguments, or another result") as caught:
-        y.sum().backward()
-    assert caught.value.routing == ("aten.topk.default",)
-
-
-def test_the_error_survives_pickling(ties):
-    module, x = made()
-    y = checkpoint(module, x, debug=True)
-    ties.last = True
-    with pytest.raises(DeterminismError) as caught:
-        y.sum().backward()
-    copied = pickle.loads(pickle.dumps(caught.value))
-    assert (str(copied), copied.routing) == (str(caught.value), caught.value.routing)
-
-
 def changing(before, after):
     """Runs a region whose recompute does something else, and returns the error of debug mode."""
     todo = Log([before, after])
@@ -214,24 +179,6 @@ def changing(before, after):
     with pytest.raises(DeterminismError) as caught:
         y.sum().backward()
     return caught.value
-
-
-def test_a_difference_without_a_choice_names_nothing():
-    error = changing(lambda x: x.sin().exp(), lambda x: x[:2].sin().exp())
-    assert error.routing == ()
-    assert "on whose result routes and shapes depend" not in str(error)
-
-
-def test_a_choice_after_the_difference_is_not_named():
-    error = changing(lambda x: x.sin().exp().topk(2)[0].exp(), lambda x: x[:3].sin().exp().topk(2)[0].exp())
-    assert error.routing == ()
-
-
-def test_a_choice_among_integers_is_not_named():
-    """It follows from another one, or is the same in any case."""
-    numbers = torch.arange(4)
-    error = changing(lambda x: x[numbers.topk(2).indices].exp(), lambda x: x[numbers.topk(3).indices].exp())
-    assert error.routing == ()
 
 
 def test_several_choices_are_named_once_each():
@@ -273,25 +220,6 @@ def test_a_comparison_that_a_last_bit_turns(rounding, kind):
     with pytest.raises(DeterminismError) as caught:
         y.sum().backward()
     assert caught.value.routing == ("aten.gt.Scalar",)
-
-
-@pytest.mark.parametrize("kind", ["function", "recorded"])
-def test_rows_by_a_mask(rounding, kind):
-    """``masked_select`` and indices that are masks have no operator between the mask and the shape."""
-
-    def function(x):
-        scores = torch.ops.ckpt_hooks_routing.rounded(x.detach().sum(-1))
-        mask = scores > 1.0
-        return (x[mask].sin() * x.masked_select(mask.unsqueeze(-1)).view(-1, 2).cos()).exp()
-
-    x = torch.tensor([[0.5, 0.5], [2.0, 1.0]], dtype=torch.float64, requires_grad=True)
-    expected = grad(function(x).sum(), x)
-    kept, y = (region(kind, policy, function, x, debug=True) for policy in (routing_saveable, None))
-    rounding.up = True
-    assert equal(grad(kept.sum(), x), expected)
-    with pytest.raises(DeterminismError) as caught:
-        y.sum().backward()
-    assert "aten.gt.Scalar" in caught.value.routing
 
 
 def rows_of(x, indices):
@@ -409,37 +337,3 @@ def test_operators_with_shapes_from_data_are_kept():
         if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
             kept = routing_saveable.for_op(op) is SAVE
             assert kept == (name not in NO_ROUTES and not op._schema.is_mutable), op
-
-
-def test_an_operator_of_another_library_is_known_by_its_tags():
-    with torch.library._scoped_library("ckpt_hooks_routing", "FRAGMENT") as library:
-        library.define("dispatched(Tensor x) -> Tensor", tags=[torch.Tag.dynamic_output_shape])
-        library.define("combined(Tensor x) -> Tensor")
-        ops = torch.ops.ckpt_hooks_routing
-        assert routing_saveable.for_op(ops.dispatched.default) is SAVE
-        assert routing_saveable.for_op(ops.combined.default) is RECOMPUTE
-
-
-def test_the_policy_says_what_it_keeps():
-    assert repr(routing_saveable).startswith("<routing_saveable: keeps results on which routes and shapes depend (top-k, ")
-
-
-def test_a_region_inside_names_its_own(ties):
-    """And the region around says nothing more."""
-    module, x = made()
-    y = checkpoint(lambda x: checkpoint(module, x * 1, debug=True).sin(), x, debug=True)
-    ties.last = True
-    with pytest.raises(DeterminismError) as caught:
-        y.sum().backward()
-    assert caught.value.routing == ("aten.topk.default",)
-    assert caught.value.region[-1] == "Experts"
-    assert str(caught.value).count("on whose result routes and shapes depend") == 1
-
-
-def test_kinds_of_the_kept_operators():
-    """All of them can be kept, or nothing would come of it."""
-    for op in (aten._local_scalar_dense.default, aten.equal.default, aten._unique2.default, aten.sort.stable):
-        assert facts_of(op).kind is Kind.SAVEABLE
-        assert facts_of(op).is_asked_about
-    assert facts_of(aten.multinomial.default).kind is Kind.RANDOM
-    assert facts_of(aten._to_copy.default).kind is Kind.CAST
