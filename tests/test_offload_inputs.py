@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-from ckpt_hooks import MutationError, apply_checkpointing, checkpoint, checkpoint_module, checkpoint_region
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_module, checkpoint_region
 from ckpt_hooks.policies import dots_saveable
 from ckpt_hooks.report import Reason
-from tests.measure import CountOps, Log, Watch
+from tests.measure import Log, Watch
 
 
 class Layer(nn.Module):
@@ -90,33 +90,6 @@ def test_the_device_lets_go(form, transfers, no_gc):
     assert transfers.on_device() == 0
 
 
-def test_one_region_ahead(form, transfers):
-    """When backward comes to a region, the input of the region before is on its way, and no other."""
-    layers, x, mask = model()
-    loss = run(form, layers, x, mask, offload_inputs=True)
-    fetched = []
-    for layer in layers:
-        layer.linear.bias.register_post_accumulate_grad_hook(lambda parameter: fetched.append(transfers.count("fetch")))
-    loss.backward()
-    assert fetched == [2, 3, 3]
-
-
-def test_copies_wait_for_computing(transfers):
-    """A copy to the host waits for the stream that computes; computing waits for the copy back."""
-    x = torch.randn(300, requires_grad=True)
-    y = checkpoint(offload_inputs=True)(torch.sin)(x * 1)
-    y.sum().backward()
-    assert [note for note in transfers.notes if note[0] != "main" or note[2] != "out 1"] == [
-        ("out", "waits for", "main"),
-        ("send", 300),
-        ("back", "waits for", "main"),
-        ("back", "waits for", "out 1"),
-        ("fetch", 300),
-        ("main", "waits for", "back 1"),
-    ]
-    assert torch.equal(x.grad, x.detach().cos())
-
-
 def test_an_input_of_many_regions(form, transfers):
     """It is sent once, fetched once in a backward, and drops from the device when that ends."""
     layers, x, _ = model()
@@ -186,72 +159,6 @@ def test_what_stays(transfers):
     assert transfers.moved() == []
 
 
-def test_regions_inside(transfers):
-    """The region around moves its inputs; those inside take theirs from the recompute."""
-    x = torch.randn(300, requires_grad=True)
-
-    def inner(x):
-        return checkpoint(offload_inputs=True)(torch.sin)(x * 2)
-
-    expected = grad((x * 1 * 2).sin().sum(), x)[0]
-    for region in (checkpoint, checkpoint_region):
-        assert torch.equal(grad(region(offload_inputs=True)(inner)(x * 1).sum(), x)[0], expected)
-    assert transfers.moved() == [("send", 300), ("fetch", 300)] * 2
-
-
-def test_outputs_kept_by_a_policy_stay(transfers):
-    """The option is of inputs alone."""
-    x, weight = torch.randn(30, 30, requires_grad=True), torch.randn(30, 30, requires_grad=True)
-    for region in (checkpoint, checkpoint_region):
-        y = region(policy=[torch.ops.aten.mm.default], offload_inputs=True)(lambda x: (x @ weight).sin().cos())(x * 1)
-        assert transfers.moved() == [("send", 900)]
-        with CountOps() as ops:
-            grad(y.sum(), (x, weight))
-        assert ops.counts["mm"] == 2  # the two of the derivative
-        transfers.notes.clear()
-
-
-def test_an_input_that_was_written_to(form, transfers):
-    """As without the option, an error; it names the region."""
-    layers, x, mask = model(depth=1)
-    h = x * 1
-    loss = form(layers[0], offload_inputs=True)(h, mask).sum()
-    with torch.no_grad():
-        h.mul_(2)
-    with pytest.raises(
-        MutationError, match=r"float32\[40, 16\] tensor that region '.*' needs \(moved to the host\) has been"
-    ) as caught:
-        loss.backward()
-    assert caught.value.region
-
-
-def test_rule_10_an_input_which_the_region_writes_to(transfers):
-    """A recorded region copies what it needs before the write; a call cannot, and says so."""
-    x = torch.randn(300, requires_grad=True)
-
-    def writes(h):
-        y = h.exp()
-        h.mul_(2)
-        return y * 3
-
-    expected = grad(writes((x * 1).clone()).sum(), x)[0]
-    y = checkpoint_region(offload_inputs=True)(writes)((x * 1).clone())
-    assert torch.equal(grad(y.sum(), x)[0], expected)
-    assert transfers.moved() == []  # but the copy, which is the region's own
-    y = checkpoint(offload_inputs=True)(writes)((x * 1).clone())
-    with pytest.raises(MutationError, match="modified by an inplace operation"):
-        grad(y.sum(), x)
-
-
-def test_second_derivatives(form, transfers):
-    layers, x, mask = model(depth=2)
-    found = []
-    for how, options in ((None, {}), (form, {"offload_inputs": True})):
-        (first,) = grad(run(how, layers, x, mask, **options), x, create_graph=True)
-        found.append(grad(first.pow(2).sum(), (x, *layers.parameters()), allow_unused=True))
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_with_split_backward(form, transfers):
     """Inputs are fetched once for both backwards."""
     layers, x, mask = model()
@@ -260,14 +167,6 @@ def test_with_split_backward(form, transfers):
     found = [*grad(loss, x, retain_graph=True), *grad(loss, list(layers.parameters()))]
     assert all(map(torch.equal, found, expected))
     assert transfers.count("fetch") == 3
-
-
-def test_on_the_host_nothing_moves(form):
-    """Results are the same on a machine without an accelerator."""
-    layers, x, mask = model()
-    expected = grad(run(None, layers, x, mask), (x, *layers.parameters()))
-    loss = run(form, layers, x, mask, offload_inputs=True)
-    assert all(map(torch.equal, grad(loss, (x, *layers.parameters())), expected))
 
 
 def test_what_is_told(transfers):
@@ -314,12 +213,6 @@ def test_a_whole_model(transfers):
             found = grad(stack(x * 1).sum(), (x, *stack.parameters()))
         assert all(map(torch.equal, found, expected))
     assert transfers.count("send") == transfers.count("fetch") == 6
-
-
-@pytest.mark.parametrize("form", [checkpoint, checkpoint_region, lambda **options: checkpoint_module(nn.ReLU(), **options)])
-def test_the_option_is_a_flag(form):
-    with pytest.raises(TypeError, match="offload_inputs should be True or False"):
-        form(offload_inputs="yes")
 
 
 @pytest.mark.cuda

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import types
 
 import pytest
@@ -133,42 +132,6 @@ def test_the_last_user_gives_back(registered):
     give_back(owner, third)
     assert owner.told == ["free", "fill", "free", "fill", "free"]
     assert not is_lent(owner)
-
-
-def test_users_in_several_threads(registered):
-    owner = sheets(registered, "a")
-    owner.free()
-    inside, errors = threading.Barrier(4), []
-
-    def use():
-        for _ in range(20):
-            loan = borrow(owner)
-            inside.wait(10)
-            if not owner.is_full:
-                errors.append("freed while in use")
-            inside.wait(10)
-            give_back(owner, loan)
-            inside.wait(10)
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not errors
-    assert owner.told == ["free"] + ["fill", "free"] * 20
-
-
-def test_a_source_that_was_modified(registered):
-    owner = sheets(registered, "a")
-    x = torch.rand(3, 3, requires_grad=True)
-    with checkpoint_region():
-        y = (x @ owner.whole["a"]).sin().exp()
-    owner.free()
-    owner.sources["a"].mul_(2)
-    with pytest.raises(MutationError, match=r"region 'region' needs \(a parameter gathered for its unit\) has been modified"):
-        y.sum().backward()
-    assert owner.told == ["free"]
 
 
 def test_memory_of_nobody(registered):

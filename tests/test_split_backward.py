@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_module, checkpoint_region
+from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region
 from ckpt_hooks.policies import dots_saveable
-from tests.measure import Calls, CountOps, Frames, SavesItsResult
+from tests.measure import CountOps, Frames
 
 
 class Block(nn.Module):
@@ -184,24 +183,6 @@ def test_rule_4_a_backward_which_frees_the_graph_keeps_nothing(form, no_gc):
     assert torch.equal(x.grad, grad(function(function(x * 2)).sum(), x)[0])
 
 
-def test_rule_4_a_value_goes_with_its_handle(form, no_gc):
-    """A part of the graph that is dropped between the two backwards leaves nothing behind."""
-    x = torch.randn(4, requires_grad=True)
-    watched = Frames()
-    with watched:
-        a, b = form(split_backward=True)(lambda x: (x.sin().exp().tanh(), x.cos().exp().tanh()))(x)
-    expected = [grad(x.sin().exp().tanh().sum(), x)[0], grad(x.cos().exp().tanh().sum(), x)[0]]
-    assert torch.equal(grad(a.sum(), x, retain_graph=True)[0], expected[0])
-    del a
-    assert torch.equal(grad(b.sum(), x, retain_graph=True)[0], expected[1])
-    with CountOps() as ops:
-        assert torch.equal(grad(b.sum(), x, retain_graph=True)[0], expected[1])
-    assert ops.counts["exp"] == 0
-    assert watched.values_alive() <= 1  # the argument
-    del b
-    assert watched.alive() == [False]
-
-
 def test_rule_10_what_the_first_backward_writes_to_is_brought_back_anew(form):
     """The second backward must not see the write. Plain autograd raises."""
 
@@ -225,51 +206,6 @@ def test_rule_10_what_the_first_backward_writes_to_is_brought_back_anew(form):
         assert torch.allclose(grad(y.sum(), x, retain_graph=True)[0], expected)
 
 
-@pytest.mark.parametrize("is_view", [False, True])
-def test_rule_10_a_write_to_memory_that_two_handles_have(form, is_view):
-    """The second backward asks for the other handle, and gets what forward had."""
-
-    class Writes(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a, b):
-            ctx.save_for_backward(a)
-            return b * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            (saved,) = ctx.saved_tensors
-            with torch.no_grad():
-                saved.mul_(3)
-            return None, gradient * 2
-
-    def program(x, w):
-        h = x.exp()
-        return h * w + Writes.apply(h.detach() if is_view else h, x)
-
-    x, w = torch.randn(4, requires_grad=True) * 1, torch.randn(4, requires_grad=True)
-    y = form(split_backward=True)(program)(x, w)
-    grad(y.sum(), x, retain_graph=True)
-    assert torch.equal(grad(y.sum(), w)[0], x.exp())
-
-
-def test_two_operators_which_saved_one_tensor(form):
-    """Each handle counts its own uses."""
-    x = torch.randn(4, requires_grad=True)
-
-    def several(x):
-        h = SavesItsResult.apply(x.sin())
-        return h.cos() + h.sin() + h * h
-
-    expected = grad(several(x).sum(), x)[0]
-    y = form(split_backward=True)(several)(x)
-    with CountOps() as plain:
-        grad(several(x).sum(), x)
-    with CountOps() as ops:
-        for _ in range(2):
-            assert torch.equal(grad(y.sum(), x, retain_graph=True)[0], expected)
-    assert ops.counts["exp"] == plain.counts["exp"] == 1
-
-
 def test_part_of_the_graph_many_times(form):
     """Backward over one of two outputs: what the other waits for stays, and is right."""
     x = torch.randn(4, requires_grad=True)
@@ -286,18 +222,6 @@ def test_part_of_the_graph_many_times(form):
     assert torch.allclose(both, expected[0] + expected[1])
 
 
-def test_inside_a_group(form):
-    """The option has its own count of uses, so a group's parts may overlap."""
-    x = torch.randn(4, requires_grad=True)
-    called = Calls(function)
-    y = form(split_backward=True)(called)(x)
-    with GraphExecGroup(), CountOps() as ops:
-        first = grad(y.sum(), x, retain_graph=True)[0]
-        second = grad(y.sum(), x)[0]
-    assert torch.equal(first, second)
-    assert ops.counts["exp"] == 1
-
-
 def test_outside_of_a_backward(form):
     """A saved tensor read by hand takes no use away."""
     x = torch.randn(4, requires_grad=True)
@@ -310,21 +234,6 @@ def test_outside_of_a_backward(form):
     with CountOps() as ops:
         assert torch.equal(grad(y.sum(), x)[0], expected)
     assert ops.counts["exp"] == 0
-
-
-def test_a_backward_inside_forward(form):
-    """Tensors saved after the recompute are brought back by another."""
-    x = torch.randn(4, requires_grad=True)
-
-    def inside(x):
-        h = x.sin().exp()
-        (slope,) = grad(h.sum(), x, retain_graph=True)
-        return h * 1 * slope.detach()
-
-    expected = grad(inside(x).sum(), x)[0]
-    y = form(split_backward=True)(inside)(x)
-    for _ in range(3):
-        assert torch.equal(grad(y.sum(), x, retain_graph=True)[0], expected)
 
 
 def test_rule_11_two_threads(form):
@@ -345,52 +254,3 @@ def test_rule_11_two_threads(form):
         thread.join()
     assert len(found) == 4
     assert all(torch.equal(one, expected) for one in found)
-
-
-def test_a_backward_which_fails(form):
-    """The values stay for the next backward, and the result is right."""
-    x = torch.randn(4, requires_grad=True)
-    z = x * 1
-    fails = [True]
-
-    def hook(gradient):
-        if fails:
-            fails.pop()
-            raise ValueError("once")
-
-    z.register_hook(hook)
-    y = form(split_backward=True)(function)(z)
-    with contextlib.suppress(ValueError):
-        grad(y.sum(), x, retain_graph=True)
-    for _ in range(2):
-        assert torch.equal(grad(y.sum(), x, retain_graph=True)[0], grad(function(x).sum(), x)[0])
-
-
-def test_double_backward(form):
-    """The graph of a gradient keeps what it saved by itself."""
-    x = torch.randn(4, requires_grad=True)
-    y = form(split_backward=True)(function)(x)
-    plain = function(x)
-    found, expected = (grad(one.sum(), x, create_graph=True)[0] for one in (y, plain))
-    assert torch.equal(found, expected)
-    assert torch.equal(*(grad(one.sum(), x, retain_graph=True)[0] for one in (found, expected)))
-
-
-@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-@pytest.mark.parametrize("form", [checkpoint, checkpoint_region])
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_values_without_a_storage(form, to_sparse):
-    x = torch.rand(3, 3, requires_grad=True)
-
-    def function(x):
-        return torch.sparse.mm(to_sparse(x * 2), x * 3).sin()
-
-    y, expected = form(split_backward=True)(function)(x).sum(), grad(function(x).sum(), x)[0]
-    assert torch.equal(grad(y, x, retain_graph=True)[0], expected)
-    assert torch.equal(grad(y, x)[0], expected)
-
-
-@pytest.mark.parametrize("form", [checkpoint, checkpoint_region, lambda **options: checkpoint_module(nn.ReLU(), **options)])
-def test_the_option_is_a_flag(form):
-    with pytest.raises(TypeError, match="split_backward should be True or False"):
-        form(split_backward="yes")
