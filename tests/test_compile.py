@@ -18,7 +18,6 @@ from ckpt_hooks import (
     apply_checkpointing,
     checkpoint,
     checkpoint_chunks,
-    checkpoint_loop,
     checkpoint_module,
     checkpoint_name,
     checkpoint_region,
@@ -403,20 +402,6 @@ def test_policies_of_regions_decide():
     assert kept == [1 + weight, 1]
 
 
-@pytest.mark.parametrize("region", [recorded, of_ours])
-@pytest.mark.parametrize("policy", [policies.everything_saveable, [aten.native_dropout.default, aten.sort.default]])
-def test_results_of_several_parts_are_kept_in_parts(region, policy):
-    """The partitioner cannot keep the tuple that an operator returns."""
-
-    def parts(x):
-        h = torch.nn.functional.dropout(x.sin() @ v, 0.5).exp()
-        return h.sort(-1).values.cos()
-
-    nothing = saved(PROGRAMS["one"](region))
-    torch._dynamo.reset()
-    assert saved(lambda x: region(parts, x, policy)) > nothing
-
-
 def test_policies_see_the_same_contexts_in_both_kinds_of_region():
     """Facts of a run, and the numbers of questions."""
     seen = []
@@ -479,22 +464,6 @@ def test_the_compile_cache_tells_regions_apart(monkeypatch, tmp_path):
         torch._dynamo.utils.counters.clear()
         assert saved(lambda x: recorded(body, x, never), "inductor") == found[1][0]
         assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 0
-
-
-def test_a_pass_of_others_runs_too():
-    ran = []
-
-    def other(graph, inputs):
-        ran.append(graph)
-        return graph
-
-    torch._functorch.config.joint_custom_pass = other
-    try:
-        assert saved(PROGRAMS["one"](recorded)) == 0
-        assert torch._functorch.config.joint_custom_pass is other
-    finally:
-        torch._functorch.config.joint_custom_pass = None
-    assert len(ran) == 1
 
 
 # What Dynamo gives up
@@ -793,22 +762,3 @@ BY_MODULE = {
 def test_policies_by_module_know_the_modules_of_compiled_code(form, name):
     """Of five products the one after the attention is computed again."""
     assert products_again(BY_MODULE[form](policies.save_modules(name))) == [1]
-
-
-@pytest.mark.parametrize("form", ["call", "block"])
-def test_modules_of_other_names_in_compiled_code(form):
-    assert products_again(BY_MODULE[form](policies.save_modules("mlp"))) == [4]
-
-
-def looped(x):
-    def step(state):
-        h, t = state
-        return torch.nn.functional.dropout((h @ w).sin(), 0.3) * (t + 1), t + 1
-
-    return checkpoint_loop(step, (x, 0), 6, 2)[0]
-
-
-def test_loops_are_part_of_the_graph():
-    found = gradients(torch.compile(looped, backend="aot_eager", fullgraph=True))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch.testing.assert_close(found, gradients(looped))

@@ -91,21 +91,6 @@ def values(states: list[torch.Tensor]) -> list[int]:
 # Reading
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param((), id="nothing"),
-        pytest.param((1, "a", None, object()), id="no tensors"),
-        pytest.param((torch.ones(2), [torch.ones(2)]), id="CPU"),
-        pytest.param((torch.ones(2, device="meta"),), id="meta"),
-    ],
-)
-def test_no_accelerator_no_state(api: Any, arguments: tuple[Any, ...]) -> None:
-    """Without a tensor on an accelerator there is nothing to read."""
-    devices, states = api.get_device_states(*arguments)
-    assert (devices, states) == ([], [])
-
-
 def test_state_of_the_tensors_device(api: Any, xpu: FakeBackend) -> None:
     """Index and state of the device that the tensor is on, which is made current for the time of reading."""
     devices, states = api.get_device_states(OnDevice("xpu:1"))
@@ -113,30 +98,6 @@ def test_state_of_the_tensors_device(api: Any, xpu: FakeBackend) -> None:
     assert values(states) == [20]
     assert xpu.entered == [1]
     assert xpu.current == 0
-
-
-def test_one_entry_a_tensor_in_order(api: Any, xpu: FakeBackend) -> None:
-    """A device is listed as often as there are tensors on it, in the order of the arguments."""
-    devices, states = api.get_device_states(OnDevice("xpu:2"), torch.ones(1), OnDevice("xpu:0"), OnDevice("xpu:2"))
-    assert devices == [2, 0, 2]
-    assert values(states) == [30, 10, 30]
-
-
-def test_tensors_are_found_in_nested_containers(api: Any, xpu: FakeBackend) -> None:
-    """Lists, tuples and dicts are looked into."""
-    devices, states = api.get_device_states([OnDevice("xpu:1"), ({"x": (OnDevice("xpu:2"),)},)], {"y": OnDevice("xpu:0")})
-    assert devices == [1, 2, 0]
-    assert values(states) == [20, 30, 10]
-
-
-def test_meta_and_cpu_tensors_beside_others_are_passed_over(api: Any, xpu: FakeBackend) -> None:
-    """Tensors without a generator of their own do not count."""
-    devices, states = api.get_device_states(torch.ones(1), OnDevice("xpu:1"))
-    assert devices == [1]
-    assert values(states) == [20]
-    devices, states = ckpt_hooks.get_device_states(torch.ones(1, device="meta"), OnDevice("xpu:1"))
-    assert devices == [1]
-    assert values(states) == [20]
 
 
 def test_cuda_counts_where_there_are_several_types(xpu: FakeBackend, cuda: FakeBackend) -> None:
@@ -187,39 +148,6 @@ def test_states_are_written_to_their_devices(api: Any, xpu: FakeBackend) -> None
     assert xpu.current == 0
 
 
-def test_what_was_read_can_be_written_back(api: Any, xpu: FakeBackend) -> None:
-    """Writing what was read undoes what happened in between, on these devices alone."""
-    devices, states = api.get_device_states(OnDevice("xpu:0"), OnDevice("xpu:2"), OnDevice("xpu:0"))
-    xpu.states = [state + 5 for state in xpu.states]
-    api.set_device_states(devices, states, device_type="xpu")
-    assert values(xpu.states) == [10, 25, 30]
-
-
-def test_nothing_to_write(api: Any, xpu: FakeBackend) -> None:
-    """No devices, no writing; the surplus of a longer list is passed over."""
-    api.set_device_states([], [], device_type="xpu")
-    assert xpu.entered == []
-    api.set_device_states([1], [torch.zeros(2, dtype=torch.uint8)] * 2, device_type="xpu")
-    assert values(xpu.states) == [10, 0, 30]
-
-
-def test_states_may_come_from_an_iterator(api: Any, xpu: FakeBackend) -> None:
-    """States need not be a list."""
-    api.set_device_states([0, 1], (torch.full((2,), value, dtype=torch.uint8) for value in (7, 8)), device_type="xpu")
-    assert values(xpu.states) == [7, 8, 30]
-
-
-def test_meta_has_no_state_to_write(api: Any) -> None:
-    """Writing to the meta device does nothing."""
-    api.set_device_states([0], [torch.zeros(2, dtype=torch.uint8)], device_type="meta")
-
-
-def test_device_type_is_by_keyword_only(api: Any) -> None:
-    """As in torch."""
-    with pytest.raises(TypeError):
-        api.set_device_states([0], [torch.zeros(2)], "xpu")
-
-
 # The default device type
 
 
@@ -246,23 +174,3 @@ def test_default_device_type_is_the_machines(
     expected = "cpu" if accelerator is None else "xpu"
     assert [default_device_type.get_device_type() for _ in range(2)] == [expected, expected]
     assert asked == [True]
-
-
-def test_set_device_states_writes_to_the_default_type(api: Any, default_device_type: Any, xpu: FakeBackend) -> None:
-    """Without a ``device_type`` the default one is written to."""
-    default_device_type.set_device_type("xpu")
-    api.set_device_states([1], [torch.zeros(2, dtype=torch.uint8)])
-    assert values(xpu.states) == [10, 0, 30]
-
-
-def test_default_type_meta_writes_nothing(api: Any, default_device_type: Any) -> None:
-    """The meta device may be the default."""
-    default_device_type.set_device_type("meta")
-    api.set_device_states([0], [torch.zeros(2, dtype=torch.uint8)])
-
-
-def test_get_device_states_does_not_need_the_default_type(api: Any, default_device_type: Any, xpu: FakeBackend) -> None:
-    """The tensors say which type to read."""
-    default_device_type.set_device_type("cuda")
-    assert api.get_device_states(OnDevice("xpu:1"))[0] == [1]
-    assert default_device_type.get_device_type() == "cuda"

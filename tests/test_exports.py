@@ -84,23 +84,6 @@ def test_names_that_are_not_there():
     assert sorted(dir(ckpt_hooks)) == dir(ckpt_hooks)
 
 
-@pytest.mark.parametrize(
-    ("version", "has_lock"),
-    [
-        ("3.14.0 free-threading build (main) [GCC]", None),
-        ("3.13.0 experimental free-threading build (main) [GCC]", True),
-        ("3.13.0", False),
-    ],
-)
-def test_python_without_a_global_lock_is_refused(monkeypatch, version, has_lock):
-    monkeypatch.setattr(sys, "version", version)
-    if has_lock is not None:
-        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: has_lock, raising=False)
-    message = r"ckpt_hooks does not support free-threaded Python: .* Use the default build of Python\.$"
-    with pytest.raises(ImportError, match=message):
-        exec(inspect.getsource(ckpt_hooks), {"__name__": "ckpt_hooks"})
-
-
 @pytest.mark.parametrize("name", ckpt_hooks.__all__)
 def test_public_names_are_documented(name):
     """Every public name has a docstring; functions that take something say what, and show it."""

@@ -50,36 +50,6 @@ def test_every_fused_optimizer_is_noticed(region, optimizer):
 
 
 @regions
-@pytest.mark.parametrize("alias", [lambda weight: weight.detach(), lambda weight: weight[1:]], ids=["detached", "view"])
-def test_an_alias_is_noticed(region, alias):
-    weight = torch.rand(3, requires_grad=True)
-    x = torch.rand(1, requires_grad=True)
-    y = region(lambda x, part: (x + part).tanh() * 2, x, alias(weight))
-    stepped(weight)
-    with pytest.raises(MutationError, match="inplace operation"):
-        y.sum().backward()
-
-
-@regions
-def test_steps_of_other_parameters_do_no_harm(region):
-    """As where two models are trained in turn; and those without a gradient are not written to."""
-    layer, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    x = torch.rand(3, requires_grad=True)
-
-    def gradients(run):
-        y = run(lambda x: layer(x).tanh() * 2, x)
-        stepped(*other.parameters())
-        optimizer = torch.optim.SGD([*layer.parameters(), *other.parameters()], 0.1, fused=True)
-        for parameter in layer.parameters():
-            parameter.grad = None
-        optimizer.step()
-        return grad(y.sum(), [x, *layer.parameters()])
-
-    expected = gradients(lambda function, *args: function(*args))
-    assert all(map(torch.equal, gradients(region), expected))
-
-
-@regions
 def test_training_goes_on(region):
     def train(run):
         torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import pytest
@@ -97,17 +96,6 @@ def test_layers_in_a_region_drop_in_a_recompute_what_they_dropped_in_forward(ins
     assert len(_seen) == 12
     for forward, rerun in zip(_seen[::2], _seen[1::2], strict=True):
         assert torch.equal(forward, rerun)
-
-
-@pytest.mark.parametrize("change", ["eval", "no dropout", "not preserved"])
-def test_layers_that_drop_nothing_have_nothing_seeded(install, change):  # noqa: F811
-    devices, (_, inside, _) = make(install, inside=lambda: Recurrent(0.0 if change == "no dropout" else 0.5))
-    inside.train(change != "eval")
-    call = functools.partial(checkpoint, preserve_rng_state=change != "not preserved")
-    for _ in range(6):
-        devices.counted()
-        call(inside, leaf(8))
-        assert devices.counted()["set"] == 0
 
 
 def test_a_layer_that_drops_out_sets_the_state_of_its_device_once_a_forward(install):  # noqa: F811
@@ -206,12 +194,3 @@ def test_an_operator_that_advances_its_buffer_does_not_run_again(rnn, call):
     assert rnn.runs == 4
     assert torch.equal(found, expected)
     assert torch.equal(buffer, after)
-
-
-@pytest.mark.parametrize("options", [{"p": 0.0}, {"train": False}])
-@pytest.mark.parametrize("call", [CALLS["recorded"], CALLS["selective, nothing"]], ids=["recorded", "selective"])
-def test_one_that_drops_nothing_runs_again(rnn, call, options):
-    x, buffer = leaf(8), torch.full((4,), 7, dtype=torch.uint8)
-    expected = grad(two_layers(x, buffer, **options).sum(), x)[0]
-    assert torch.equal(grad(call(two_layers, x, buffer, **options).sum(), x)[0], expected)
-    assert rnn.runs == 6
