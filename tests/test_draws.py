@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import warnings
 
@@ -171,55 +170,12 @@ def test_a_draw_of_another_thread_is_told_once():
 
 
 @pytest.mark.usefixtures("idle_thread")
-@pytest.mark.parametrize("after_a_warning", [False, True])
-def test_a_table_that_a_recompute_makes_anew_is_no_draw_of_another_thread(after_a_warning, monkeypatch):
-    """One more rerun finds the table that the first one has drawn. Nothing tells of another thread that draws."""
-    monkeypatch.setattr(words, "_has_warned", after_a_warning)
-    table = functools.lru_cache(maxsize=1)(torch.rand)
-    table(4)
-    y = checkpoint(lambda x: (x * table(4)).sin(), leaf(3, 4))
-    table(5)
-    with pytest.raises(DeterminismError, match="has drawn other random numbers"):
-        y.sum().backward()
-
-
-@pytest.mark.usefixtures("idle_thread")
 @pytest.mark.parametrize("in_forward", [0, 2, 3])
 def test_a_recompute_that_moves_no_stream_is_right_whatever_forward_did(in_forward):
     x = leaf(3, 4)
     (expected,) = grad(x.sin().exp().sum(), x)
     function = draws_elsewhere(lambda x: x.sin().exp(), in_forward, 0)
     assert torch.equal(grad(checkpoint(function, x).sum(), x)[0], expected)
-
-
-@pytest.mark.usefixtures("idle_thread")
-def test_dropout_beside_an_idle_thread():
-    def function(x):
-        return F.dropout(F.dropout(x.sin()).exp() * torch.rand_like(x))
-
-    expected = run(lambda function, x: function(x), function)
-    assert same(run(checkpoint, function), expected)
-
-
-@pytest.mark.usefixtures("idle_thread")
-def test_a_region_that_draws_beside_another_thread_that_draws():
-    function = draws_elsewhere(lambda x: F.dropout(x.sin()).exp(), 1, 3)
-    y = checkpoint(name="block")(function)(leaf(3, 4))
-    with pytest.raises(DeterminismError, match=r"a generator of its own.*The region runs aten\.bernoulli") as caught:
-        y.sum().backward()
-    assert caught.value.region == ("block",)
-
-
-class Kernel(torch.autograd.Function):
-    """A function whose kernels no operator tells of."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
 
 
 @torch.library.custom_op("ckpt_hooks_tests::halved", mutates_args=())
@@ -229,19 +185,6 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 
 halved.register_autograd(lambda ctx, gradient: gradient / 2)
-
-UNKNOWN = {
-    "the custom function Kernel, whose kernels may draw": lambda x: Kernel.apply(x.exp()).cos(),
-    "ckpt_hooks_tests.halved.default, which may draw": lambda x: halved(x.exp()).cos(),
-}
-
-
-@pytest.mark.usefixtures("idle_thread")
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_may_draw_beside_a_thread_that_draws(name):
-    y = checkpoint(draws_elsewhere(UNKNOWN[name], 2, 3), leaf(3, 4))
-    with pytest.raises(DeterminismError, match=f"The region runs {name}"):
-        y.sum().backward()
 
 
 def test_the_generators_are_free_after_a_recompute_and_after_an_error_in_it():
@@ -326,28 +269,6 @@ def test_a_recompute_beside_that_of_another_thread(function):
     assert torch.equal(one.grad, plain_of(lambda x: F.dropout(F.dropout(x.sin())).exp(), 4))
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_recomputes_that_wait_for_each_other(draws):
-    barrier = threading.Barrier(2)
-
-    def function(x):
-        x = F.dropout(x.sin(), 0.5 if draws else 0.0)
-        if is_recomputing():
-            barrier.wait(10)
-        return F.dropout(x.exp(), 0.5 if draws else 0.0) * x.cos()
-
-    expected = [plain_of(function, seed) for seed in (1, 2)]
-    for _ in range(20):
-        found = []
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            x = leaf(3, 4)
-            found.append((checkpoint(function, x), x))
-        gradients = {}
-        in_threads(*(lambda i=i, y=y, x=x: gradients.update({i: grad((y * y).sum(), x)[0]}) for i, (y, x) in enumerate(found)))
-        assert [torch.equal(gradients[i], expected[i]) for i in range(2)] == [True, True]
-
-
 @pytest.mark.usefixtures("idle_thread", "not_warned")
 def test_a_thread_that_draws_on_another_device(install):  # noqa: F811
     """The region draws on the CPU, whose stream is where it was in forward."""
@@ -364,38 +285,6 @@ def test_a_thread_that_draws_on_another_device(install):  # noqa: F811
     expected = plain_of(lambda x: F.dropout(x.sin()).exp(), 5)
     with pytest.warns(UserWarning, match="give that thread a generator of its own"):
         assert torch.equal(run(checkpoint, function)[1], expected)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_where_several_devices_have_drawn_their_streams_are_left_alone(install, count, idle_thread):  # noqa: F811
-    """Another thread may train on one of them: a recompute draws from generators of its own."""
-    devices = install("fake_one", FakeDevices(2))
-    x = leaf(3, 4)
-    y = checkpoint(lambda x: F.dropout(x.sin()).exp(), x)
-    for generator in devices.default_generators[:count]:
-        generator.draw()
-    devices.calls.clear()
-    y.sum().backward()
-    assert devices.counted()["set"] == (0 if count == 2 else 2)
-
-
-def test_seeding_inside_of_a_region():
-    def function(x):
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            x = F.dropout(x.sin())
-        return F.dropout(x.exp()).cos()
-
-    assert same(run(checkpoint, function), run(lambda function, x: function(x), function))
-
-
-def test_backward_inside_of_forward():
-    def function(x):
-        h = F.dropout(x.sin())
-        (inner,) = grad(h.exp().sum(), x, create_graph=True)
-        return F.dropout(h * inner).cos()
-
-    assert same(run(checkpoint, function), run(lambda function, x: function(x), function))
 
 
 def _dropped(x, number):
@@ -422,13 +311,3 @@ def test_draws_in_a_row_are_drawn_again_from_one_state(number, order, whole):
 
     expected = gradients(contextlib.nullcontext())
     assert all(map(torch.equal, gradients(checkpoint_region(replay_whole=whole)), expected))
-
-
-def test_draws_in_a_row_hold_one_state():
-    x = torch.randn(8, 8, requires_grad=True)
-    with checkpoint_region() as region:
-        y = x
-        for _ in range(5):
-            y = torch.nn.functional.dropout(y.sin(), 0.5)
-    assert [one.nbytes for one in region.kept()] == [torch.get_rng_state().nbytes]
-    y.sum().backward()

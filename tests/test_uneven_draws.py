@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import random
 import threading
 
@@ -15,8 +14,6 @@ import torch.nn.functional as F
 from ckpt_hooks import DeterminismError, checkpoint, is_recomputing
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
-
-MESSAGE = "the recompute has drawn other random numbers than forward had drawn by then"
 
 
 def masked(x):
@@ -100,55 +97,6 @@ def test_a_table_made_in_forward(make, options):
     assert [torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True)] == [True, True]
 
 
-def test_a_table_alone_is_right():
-    """Where a rerun draws nothing, forward's numbers came from the table."""
-
-    def make():
-        @functools.lru_cache
-        def table(size):
-            return torch.randn(size)
-
-        return lambda x: (x * table(4)).sin()
-
-    expected = steps(make(), lambda function, x: function(x))
-    assert list(map(torch.equal, steps(make(), checkpoint), expected)) == [True] * 3
-
-
-def unrelated_table_last():
-    function = by_lru_cache()
-    table = functools.lru_cache(lambda size: torch.randn(size))
-    torch.manual_seed(7)
-    function(torch.ones(1, 4))  # has its own table already
-    return lambda x: function(x) * table(4)
-
-
-def noise_for_a_log():
-    def function(x):
-        y = masked(x)
-        if not is_recomputing():
-            torch.randint(5, (1,))
-        return y * 2
-
-    return function
-
-
-def seeded_by_a_counter_last():
-    count = itertools.count()
-
-    def function(x):
-        y = masked(x)
-        torch.manual_seed(9 if is_recomputing() else next(count))
-        return y
-
-    return function
-
-
-@pytest.mark.parametrize("make", [unrelated_table_last, noise_for_a_log, seeded_by_a_counter_last])
-def test_other_draws_after_the_last_use_are_no_error(make):
-    expected, found = steps(make(), lambda function, x: function(x)), steps(make(), checkpoint)
-    assert list(map(torch.equal, found, expected)) == [True] * 3
-
-
 def test_other_draws_before_a_tensor_that_is_not_wanted_are_no_error():
     """Nor are they looked into, beside another thread, which may have drawn."""
 
@@ -184,51 +132,6 @@ def test_seeds_before_and_in_the_region_are_no_error(saved):
         return x.grad
 
     assert torch.equal(step(checkpoint), step(lambda function, x: function(x)))
-
-
-def test_a_fork_around_forward_alone_is_no_error():
-    def contexts():
-        return torch.random.fork_rng(devices=[]), contextlib.nullcontext()
-
-    function = checkpoint(context_fn=contexts)(masked)
-    x = torch.linspace(-1, 1, 12).requires_grad_()
-    torch.manual_seed(1)
-    y = function(x)
-    y.sum().backward()
-    torch.manual_seed(1)
-    assert torch.equal(y, masked(x))
-
-
-@pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("form", ["after", "before", "around"])
-def test_with_a_region_inside(form, backwards):
-    function = by_lru_cache()
-    bodies = {
-        "after": lambda x: checkpoint(torch.sin, function(x).cos()).exp(),
-        "before": lambda x: function(checkpoint(torch.sin, x.cos())).exp(),
-        "around": lambda x: checkpoint(function, x.cos()).exp(),
-    }
-    y = checkpoint(bodies[form], leaf(3, 4))
-    with pytest.raises(DeterminismError, match=MESSAGE):
-        y.sum().backward()
-    y = checkpoint(bodies[form], leaf(3, 4))  # the table is there
-    for last in range(backwards)[::-1]:
-        y.sum().backward(retain_graph=last > 0)
-
-
-def test_draws_of_a_device(install):  # noqa: F811
-    devices = install("fake_one", FakeDevices(2))
-    generator = devices.default_generators[1]
-
-    @functools.lru_cache
-    def table():
-        return generator.draw()
-
-    y = checkpoint(lambda x: (x * table() * generator.draw()).sin().exp(), leaf(8))
-    before = generator.get_state()
-    with pytest.raises(DeterminismError, match=MESSAGE):
-        y.sum().backward()
-    assert torch.equal(generator.get_state(), before)
 
 
 @pytest.mark.parametrize("form", ["no region", "without its state"])
