@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import functools
 import queue
 import threading
-import types
 import weakref
 
 import pytest
@@ -25,14 +23,6 @@ from tests.measure import Log, leaf
 
 class Plain:
     """An object with attributes."""
-
-
-class MyList(list):
-    """A list with an attribute."""
-
-
-class MyDict(dict):
-    """A dict with an attribute."""
 
 
 class Namespace(dict):
@@ -74,14 +64,6 @@ class Property:
     @count.setter
     def count(self, value):
         self._store["count"] = value
-
-
-@dataclasses.dataclass
-class Data:
-    """A dataclass."""
-
-    h: object = None
-    count: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -189,29 +171,19 @@ def in_object(value):
 
 KINDS = {
     "object": Attributes(Plain),
-    "namespace": Attributes(types.SimpleNamespace),
-    "argparse": Attributes(argparse.Namespace),
     "slots": Attributes(Slots),
     "slots and attributes": Attributes(SlotsAndMore),
     "property": Attributes(Property),
-    "dataclass": Attributes(Data),
     "dataclass with slots": Attributes(SlottedData),
     "dict": Keys(dict),
-    "ordered": Keys(collections.OrderedDict),
     "default": Keys(functools.partial(collections.defaultdict, int)),
-    "dict's subclass": Keys(MyDict),
     "its own dict": Attributes(Namespace),
     "UserDict": Keys(Encoding),
-    "ChainMap": Keys(collections.ChainMap),
     "list": Entries(list),
-    "list's subclass": Entries(MyList),
-    "UserList": Entries(collections.UserList),
-    "deque": Entries(collections.deque),
     "deque with a length": Entries(functools.partial(collections.deque, maxlen=40)),
     "set": Only(set),
     "in an object": Inside(Keys(dict), in_object, lambda held: held.inner[0]),
     "in a tuple": Inside(Attributes(Plain), lambda value: (1, value), lambda held: held[1]),
-    "in a dict": Inside(Entries(list), lambda value: {"a": {"b": value}}, lambda held: held["a"]["b"]),
     "rebound": Rebound(None),
 }
 
@@ -228,13 +200,6 @@ def as_keyword(kind, held):
 
 def by_closure(kind, held):
     return lambda region, x: region(lambda x: step(kind, held, x), x)
-
-
-def by_closure_of_a_helper(kind, held):
-    def helper(x):
-        return step(kind, held, x)
-
-    return lambda region, x: region(lambda x: helper(x), x)
 
 
 def by_default(kind, held):
@@ -255,13 +220,6 @@ def by_attribute(kind, held):
             return step(kind, self.held, x)
 
     module = Module()
-    return lambda region, x: region(module, x)
-
-
-def by_attribute_of_a_child(kind, held):
-    module = nn.Sequential(nn.Identity(), nn.Identity())
-    module[1].held = held
-    module[1].forward = lambda x: step(kind, held, x)
     return lambda region, x: region(module, x)
 
 
@@ -286,18 +244,6 @@ def by_global(kind, held):
     return lambda region, x: region(lambda x: step(kind, HELD, x), x)
 
 
-def by_global_of_forward(kind, held):
-    global HELD
-    HELD = held
-
-    class Module(nn.Module):
-        def forward(self, x):
-            return step(kind, HELD, x)
-
-    module = Module()
-    return lambda region, x: region(module, x)
-
-
 def by_hook(kind, held):
     module = nn.Sequential(nn.Identity())
     module[0].register_forward_hook(lambda module, args, result: step(kind, held, result))
@@ -305,8 +251,7 @@ def by_hook(kind, held):
 
 
 PLACES = [
-    as_argument, as_keyword, by_closure, by_closure_of_a_helper, by_default, by_partial, by_attribute,
-    by_attribute_of_a_child, by_self, by_global, by_global_of_forward, by_hook,
+    as_argument, as_keyword, by_closure, by_default, by_partial, by_attribute, by_self, by_global, by_hook,
 ]  # fmt: skip
 
 
@@ -466,14 +411,6 @@ def test_what_is_put_and_taken_out(put, is_attribute):
     assert_as_eager(program, Run("ours"))
 
 
-@dataclasses.dataclass
-class Batch:
-    """A batch with a field that forward binds."""
-
-    h: object
-    count: int = 0
-
-
 def _set_entry(value, name, one):
     value[name] = one
 
@@ -492,7 +429,6 @@ REACHED_TWICE = {
         lambda value, name, one: _set_entry(value, ("h", "count").index(name), one),
     ),
     "dict": (lambda h: {"h": h, "count": 0}, lambda value, name: value[name], _set_entry),
-    "dataclass": (Batch, getattr, setattr),
     "object": (lambda h: _plain(h=h, count=0), getattr, setattr),
 }
 
