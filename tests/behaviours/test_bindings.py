@@ -304,6 +304,25 @@ CASES |= {
 
 
 @all_regions
+@pytest.mark.parametrize(("change", "when"), CASES.values(), ids=CASES)
+def test_changes_of_a_module(change, when, run):
+    """Some steps, between which the model runs without a region too: whatever is left of a change would be seen there."""
+
+    def program(run):
+        model, counter, found = Model(), Counter(), []
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            for y in when(lambda x=x: run(model, x), lambda: change(model, counter)):
+                y.sum().backward(inputs=[x, *(p for p in model.parameters() if p.is_leaf)])
+                found += [y, x.grad.clone(), counter.state(), state(model)]
+            with torch.no_grad():
+                found += [*(None if p.grad is None else p.grad.clone() for p in model.parameters()), model(x)]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@all_regions
 def test_handles_work_after_a_rerun(run):
     """They know the dict of hooks by a weak reference. The first is registered before all forwards, the second after one."""
 
