@@ -7,8 +7,10 @@ import functools
 import gc
 import itertools
 import os
+import random
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
-from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, is_recomputing, region
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import stack
@@ -53,6 +55,11 @@ KINDS = {
     "recorded in a function": lambda function, x: checkpoint(lambda x: recorded(function, x).sin(), x),
     "function in a recorded one": lambda function, x: recorded(lambda x: checkpoint(function, x).sin(), x),
 }
+
+
+def patched(function, x):
+    with patch_torch():
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
 
 
 def left():
@@ -129,8 +136,66 @@ def test_a_watcher_that_never_came_on_the_stack_of_modes_counts_no_more(monkeypa
     assert not AT_WORK
 
 
+def asked_for(y, x):
+    """Asks for one tensor, outside of a backward, without gradients."""
+    node = y.grad_fn
+    with torch.no_grad():
+        try:
+            return node._saved_self if hasattr(node, "_saved_self") else node.saved_tensors
+        finally:
+            assert not torch.is_grad_enabled()
+
+
 def backward(y, x):
     return grad(y.sum(), x, retain_graph=True)
+
+
+@pytest.mark.parametrize("back", [backward, asked_for])
+@pytest.mark.parametrize("kind", [*KINDS, "patched"])
+@pytest.mark.usefixtures("_no_word_of_what_is_swallowed", "no_gc")
+def test_an_interrupt_where_the_thread_changes_brings_it_back(kind, back):
+    """In forward and in a recompute. The region's function is not held either."""
+    run, layer, x, forgotten = KINDS.get(kind, patched), nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True), []
+
+    def forward():
+        def function(x):
+            return layer(x).sin()
+
+        forgotten.append(weakref.ref(function))
+        return run(function, x)
+
+    def interrupted(step, *args):
+        """Returns how often the step was interrupted; where one tensor is asked for, before each change too."""
+        with Interrupt() as dry:
+            step(*args)
+        changes = dry.changes + [at - 1 for at in dry.changes if step is asked_for]
+        for at in changes:
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(at):
+                step(*args)
+            assert not any(left().values()), (at, left())
+        return len(changes)
+
+    for _ in range(3):
+        (expected,) = grad(forward().sum(), x)
+    assert interrupted(forward) >= 2
+    assert interrupted(back, forward(), x) >= 2
+    if kind in ("function", "policy", "values"):
+        assert [function() for function in forgotten] == [None] * len(forgotten)
+    assert torch.equal(grad(forward().sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("leaves", [lambda mode: mode.__enter__(), lambda mode: saved_tensors_hooks(abs, abs).__enter__()])
+@pytest.mark.parametrize("kind", ["function", "recorded"])
+def test_an_interrupt_takes_off_what_the_function_has_not_left(kind, leaves):
+    """As Ctrl-C just before the ``with`` block that leaves it."""
+
+    def function(x):
+        leaves(CountOps())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        KINDS[kind](function, torch.rand(3, requires_grad=True))
+    assert not any(left().values())
 
 
 def test_an_exception_leaves_a_mode_that_the_function_has_entered():
@@ -330,6 +395,32 @@ def test_what_a_function_raises_anywhere_is_neither_swallowed_nor_replaced(nesti
         assert not any(left().values()), (at, left())
         count.set()
         assert all(map(torch.equal, step_of(*program, x), expected)), at
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.usefixtures("_no_word_of_what_is_swallowed")
+def test_an_interrupt_at_random_is_neither_swallowed_nor_replaced(seeds):
+    """Of the lines of the package, in programs of nested regions."""
+    x = torch.rand(3, 4, requires_grad=True)
+    for seed in seeds:
+        drawn = random.Random(seed)
+        nesting = "".join(drawn.choices("CR", k=drawn.randint(1, 3)))
+        program = nested(nesting, Countdown(), by_mode=False)
+        expected = step_of(*nested("P" * len(nesting), Countdown(), by_mode=False), x)
+        for _ in range(4):
+            step_of(*program, x)
+        with Interrupt() as dry:
+            step_of(*program, x)
+        at, found = drawn.randint(1, dry.count), None
+        try:
+            with Interrupt(at):
+                found = step_of(*program, x)
+        except KeyboardInterrupt:
+            pass
+        assert found is None or all(map(torch.equal, found, expected)), (seed, at)  # a finaliser cannot raise
+        recorded(torch.sin, x)
+        assert not any(left().values()), (seed, at, left())
+        assert all(map(torch.equal, step_of(*program, x), expected)), (seed, at)
 
 
 def test_the_first_exception_of_those_who_close_a_region_stands():

@@ -1520,6 +1520,15 @@ def test_what_a_message_says_to_do(name):
         assert torch.equal(result, block(x))
 
 
+def test_integers_of_numpy_are_integers():
+    numpy = pytest.importorskip("numpy")
+    two = numpy.int64(2)
+    assert save_every(MM, two)._n == every(two).n == 2
+    assert planned(blocks=["1"], budget=numpy.int64(10**9)).budget == 10**9
+    assert checkpoint_sequential([block, nn.Tanh()], two, x).shape == x.shape
+    assert len(enable_in_transformers(fake.Model(), every_n_layers=two).regions) == 3
+
+
 def test_a_star_is_what_is_below_the_model():
     """In plans too, where the model itself is no block even by its class."""
     for star in ("*", ["*"]):
