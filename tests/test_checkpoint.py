@@ -609,6 +609,19 @@ def test_early_stop_setting_wins_over_the_option(api: Any, setting: bool | None,
     assert fn.ended == (1 if stops else 2)
 
 
+def test_innermost_early_stop_setting_wins(api: Any) -> None:
+    """Blocks nest, None inside False defers to the region, and each setting ends with its block."""
+    fns = [Counted(sin_cos) for _ in range(4)]
+    with api.set_checkpoint_early_stop(False):
+        api.checkpoint(fns[0], leaf()).sum().backward()
+        with api.set_checkpoint_early_stop(True):
+            api.checkpoint(fns[1], leaf()).sum().backward()
+        with api.set_checkpoint_early_stop(None):
+            api.checkpoint(fns[2], leaf()).sum().backward()
+        api.checkpoint(fns[3], leaf()).sum().backward()
+    assert [fn.ended for fn in fns] == [2, 1, 1, 2]
+
+
 def test_settings_end_with_an_exception(api: Any) -> None:
     """A block that is left by an exception leaves no setting behind."""
     for setting in (api.set_checkpoint_early_stop(False), api.set_checkpoint_debug_enabled(True)):

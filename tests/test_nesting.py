@@ -360,6 +360,19 @@ def test_rule_6_a_rerun_in_the_middle_of_forward_does_not_run_ahead(early_stop):
     assert list(map(torch.equal, results, expected)) == [True] * 3
 
 
+def test_rule_6_two_losses_and_partial_backward(impl):
+    """Two losses over one region, and backward over a part of it, repeatedly."""
+    x = leaf(3)
+    calls = Calls(lambda x: (x.sin().exp(), x.cos().tanh()))
+    a, b = impl(calls, x)
+    for _ in range(3):
+        (ga,) = grad(a.sum(), x, retain_graph=True)
+    assert calls.count == 4
+    (gb,) = grad(b.sum(), x)
+    assert torch.equal(ga, grad(x.sin().exp().sum(), x)[0])
+    assert torch.equal(gb, grad(x.cos().tanh().sum(), x)[0])
+
+
 def test_rule_6_access_outside_of_backward_stops_at_what_was_asked_for():
     """One saved tensor outside of backward costs the operators up to it."""
     x = leaf(3)

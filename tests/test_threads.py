@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint, is_recomputing
+from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
 from ckpt_hooks._function import journal
 from tests.measure import Calls, Log, Table, leaf
 
@@ -134,6 +134,19 @@ def test_is_recomputing_is_of_this_thread():
     checkpoint(function, x).sum().backward()
     assert seen == {False: [1], True: [1], "other": False}
     assert not is_recomputing()
+
+
+def test_settings_are_of_this_thread():
+    """A setting made on one thread does not reach regions of another."""
+    tail = Calls(torch.neg)
+
+    def work():
+        x = leaf(3)
+        checkpoint(lambda x: tail(x.sin()), x).sum().backward()
+
+    with set_checkpoint_early_stop(False):
+        in_threads(work)
+    assert tail.count == 1
 
 
 @pytest.mark.parametrize("changes", ["buffers", "attributes"])

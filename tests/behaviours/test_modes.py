@@ -173,6 +173,16 @@ def test_a_mode_that_changes_metadata_is_named():
         gradient(frame, lambda x: (x * 3.0).sin(), around=Halving)
 
 
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED])
+def test_a_mode_inside_the_region_that_changes_results(region):
+    def function(x):
+        with Doubling():
+            h = (x * 3.0).sin()
+        return (h * 2.0).exp().cos()
+
+    assert_as_plain(region, function)
+
+
 @pytest.mark.parametrize("check", CHECKS[2:])
 def test_a_mode_around_backward_alone_that_changes_results_is_named_on_request(check):
     with pytest.raises(ckpt_hooks.DeterminismError, match=r"dispatch mode Doubling, and forward did not"):

@@ -301,6 +301,39 @@ def test_a_container_that_the_function_reads_and_changes(kind, place, form):
     assert_as_eager(program, Run("ours"))
 
 
+class MakesBuffer(nn.Module):
+    """Registers a buffer in its first call, and fills a slot for a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.rand(3, dtype=torch.float64))
+        if self.bias is None:
+            self.bias = nn.Parameter(torch.rand(3, dtype=torch.float64))
+        if self.mask is None:
+            self.mask = torch.rand(3, dtype=torch.float64)
+        draws = torch.rand(3, dtype=torch.float64)
+        return ((x * self.scale + self.bias).sin() * draws * self.mask).exp()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_that_the_first_call_makes(form):
+    def program(run):
+        torch.manual_seed(3)
+        module, x, region = MakesBuffer(), leaf(3), call if run is plain else FORMS[form]
+        y = region(module, region(module, x))
+        made = [module.scale, module.mask]
+        y.sum().backward()
+        assert all(one is two for one, two in zip(made, (module.scale, module.mask), strict=True))
+        return [y, x.grad, module.bias.grad, module.bias, *module.state_dict().values(), torch.get_rng_state()]
+
+    assert_as_eager(program, Run("ours"))
+
+
 @pytest.mark.parametrize("make", [dict, functools.partial(collections.defaultdict, int), collections.Counter, list])
 def test_backward_within_an_iteration(make):
     """Goes on where it was, though each recompute takes entries out and puts them in again."""

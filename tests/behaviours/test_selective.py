@@ -15,7 +15,7 @@ from torch.autograd import grad
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
-from tests.behaviours.runs import SILENT, Run, assert_as_eager, gradients, runs
+from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
 from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
@@ -180,6 +180,24 @@ def test_offload_of_an_output_on_the_host_keeps_it(run, policy):
     assert counts["mm"] == 1  # that of backward
 
 
+@runs("region", torch_fails=UNNOTICED)
+@pytest.mark.parametrize("answer", [None, "save", 3])
+def test_a_policy_that_returns_something_else(run, answer):
+    """A TypeError that names the operator."""
+    x = leaf(3)
+    with pytest.raises(TypeError, match=r"aten\.sin\.default") as caught:
+        run.selecting(lambda ctx, op, *args, **kwargs: answer)(lambda x: x.sin().cos(), x)
+    assert repr(answer) in str(caught.value)
+
+
+@runs("region")
+def test_a_packet_in_the_list(run):
+    """A ValueError; ours names the overloads."""
+    with pytest.raises(ValueError, match="OpOverloadPacket to a specific OpOverload") as caught:
+        run.selecting([aten.mul])(torch.sin, leaf(3))
+    assert not run.ours or "torch.ops.aten.mul.Tensor" in str(caught.value)
+
+
 class Foreign(enum.Enum):
     """Another enum of the same names."""
 
@@ -214,6 +232,18 @@ def test_what_is_kept_goes_through_hooks_around_the_region(run):
     found, counts = recomputed(y, x, w)
     assert counts["mm"] == 2  # those of backward
     assert torch.equal(found[0], grad((x @ w).sin().cos().sum(), x)[0])
+
+
+def test_hooks_can_be_opted_out_of():
+    """``respect_saved_tensors_hooks=False``."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        run = Run("ours").selecting([aten.mm.default], respect_saved_tensors_hooks=False)
+        y = run(lambda x, w: (x @ w).sin().cos(), x, w)
+    assert not seen
+    _, counts = recomputed(y, x)
+    assert counts["mm"] == 1
 
 
 @runs("region", "nested", torch_fails=SILENT)
@@ -306,6 +336,27 @@ def test_autocast_casts_that_were_cached_in_forward(run):
     assert_as_eager(program, run.selecting([aten.addmm.default, aten.sin.default]))
 
 
+def test_a_policy_is_asked_once_an_operator_and_in_forward_only():
+    """With what the operator returned."""
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        assert isinstance(ctx, torch.utils.checkpoint.SelectiveCheckpointContext)
+        asked.append((str(op), ctx.is_recompute, tuple(ctx.op_output.shape), len(args)))
+        return False
+
+    x = leaf(3)
+    y = Run("ours").selecting(policy)(lambda x: (x.sin() * 2).view(3, 1), x)
+    expected = [
+        ("aten.sin.default", False, (3,), 1),
+        ("aten.mul.Tensor", False, (3,), 2),
+        ("aten.view.default", False, (3, 1), 2),
+    ]
+    assert asked == expected
+    y.sum().backward()
+    assert asked == expected
+
+
 # What a policy is told
 
 
@@ -323,6 +374,28 @@ def test_several_outputs_and_values_that_are_no_tensors_come_back_whole(run):
     (found,), counts = recomputed(y, x)
     assert torch.equal(found, expected)
     assert counts["sort"] == counts["_local_scalar_dense"] == 0
+
+
+def test_an_operator_that_returns_its_input():
+    """Its output is not kept: that would be another object, of another memory in a recompute."""
+    x = leaf(3)
+
+    def function(x):
+        h = x.sin()
+        same, _ = aten.native_dropout(h, 0.5, False)
+        return h.exp() * same.cos()
+
+    y = Run("ours").selecting(everything)(function, x)
+    assert torch.equal(grad(y.sum(), x)[0], grad(function(x).sum(), x)[0])
+
+
+def test_metadata_queries_are_never_kept():
+    """As in torch, by the same set."""
+    assert ckpt_hooks.SAC_IGNORED_OPS == torch.utils.checkpoint.SAC_IGNORED_OPS
+    x = leaf(3)
+    asked = []
+    Run("ours").selecting(lambda ctx, op, *args, **kwargs: bool(asked.append(op)))(lambda x: x.detach().sin(), x)
+    assert asked == [aten.sin.default]
 
 
 # Nesting
