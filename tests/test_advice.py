@@ -198,6 +198,12 @@ def test_forward_mode_and_vmap_run_in_a_region(form, inside):
     assert same(torch.autograd.grad(form(inside, x).sum(), x), torch.autograd.grad(inside(x).sum(), x))
 
 
+def test_nested_regions_say_it_once():
+    with pytest.raises(RuntimeError) as caught:
+        checkpoint(lambda x: recorded(torch.func.grad(lambda z: z.sin().sum()), x), leaf(3))
+    assert str(caught.value).count("A region works by such hooks.") == 1
+
+
 # Hooks that remove themselves
 
 
@@ -249,6 +255,17 @@ def test_a_checkpointed_model_is_made_plain_before_it_is_scripted():
         torch.jit.script(model)
     remove_checkpointing(model)
     assert torch.equal(torch.jit.script(model)(x), expected)
+
+
+def test_other_exceptions_of_recomputes_have_no_such_note():
+    def function(x):
+        if ckpt_hooks.is_recomputing():
+            raise MemoryError
+        return x.sin().exp()
+
+    with pytest.raises(MemoryError) as caught:
+        checkpoint(function, leaf(3)).sum().backward()
+    assert not getattr(caught.value, "__notes__", [])
 
 
 def test_parameters_in_one_memory_are_told_apart():

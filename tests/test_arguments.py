@@ -334,6 +334,15 @@ def test_containers_come_back_with_type_and_values(container: Any) -> None:
     assert second(given) is b
 
 
+def test_defaultdict_keeps_its_factory() -> None:
+    """A rerun's defaultdict makes entries as the original does, and leaves the original alone."""
+    given = collections.defaultdict(list, x=leaf())
+    (back,), _ = in_rerun(given)
+    back["new"].append(1)
+    assert back["new"] == [1]
+    assert list(given) == ["x"]
+
+
 def test_fields_that_are_not_set_stay_so() -> None:
     """A dataclass with a field that has no value yet is rebuilt without it."""
     (back,), _ = in_rerun(Unset(leaf()))
@@ -356,6 +365,13 @@ def test_dataclass_that_is_something_else_besides_is_handed_on(base: type[Any]) 
 
     checkpoint(function, leaf(), value).sum().backward()
     assert [one is value for one in seen] == [True, True]
+
+
+def test_dataclass_without_tensors_is_handed_on() -> None:
+    """What holds no tensor and no list or dict is the same object."""
+    given = Plain(1, (2, "a"))
+    (back,), _ = in_rerun(given)
+    assert back is given
 
 
 def test_return_types_of_torch_come_back_as_such() -> None:
@@ -615,6 +631,16 @@ def test_mutation_after_forward_names_the_argument(call: Callable[..., torch.Ten
     assert (error.expected, error.found) == (1, 3)
     assert str(error).startswith(f"region {error.region[0]!r}: {argument}, a float32[3] tensor, has been modified")
     assert "is at version 3; expected version 1" in str(error)
+
+
+def test_mutation_of_a_leaf_that_the_region_saves(impl: Callable[..., Any]) -> None:
+    """An optimizer step between forward and backward raises, where the leaf is all that the region saves too."""
+    x = leaf()
+    y = impl(torch.sin, x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 # What is around a region

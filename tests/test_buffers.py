@@ -303,3 +303,23 @@ def test_state_in_buffers_is_as_eager(name, form, change, waits):
     if waits is not None:
         first = 3 if change is begin_training else 0
         assert told[first + 1] == waits["waits"]  # none once each way of running was met
+
+
+class WritesAgain(nn.Module):
+    """Writes to a buffer in recomputes alone."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("table", torch.ones(size))
+
+    def forward(self, x):
+        if ckpt_hooks.is_recomputing():
+            self.table.add_(1)
+        return (x * self.table.sum()).sin().exp()
+
+
+@pytest.mark.parametrize("size", [4, 1 << 13])
+def test_a_buffer_that_a_rerun_alone_writes_to_is_an_error(size):
+    y = ckpt_hooks.checkpoint(WritesAgain(size), torch.rand(3, requires_grad=True))
+    with pytest.raises(ckpt_hooks.MutationError, match="the buffer 'table' of WritesAgain"):
+        y.sum().backward()

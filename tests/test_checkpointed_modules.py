@@ -110,6 +110,24 @@ def test_copies(models, copied):
     assert all_same(trained(twin), trained(plain))
 
 
+def test_a_shallow_copy():
+    block = Block()
+    twin = copy.copy(checkpoint()(block))
+    twin.extra = 3
+    assert not hasattr(block, "extra")
+    assert twin.linear is block.linear
+
+
+def test_replicas_of_data_parallel():
+    block = Block()
+    region = checkpoint()(block)
+    replica = region._replicate_for_data_parallel()
+    replica.extra = 3
+    assert replica.__wrapped__.extra == 3
+    assert not hasattr(block, "extra")
+    assert replica(torch.ones(3, 4)).shape == (3, 4)
+
+
 def test_a_module_both_plain_and_as_a_region(models):
     """One set of buffers and parameters, rewound once."""
     plain, _ = models

@@ -176,6 +176,9 @@ def test_a_function_that_counts_its_calls_decides_the_same_in_a_rerun():
     assert all(map(torch.equal, gradients, expected))
 
 
+DOUBLES = torch.ones(3, dtype=torch.float64)
+
+
 # Bytes
 
 
@@ -183,6 +186,26 @@ def bytes_seen(run, function, *args):
     seen = []
     run(function, *args, policy=lambda ctx, op, *args, **kwargs: seen.append(ctx.nbytes) or RECOMPUTE)
     return seen
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.sin(), [48]),
+        (lambda x: x.max(1), [8 * 2 + 8 * 2]),
+        (lambda x: torch._foreach_mul([x, x.view(6)], 2.0), [48 + 48]),
+        (lambda x: x.expand(5, 2, 3).sin(), [240]),
+        (lambda x: x[:0].sin(), [0]),
+        (lambda x: x.contiguous().to(torch.float64).view(6).exp(), [48]),
+        (lambda x: F.batch_norm(x, DOUBLES * 0, DOUBLES * 1, training=True), [24, 24, 48 + 8 * 3 + 8 * 3]),
+        (lambda x: (x > 0).nonzero(), [6, 12 * 8]),
+        (lambda x: x.detach().abs().to_sparse(), [48, 48]),  # as a dense one
+    ],
+    ids=["one", "two", "list", "made larger", "empty", "no copies", "and statistics", "no gradient", "sparse"],
+)
+def test_bytes_of_outputs(run, function, expected):
+    assert bytes_seen(run, function, leaf(2, 3).detach().abs().add(1).requires_grad_()) == expected
 
 
 @FORMS
@@ -241,6 +264,15 @@ def test_the_users_line(run):
         "aten.addmm.default": line_of(Layer.forward, "self.linear(x)"),
         "aten.exp.default": line_of(Layer.forward, "h.exp()"),
     }
+
+
+@FORMS
+@pytest.mark.parametrize("inner", [checkpoint, lambda function, x: as_block(function, x, policy=None)])
+def test_a_recompute_in_the_middle_of_a_region_is_no_part_of_it(run, inner):
+    policy, x = Asked(), leaf(3)
+    y = inner(lambda x: x.exp().sin(), x)
+    run(lambda x: (y.grad_fn._saved_self, x.cos())[1], x, policy=policy)
+    assert policy.seen == [(0, "aten.cos.default")]
 
 
 @pytest.mark.parametrize("run", [as_function, as_block, as_torch])

@@ -101,6 +101,17 @@ def test_values_of_any_kind(dtype, layout):
                 assert not are_equal(found, fingerprint(laid_out(other.reshape(bits.shape), dtype, dense(shape), 0)))
 
 
+@pytest.mark.filterwarnings("ignore:B?Complex")
+@pytest.mark.parametrize("fingerprint", [hash_of, sample_of])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_without_values(dtype, fingerprint):
+    for shape in [(0,), (3, 0), (0, 3), (2, 0, 1)]:
+        assert fingerprint(torch.empty(shape, dtype=dtype)) is None
+        assert fingerprint(torch.empty(shape, dtype=dtype).mT if len(shape) > 1 else torch.empty(shape, dtype=dtype)) is None
+    assert fingerprint(torch.empty(3, 4, dtype=dtype, device="meta")) is None
+    assert fingerprint(torch.empty(3, 0, dtype=dtype, device="meta")) is None
+
+
 def pairs():
     """Returns functions of one number that make tensors which are more than numbers in memory."""
 
@@ -151,6 +162,15 @@ def test_values_of_what_is_more_than_numbers_in_memory(kind, fingerprint):
     found = fingerprint(make(3.0))
     assert are_equal(found, fingerprint(make(3.0)))
     assert not are_equal(found, fingerprint(make(5.0)))
+
+
+def test_what_a_jagged_tensor_finds_out_later_is_no_value():
+    """It notes the lengths of its shortest and longest row when somebody asks."""
+    tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    before = hash_of(tensor)
+    tensor._get_max_seqlen()
+    tensor._get_min_seqlen()
+    assert are_equal(hash_of(tensor), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool], ids=str)

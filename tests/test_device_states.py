@@ -88,6 +88,21 @@ def values(states: list[torch.Tensor]) -> list[int]:
     return [int(state[0]) for state in states]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="nothing"),
+        pytest.param((1, "a", None, object()), id="no tensors"),
+        pytest.param((torch.ones(2), [torch.ones(2)]), id="CPU"),
+        pytest.param((torch.ones(2, device="meta"),), id="meta"),
+    ],
+)
+def test_no_accelerator_no_state(api: Any, arguments: tuple[Any, ...]) -> None:
+    """Without a tensor on an accelerator there is nothing to read."""
+    devices, states = api.get_device_states(*arguments)
+    assert (devices, states) == ([], [])
+
+
 # Reading
 
 
@@ -146,6 +161,11 @@ def test_states_are_written_to_their_devices(api: Any, xpu: FakeBackend) -> None
     assert values(xpu.states) == [2, 20, 1]
     assert xpu.entered == [2, 0]
     assert xpu.current == 0
+
+
+def test_meta_has_no_state_to_write(api: Any) -> None:
+    """Writing to the meta device does nothing."""
+    api.set_device_states([0], [torch.zeros(2, dtype=torch.uint8)], device_type="meta")
 
 
 # The default device type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 
@@ -170,6 +171,19 @@ def test_a_draw_of_another_thread_is_told_once():
 
 
 @pytest.mark.usefixtures("idle_thread")
+@pytest.mark.parametrize("after_a_warning", [False, True])
+def test_a_table_that_a_recompute_makes_anew_is_no_draw_of_another_thread(after_a_warning, monkeypatch):
+    """One more rerun finds the table that the first one has drawn. Nothing tells of another thread that draws."""
+    monkeypatch.setattr(words, "_has_warned", after_a_warning)
+    table = functools.lru_cache(maxsize=1)(torch.rand)
+    table(4)
+    y = checkpoint(lambda x: (x * table(4)).sin(), leaf(3, 4))
+    table(5)
+    with pytest.raises(DeterminismError, match="has drawn other random numbers"):
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("idle_thread")
 @pytest.mark.parametrize("in_forward", [0, 2, 3])
 def test_a_recompute_that_moves_no_stream_is_right_whatever_forward_did(in_forward):
     x = leaf(3, 4)
@@ -178,10 +192,36 @@ def test_a_recompute_that_moves_no_stream_is_right_whatever_forward_did(in_forwa
     assert torch.equal(grad(checkpoint(function, x).sum(), x)[0], expected)
 
 
+class Kernel(torch.autograd.Function):
+    """A function whose kernels no operator tells of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 @torch.library.custom_op("ckpt_hooks_tests::halved", mutates_args=())
 def halved(x: torch.Tensor) -> torch.Tensor:
     """Has no tag that tells whether it draws."""
     return x / 2
+
+
+UNKNOWN = {
+    "the custom function Kernel, whose kernels may draw": lambda x: Kernel.apply(x.exp()).cos(),
+    "ckpt_hooks_tests.halved.default, which may draw": lambda x: halved(x.exp()).cos(),
+}
+
+
+@pytest.mark.usefixtures("idle_thread")
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_may_draw_beside_a_thread_that_draws(name):
+    y = checkpoint(draws_elsewhere(UNKNOWN[name], 2, 3), leaf(3, 4))
+    with pytest.raises(DeterminismError, match=f"The region runs {name}"):
+        y.sum().backward()
 
 
 halved.register_autograd(lambda ctx, gradient: gradient / 2)

@@ -167,6 +167,30 @@ def test_a_model_with_values_under_a_mode_that_takes_it(region, around):
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
+@pytest.mark.parametrize("region", ["checkpoint", "policy", "region", "region with a policy"])
+def test_values_and_none_in_one_region(region):
+    """A region that enters a mode for a part of what it does brings back each part as it was."""
+
+    def program(region):
+        torch.manual_seed(0)
+        mode, x = FakeTensorMode(), torch.randn(3, 4, requires_grad=True)
+        with mode:
+            fake_model, fake_x = model_and_input(4, 1, 3)
+
+        def function(x):
+            h = x.sin().exp()
+            with mode:
+                fake = fake_model(fake_x).tanh() * torch.ones(4)
+            return (h + torch.ones(4)).cos().tan(), fake.sin()
+
+        h, fake = region(function, x)
+        fake.sum().backward()
+        h.sum().backward()
+        return x.grad
+
+    assert torch.equal(program(REGIONS[region]), program(REGIONS["none"]))
+
+
 @pytest.mark.parametrize("options", [{"determinism_check": "values"}, {"debug": True}, {"early_stop": False}], ids=str)
 def test_options(options):
     def region(block, x):

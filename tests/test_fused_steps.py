@@ -50,6 +50,17 @@ def test_every_fused_optimizer_is_noticed(region, optimizer):
 
 
 @regions
+@pytest.mark.parametrize("alias", [lambda weight: weight.detach(), lambda weight: weight[1:]], ids=["detached", "view"])
+def test_an_alias_is_noticed(region, alias):
+    weight = torch.rand(3, requires_grad=True)
+    x = torch.rand(1, requires_grad=True)
+    y = region(lambda x, part: (x + part).tanh() * 2, x, alias(weight))
+    stepped(weight)
+    with pytest.raises(MutationError, match="inplace operation"):
+        y.sum().backward()
+
+
+@regions
 def test_training_goes_on(region):
     def train(run):
         torch.manual_seed(0)

@@ -65,6 +65,13 @@ def test_a_function_region_says_what_to_do(devices):
         checkpoint(torch.sin, leaf(8))
 
 
+def test_a_backward_that_is_captured_alone_says_what_to_do(devices):
+    y = checkpoint(lambda x: x.sin().exp(), leaf(8))
+    devices.capturing = True
+    with pytest.raises(RuntimeError, match=r"preserve_rng_state=True .* CUDA graph"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("options", [{}, {"policy": policies.everything_saveable}], ids=["plain", "with a policy"])
 def test_a_function_region_that_draws_anew_reads_no_state(devices, options):
     x = leaf(8)

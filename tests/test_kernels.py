@@ -95,6 +95,16 @@ def test_a_call_by_an_early_name_is_seen(recwarn):
     assert [str(one.message)[:27] for one in recwarn] == ["the custom function Counted"] * IS_BOUND_EARLY
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="autograd takes no arguments by name")
+def test_arguments_by_name():
+    def program(region):
+        with region():
+            return k.SetUp.apply(x @ w, y=x.sin(), options=(1.5, {"bias": 1.0}))[0].cos()
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
+
+
 def test_what_forward_sees_of_its_arguments():
     """Their ``requires_grad``, by ``ctx`` too; containers of its own; gradients off; the surroundings of the first run."""
     seen, word = [], contextvars.ContextVar("word", default="none")
@@ -127,6 +137,16 @@ def test_what_forward_sees_of_its_arguments():
     assert first[:-1] == again[:-1]
     assert first[:5] == [True, False, (True, False, False), 2, False]
     assert first[5:] == [True, torch.bfloat16, torch.float32, "forward", "meta", False]
+
+
+def test_random_numbers_may_be_new():
+    """With ``preserve_rng_state=False``; the stream outside stays where it is."""
+    x, w = tensors(4, 8)
+    with checkpoint_region(preserve_rng_state=False):
+        y = (k.Drops.apply(x * w, 0.5) * 3).sin()
+    state = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_sources_that_are_tracked_draw_again():
@@ -390,6 +410,12 @@ def test_an_object_that_has_been_changed_since_is_an_error(change):
     change(scales)
     with pytest.raises(MutationError if change is _written_to else DeterminismError, match=r"modified by|objects .* changed"):
         y.sum().backward()
+
+
+def test_an_object_that_leads_to_a_graph_is_not_held():
+    scales = Scales()
+    scales.by["all"][0] = torch.tensor(2.0, requires_grad=True) * 1
+    assert len(_region_of(scales)[1]) == 1
 
 
 def _with_grad(x):

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ckpt_hooks import (
+    MutationError,
     apply_checkpointing,
     checkpoint_module,
     every,
@@ -238,6 +239,31 @@ def test_applied_twice(base):
 
 
 @kinds
+def test_replicas_of_data_parallel(base, options):
+    """DataParallel copies the attributes of each module; the copy runs the copy's own forward."""
+    model, _ = base
+    layer = model.layers[0]
+    apply_checkpointing(model, Block, **options)
+    replica = layer._replicate_for_data_parallel()
+    with torch.no_grad():
+        weight = torch.zeros(4, 4)
+    replica.linear = nn.Linear(4, 4)
+    with torch.no_grad():
+        replica.linear.weight.copy_(weight)
+        replica.linear.bias.zero_()
+    replica.eval()
+    regions = Frames()
+    with regions:
+        replica(torch.ones(3, 4)).sum().backward()
+    assert len(regions.frames) == 1
+    assert torch.count_nonzero(replica.linear.bias.grad) == 4
+    assert layer.linear.bias.grad is None
+    assert layer.forward.__self__ is layer
+    remove_checkpointing(layer)
+    assert layer._replicate_for_data_parallel().forward.__func__ is Block.forward
+
+
+@kinds
 def test_interrupted_in_forward(base, options):
     """Ctrl-C leaves nothing on the thread, wherever it comes."""
     model, expected = base
@@ -331,6 +357,16 @@ def test_parameters_bound_anew(bind):
 
 class Special(nn.Parameter):
     """A class of a library."""
+
+
+def test_a_frozen_parameter_that_is_gone():
+    """Plain autograd would have kept it."""
+    layer = checkpoint_module(nn.Linear(80, 80).requires_grad_(False))
+    x = torch.ones(2, 80, requires_grad=True)
+    y = layer(x.sin()).sum()
+    layer.weight = nn.Parameter(torch.ones(80, 80), requires_grad=False)
+    with pytest.raises(MutationError, match=r"'weight' of Linear.*is another tensor than forward saw: that one is gone\."):
+        y.backward()
 
 
 # What is selected

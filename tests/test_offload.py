@@ -9,7 +9,7 @@ import torch
 from torch.autograd import grad
 
 import ckpt_hooks
-from ckpt_hooks import MutationError
+from ckpt_hooks import MutationError, checkpoint_region
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.measure import CountOps, Saves, leaf
 
@@ -117,6 +117,22 @@ def test_regions_are_fetched_one_ahead(transfers):
     assert all(torch.equal(a, b) for a, b in zip(found, grad(y, xs), strict=True))
 
 
+def test_a_write_in_the_region_waits_for_the_copy(transfers):
+    x = leaf(20, 20)
+
+    def program(region):
+        with region:
+            h = x + 1
+            y = (h * 2).exp()
+            h.mul_(3)
+            y = y + h * x
+        return grad(y.sum(), x)[0]
+
+    found = program(checkpoint_region(policy=save_and_offload(aten.add.Tensor)))
+    assert transfers.count("fetch") >= 1
+    assert torch.equal(found, program(contextlib.nullcontext()))
+
+
 def test_a_write_to_what_is_on_its_way(transfers):
     """The copy may have seen it or not: the operator runs again."""
     x = leaf(20, 20)
@@ -157,6 +173,16 @@ def test_a_saved_tensor_that_was_written_to(transfers):
     h.zero_()
     with pytest.raises(MutationError, match="expected version 0"):
         y.sum().backward()
+
+
+@pytest.mark.usefixtures("transfers")
+def test_backward_before_the_block_ends():
+    """Of what was saved last and is not on its way yet."""
+    x = leaf(20)
+    with offload_saved_tensors(min_offload_size=0):
+        y = x.sin() * torch.ones(20)
+        found = grad(y.sum(), x)[0]
+    assert torch.equal(found, x.cos())
 
 
 def on_the_host(x, w):

@@ -9,6 +9,7 @@ import inspect
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -269,9 +270,46 @@ def test_reentrant_calls_stay_torchs(form):
     assert_same(found, step(module, REENTRANT[form](module)))
 
 
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")
+@pytest.mark.parametrize("form", REENTRANT)
+def test_the_first_reentrant_call_that_stays_torchs_is_warned_of(form):
+    with patch_torch():
+        imported_early(cosine, leaf(3), use_reentrant=False)
+        with torch.no_grad():
+            CheckpointFunction.apply(cosine, True, leaf(3))
+        for step_number in range(2):
+            module = block()
+            call = REENTRANT[form](module)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step(module, call)
+            told = [one for one in caught if "patch_torch(reentrant=True)" in str(one.message)]
+            assert [one.filename for one in told] == [__file__] * (step_number == 0)
+
+
+def test_reentrant_wrapper_with_keyword_arguments():
+    count, module = Count(), block()
+    with count, patch_torch(reentrant=True):
+        call = reentrant_wrapper(module)
+        found = step(module, lambda x: call(x, scale=3.0))
+    assert count.recomputes == 1
+    expected = block()
+    assert_same(found, step(expected, lambda x: expected(x, scale=3.0)))
+
+
 def test_torchs_warning_of_the_missing_flag_stays():
     with patch_torch(reentrant=True), pytest.warns(UserWarning, match="use_reentrant"):
         imported_early(torch.sin, leaf(3))
+
+
+def test_the_latest_patch_decides_about_reentrant_calls():
+    count = Count()
+    with count, patch_torch(reentrant=True):
+        with patch_torch(reentrant=False):
+            imported_early(cosine, leaf(3), use_reentrant=True)
+        assert count.names == []
+        imported_early(cosine, leaf(3), use_reentrant=True)
+    assert count.names == ["cosine"]
 
 
 # Applied, undone
@@ -333,6 +371,12 @@ def test_a_region_of_before_is_recomputed_after():
     assert torch.equal(x.grad, 2 * plain.grad)
 
 
+def test_repr_says_what_and_whether():
+    with patch_torch(preserve_rng_state=True) as patch:
+        assert repr(patch) == "<patch_torch(reentrant=None, preserve_rng_state=True, policy=None), active>"
+    assert repr(patch).endswith(", undone>")
+
+
 # Threads
 
 
@@ -384,6 +428,55 @@ def test_regions_of_both_packages_in_each_other():
         assert_same(found, step(plain, plain))
 
 
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_nested_regions_under_a_patch_for_half_of_the_step_are_right_or_an_error(first):
+    def inner(x, y):
+        return (x.sin() * y).cos()
+
+    def outer(x, y):
+        return imported_early(inner, x.exp(), y.exp(), use_reentrant=False).sin()
+
+    x, y = leaf(3), leaf(3)
+    patch = patch_torch() if first == "forward" else None
+    z = imported_early(outer, x, y, use_reentrant=False)
+    if patch is not None:
+        patch.undo()
+    else:
+        patch = patch_torch()
+    expected = torch.autograd.grad(inner(x.exp(), y.exp()).sin().sum(), (x, y))
+    try:
+        assert_same(torch.autograd.grad(z.sum(), (x, y)), expected)
+    except torch.utils.checkpoint.CheckpointError:
+        pass
+    finally:
+        patch.undo()
+
+
+def count_of_runs(**options):
+    runs = Log()
+
+    def function(x):
+        y = x.sin().cos()
+        runs.append("end")
+        return y + 1
+
+    imported_early(function, leaf(3), use_reentrant=False, **options).sum().backward()
+    return len(runs)
+
+
+def test_early_stop_by_torchs_setting_and_by_the_call():
+    theirs, ours = torch.utils.checkpoint.set_checkpoint_early_stop, ckpt_hooks.set_checkpoint_early_stop
+    with patch_torch():
+        assert count_of_runs() == 1
+        assert count_of_runs(early_stop=False) == 2
+        with theirs(False):
+            assert count_of_runs() == 2
+            with ours(True):
+                assert count_of_runs() == 1
+        with theirs(True):
+            assert count_of_runs(early_stop=False) == 1
+
+
 # Torch's settings, options and errors
 
 
@@ -428,6 +521,14 @@ def test_graph_exec_group_of_torch():
     assert len(runs) == 2
 
 
+def test_without_gradients_the_function_is_called_plainly():
+    count = Count()
+    with count, patch_torch(reentrant=True), torch.no_grad():
+        assert torch.equal(imported_early(torch.sin, torch.ones(3), use_reentrant=False), torch.ones(3).sin())
+        assert torch.equal(imported_early(torch.sin, torch.ones(3), use_reentrant=True), torch.ones(3).sin())
+    assert count.names == []
+
+
 def test_under_transforms_torch_runs_the_call():
     """Torch's engine refuses those of gradients, with and without the patch."""
 
@@ -446,6 +547,19 @@ def test_under_transforms_torch_runs_the_call():
             mapped(leaf(2, 3))
     assert count.names == []
     assert str(patched.value) == str(plain.value)
+
+
+def test_under_a_tracer_torch_runs_the_call():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def program(x):
+        return imported_early(lambda x: x.sin().cos(), x, use_reentrant=False).sum()
+
+    count = Count()
+    with count, patch_torch():
+        found = make_fx(program)(leaf(3))
+    assert count.names == []
+    assert found.code == make_fx(program)(leaf(3)).code
 
 
 class FailsFirst(nn.Module):
@@ -519,6 +633,26 @@ def test_a_program_that_replaces_checkpoint_keeps_its_function():
         finally:
             torch.utils.checkpoint.checkpoint = old
             patch.undo()
+
+
+def test_a_program_that_replaces_the_reentrant_function(monkeypatch):
+    class Theirs(CheckpointFunction):
+        pass
+
+    monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", Theirs)
+    with patch_torch(reentrant=True):
+        count = Count()
+        with count:
+            imported_early(cosine, leaf(3), use_reentrant=True)
+        assert count.names == ["cosine"]
+        assert "apply" in vars(Theirs)
+        theirs = staticmethod(lambda *args: "theirs")
+        Theirs.apply = theirs
+    assert vars(Theirs)["apply"] is theirs  # put there after the patch
+    with patch_torch(reentrant=True):
+        assert vars(Theirs)["apply"] is not theirs
+    assert vars(Theirs)["apply"] is theirs  # and before
+    monkeypatch.undo()
 
 
 def test_other_code_for_torchs_engine_stays():

@@ -134,6 +134,18 @@ def test_the_last_user_gives_back(registered):
     assert not is_lent(owner)
 
 
+def test_a_source_that_was_modified(registered):
+    owner = sheets(registered, "a")
+    x = torch.rand(3, 3, requires_grad=True)
+    with checkpoint_region():
+        y = (x @ owner.whole["a"]).sin().exp()
+    owner.free()
+    owner.sources["a"].mul_(2)
+    with pytest.raises(MutationError, match=r"region 'region' needs \(a parameter gathered for its unit\) has been modified"):
+        y.sum().backward()
+    assert owner.told == ["free"]
+
+
 def test_memory_of_nobody(registered):
     owner = sheets(registered, "a")
     registered.clear()

@@ -447,3 +447,15 @@ def test_a_region_inside_reads_what_the_region_around_overwrites_later():
             return y + h * x
 
     assert_as_eager(program, x)
+
+
+def test_a_saved_tensor_that_is_looked_at_outside_of_a_backward():
+    """The regions around bring back what it is made of, for this once."""
+    x = leaf(4)
+    with checkpoint_region():
+        h = x.sin()
+        with checkpoint_region():
+            y = (h * h.cos()).exp()
+            z = y.sin()
+    expected = (x.sin() * x.sin().cos()).exp()
+    assert torch.equal(z.grad_fn._saved_self, expected)

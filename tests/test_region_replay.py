@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad, grad
 
-from ckpt_hooks import checkpoint_region
+from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
 from tests.measure import CountOps, Watch, leaf
 from tests.regions import assert_as_eager, assert_same, plain, replayed
 
@@ -262,6 +262,20 @@ def two(x, **options):
     with checkpoint_region(**options):
         h = x.sin()
         return h.exp().tanh(), h.cos().tan()
+
+
+def test_backwards_of_a_group_that_overlap():
+    """They would find values gone: an error, and after the group each may run by itself."""
+    x = leaf(4)
+    with checkpoint_region():
+        h = x.sin().exp()
+        a, b = h.tanh(), h.cos()
+    with GraphExecGroup():
+        grad(a.sum(), x, retain_graph=True)
+        with pytest.raises(OverlapError, match="overlap"):
+            grad(b.sum(), x, retain_graph=True)
+    found = [*grad(a.sum(), x, retain_graph=True), *grad(b.sum(), x)]
+    assert_same(found, [*grad(x.sin().exp().tanh().sum(), x), *grad(x.sin().exp().cos().sum(), x)])
 
 
 def test_precisions_that_cannot_be_read_in_the_fast_way():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import re
 import threading
 
@@ -335,6 +337,16 @@ def test_modules_that_come_later(x):
     del model[0]
     model.insert(0, nn.Tanh())
     assert ran_again(run, x)["addmm.default"] == 1
+
+
+def test_copies_and_pickles(x):
+    policy = save_modules("self_attn", nn.LayerNorm)
+    model = applied(policy)
+    model(x)
+    for other in pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy):
+        assert repr(other) == repr(policy) == "<save_modules: keeps the results of what runs in modules 'self_attn', LayerNorm>"
+    assert ran_again(copy.deepcopy(model), x)["addmm.default"] == 3
+    assert ran_again(pickle.loads(pickle.dumps(model.layers[0])), x)["addmm.default"] == 1
 
 
 def test_tables_and_traces_name_the_policy(x):

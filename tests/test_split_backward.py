@@ -183,6 +183,24 @@ def test_rule_4_a_backward_which_frees_the_graph_keeps_nothing(form, no_gc):
     assert torch.equal(x.grad, grad(function(function(x * 2)).sum(), x)[0])
 
 
+def test_rule_4_a_value_goes_with_its_handle(form, no_gc):
+    """A part of the graph that is dropped between the two backwards leaves nothing behind."""
+    x = torch.randn(4, requires_grad=True)
+    watched = Frames()
+    with watched:
+        a, b = form(split_backward=True)(lambda x: (x.sin().exp().tanh(), x.cos().exp().tanh()))(x)
+    expected = [grad(x.sin().exp().tanh().sum(), x)[0], grad(x.cos().exp().tanh().sum(), x)[0]]
+    assert torch.equal(grad(a.sum(), x, retain_graph=True)[0], expected[0])
+    del a
+    assert torch.equal(grad(b.sum(), x, retain_graph=True)[0], expected[1])
+    with CountOps() as ops:
+        assert torch.equal(grad(b.sum(), x, retain_graph=True)[0], expected[1])
+    assert ops.counts["exp"] == 0
+    assert watched.values_alive() <= 1  # the argument
+    del b
+    assert watched.alive() == [False]
+
+
 def test_rule_10_what_the_first_backward_writes_to_is_brought_back_anew(form):
     """The second backward must not see the write. Plain autograd raises."""
 
@@ -254,3 +272,17 @@ def test_rule_11_two_threads(form):
         thread.join()
     assert len(found) == 4
     assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.parametrize("form", [checkpoint, checkpoint_region])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_values_without_a_storage(form, to_sparse):
+    x = torch.rand(3, 3, requires_grad=True)
+
+    def function(x):
+        return torch.sparse.mm(to_sparse(x * 2), x * 3).sin()
+
+    y, expected = form(split_backward=True)(function)(x).sum(), grad(function(x).sum(), x)[0]
+    assert torch.equal(grad(y, x, retain_graph=True)[0], expected)
+    assert torch.equal(grad(y, x)[0], expected)

@@ -111,6 +111,35 @@ def test_what_was_fetched_ahead_and_not_taken_goes(transfers):
     assert torch.equal(grad(y.sum(), x)[0], grad(expected.sin().cos().exp().sin().sum(), expected)[0])
 
 
+def conjugate(x):
+    return x.conj()
+
+
+def negative(x):
+    return torch._neg_view(x)
+
+
+@pytest.mark.parametrize("face", [conjugate, negative])
+def test_a_tensor_that_is_not_what_is_in_its_memory(transfers, face):
+    """The conjugate of a tensor is a bit, which goes apart from the memory: that lands after torch has looked at the bits."""
+    x = torch.randn(32, dtype=torch.complex128, requires_grad=True)
+
+    def function():
+        h = face(x * 1)
+        return (h * h.detach().cos()).abs().sum()
+
+    expected = grad(function(), x)[0]
+    with offloading():
+        y = function()
+    assert torch.equal(grad(y, x)[0], expected)
+    tensor, found = face(x.detach() * 1), []
+    with offloading():
+        y = Saves.apply(leaf(1), tensor, found.append)
+    y.backward()
+    assert torch.equal(found[0], tensor)
+    assert (found[0].is_conj(), found[0].is_neg()) == (face is conjugate, face is negative)
+
+
 def parametrized(w):
     return (w * 1).t()
 
@@ -147,6 +176,29 @@ def test_weights_stay(transfers, name):
     assert (factor.grad_fn if factor.requires_grad else None) is place
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(16, 16) @ factor.detach().t())
+
+
+@pytest.mark.parametrize("form", ["saved", "recorded"])
+def test_casts_of_weights_stay(transfers, form):
+    """Autocast makes one of each weight, and holds it itself until its block ends."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+
+    def function():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(layer(x.sin()))
+
+    expected = grad(function().sum(), (x, *layer.parameters()))
+    if form == "saved":
+        with offloading():
+            y = function()
+    else:
+        with checkpoint_region(policy=policies.offload_ops(aten._to_copy.default)):
+            y = function()
+    sent = [note[1] for note in transfers.moved()]
+    assert sent
+    assert 64 * 64 not in sent
+    assert all(map(torch.equal, grad(y.sum(), (x, *layer.parameters())), expected))
 
 
 def test_one_tensor_that_three_operators_save_goes_once(transfers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -12,7 +13,7 @@ import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, checkpoint_sequential
 from ckpt_hooks.policies import dots_saveable
 from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients, plain, runs
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:.*names operators that did not run")
@@ -175,6 +176,26 @@ def test_tables_that_forward_made(run):
         return gradients(run(function, x, tables, log), x)
 
     assert_as_eager(program, run)
+
+
+@dataclasses.dataclass
+class Record:
+    """Has no tensor in it to begin with."""
+
+    h: torch.Tensor | None = None
+    calls: int = 1
+
+
+def test_a_dataclass_that_is_left_alone_is_handed_on():
+    seen = Log()
+
+    def function(x, record):
+        seen.append(record)
+        return x.sin().exp()
+
+    record, x = (Record(), 3), leaf(3)
+    checkpoint(function, x, record).sum().backward()
+    assert seen[0] is seen[1]
 
 
 def test_a_note_holds_no_tensor():

@@ -394,6 +394,20 @@ def test_operators_that_write_unless_there_is_a_mode(mode, check):
     assert_as_eager(program, Run("ours"))
 
 
+def test_a_check_of_ones_own_in_a_dict():
+    """Compared like anything in a list, not-a-numbers included."""
+
+    def check(tensor):
+        return {"tensor": tensor.detach() * float("nan"), "numbers": [1.0, float("nan")]}
+
+    run = Run("ours").having(determinism_check=check)
+    run(lambda x: (x * 2).sin().cos(), leaf(3)).sum().backward()
+    other = iter([1.0, 1.0, 1.0, 2.0])
+    run = Run("ours").having(determinism_check=lambda tensor: {"key": torch.tensor([next(other), float("nan")])})
+    with pytest.raises(ckpt_hooks.DeterminismError, match="Recomputed values differ"):
+        run(lambda x: (x * 2).sin().exp(), leaf(3)).sum().backward()
+
+
 # Errors in a rerun
 
 
@@ -481,6 +495,23 @@ def test_rrelu_last_in_the_region(run, function):
     assert_as_eager(simple(function), run)
 
 
+def by_random(x):
+    return (x * random.random()).sin()
+
+
+def by_gauss(x):
+    """Of which every second one is left over from the draw before."""
+    return (x * random.gauss(0, 1)).sin()
+
+
+def by_numpy(x):
+    return (x * float(pytest.importorskip("numpy").random.rand())).sin()
+
+
+def by_randn(x):
+    return (x * float(pytest.importorskip("numpy").random.randn())).sin()
+
+
 # Random numbers of other libraries, which are tracked or not
 
 
@@ -488,7 +519,22 @@ def by_control_flow(x):
     return (x * 2).sin() if random.random() < 0.5 else (x * 2).sin().exp()
 
 
+SOURCES = {by_random: "python", by_gauss: "python", by_numpy: "numpy", by_randn: "numpy"}
+
+
 FINGERPRINTS = ["values", "sampled_values", lambda tensor: tensor.sum()]
+
+
+@pytest.mark.parametrize("check", ["default", *FINGERPRINTS])
+@pytest.mark.parametrize("function", list(SOURCES))
+@runs("region", "nested", torch_fails=SILENT)
+def test_random_numbers_that_are_tracked(run, function, check):
+    def program(run):
+        x = leaf(3)
+        with contextlib.nullcontext() if run is plain else run.track_rng(SOURCES[function]):
+            return gradients((run if run is plain else run.having(determinism_check=check))(function, x), x)
+
+    assert_as_eager(program, run)
 
 
 def second_of(seed):

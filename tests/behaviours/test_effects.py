@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 
@@ -264,6 +265,20 @@ def test_effects_happen_once_although_the_result_is_written_to_outside(kind):
     found = outcome(program(kind), once)
     assert RAN == ["send"]
     assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_printing(kind, capfd):
+    """Torch's own operators: one of ATen, one that is an operator of operators and takes no tensors."""
+
+    def function(x):
+        torch.ops.aten._print("from ATen")
+        ctypes.CDLL(None).fflush(None)  # of C's buffer, which Python does not know
+        torch._higher_order_ops.print("number {}", 3)
+        return x.sin().exp().cos()
+
+    kind()(function)(leaf(3)).sum().backward()
+    assert capfd.readouterr().out.split("\n")[:-1] == ["from ATen", "number 3"]
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ckpt_hooks import policies
+from ckpt_hooks import checkpoint_region, policies
 from tests import regions
 from tests.behaviours.recorded import Recorded, runs
 from tests.behaviours.runs import assert_as_eager, gradients
@@ -30,6 +31,15 @@ def test_recurrent_layers(run, kind, dtype):
         return gradients(run(lambda x: layers(x.sin())[0].exp(), x), x, *layers.parameters())
 
     assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("preserve_rng_state", [True, False])
+def test_draws_without_values(preserve_rng_state):
+    """There is no generator for the meta device, and nothing to draw."""
+    x = torch.ones(4, device="meta", requires_grad=True)
+    with checkpoint_region(preserve_rng_state=preserve_rng_state):
+        y = F.rrelu(x, training=True).exp() * torch.rand_like(x).exp()
+    assert torch.autograd.grad(y.sum(), x)[0].is_meta
 
 
 def test_sparse_results_that_a_policy_keeps():
