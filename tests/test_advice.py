@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrize
 
 import ckpt_hooks
 from ckpt_hooks import (
@@ -115,44 +114,7 @@ def test_a_queue_is_cloned_before_the_region():
 # A cache around two regions
 
 
-class Symmetric(nn.Module):
-    """Makes a weight symmetric."""
-
-    def forward(self, weight):
-        return weight.triu() + weight.triu(1).t()
-
-
-@pytest.mark.parametrize("backward", ["inside", "outside"])
-@pytest.mark.parametrize("fill", [True, False])
-@pytest.mark.parametrize("form", [checkpoint, recorded])
-def test_a_cache_of_parametrizations_around_two_regions_needs_no_advice(form, fill, backward):
-    def gradients(form):
-        model = layer()
-        parametrize.register_parametrization(model, "weight", Symmetric())
-        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-        inputs = [x, model.parametrizations.weight.original]
-        with parametrize.cached():
-            if fill:
-                assert model.weight is not None
-            y = form(model, form(model, x)).sum()
-            if backward == "inside":
-                return torch.autograd.grad(y, inputs)
-        return torch.autograd.grad(y, inputs)
-
-    assert same(gradients(form), gradients(plain))
-
-
 # What forward takes away
-
-
-def test_a_list_that_the_function_pops_needs_no_advice():
-    x = leaf(3)
-
-    def gradients(form):
-        masks = [torch.linspace(0, 1, 3, dtype=torch.float64) * scale for scale in (1, 2)]
-        return torch.autograd.grad(form(lambda x: (x * masks.pop()).sin(), form(lambda x: (x * masks.pop()).sin(), x)).sum(), x)
-
-    assert same(gradients(checkpoint), gradients(plain))
 
 
 def test_a_backward_of_what_has_gone_runs_in_a_recorded_region():

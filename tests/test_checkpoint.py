@@ -776,36 +776,7 @@ def test_without_gradients_iterators_are_welcome() -> None:
         assert checkpoint(lambda items: sum(items), iter([1, 2])) == 3
 
 
-def test_gradients_enabled_inside_a_plain_call(impl: Callable[..., Any]) -> None:
-    """A function that switches gradients on under ``no_grad`` keeps its activations, as without checkpointing."""
-
-    def enabling(x: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            return x.sin().cos()
-
-    fn = Counted(enabling)
-    x = leaf()
-    with torch.no_grad():
-        y = impl(fn, x)
-    y.sum().backward()
-    assert fn.begun == 1
-    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
 # Errors
-
-
-def test_exception_in_forward_is_the_users_own() -> None:
-    """An exception of the function passes through unchanged."""
-    error = KeyError("mine")
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        x.sin()
-        raise error
-
-    with pytest.raises(KeyError) as caught:
-        checkpoint(fn, leaf())
-    assert caught.value is error
 
 
 def test_exception_in_the_rerun_is_the_users_own_and_leaves_the_frame_as_it_was(impl: Callable[..., Any]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-
 import pytest
 import torch
 import torch.utils.flop_counter
@@ -69,57 +66,6 @@ def test_a_rerun_has_the_current_device_of_forward(install):
     device.set_device(0)
     y.backward()
     assert seen == [1, 1]
-    assert device.current_device() == 0
-
-
-@pytest.mark.parametrize("ends", ["well", "badly"])
-def test_it_is_set_back_on_a_thread_of_its_own(install, ends):
-    device = install(2)
-    found = Log()
-
-    def function(x):
-        if found:
-            assert device.current_device() == 1
-            if ends == "badly":
-                raise ValueError("told to")
-        return x.sin().exp()
-
-    device.set_device(1)
-    y = checkpoint(function, leaf(3)).sum()
-    found.append("forward")
-
-    def backward():
-        with contextlib.nullcontext() if ends == "well" else pytest.raises(ValueError, match="told to"):
-            y.backward()
-        found.append(device.current_device())
-
-    thread = threading.Thread(target=backward)
-    thread.start()
-    thread.join()
-    assert found == ["forward", 0]
-    assert device.current_device() == 1
-
-
-def test_a_rerun_inside_a_rerun(install):
-    device = install(3)
-    seen = []
-
-    def inner(x):
-        seen.append(("inner", device.current_device()))
-        return x.sin().exp()
-
-    def outer(x):
-        seen.append(("outer", device.current_device()))
-        device.set_device(2)
-        y = checkpoint(inner, x).cos().sin()
-        device.set_device(1)
-        return y
-
-    device.set_device(1)
-    y = checkpoint(outer, leaf(3)).sum()
-    device.set_device(0)
-    y.backward()
-    assert set(seen) == {("outer", 1), ("inner", 2)}
     assert device.current_device() == 0
 
 
@@ -237,16 +183,6 @@ def test_a_stream_that_a_stopped_rerun_has_not_left(install, is_elsewhere):
     assert device.current_stream() is main
 
 
-def test_without_other_streams_nothing_waits(install):
-    device = install(2)
-    checkpoint(lambda x: x.sin().exp(), leaf(3)).sum().backward()
-    with checkpoint_region():
-        y = leaf(3).sin().exp()
-    y.sum().backward()
-    assert device.notes == []
-    assert device.used == []
-
-
 def in_function(function, *args):
     return checkpoint(function, *args)
 
@@ -320,18 +256,6 @@ def test_a_value_for_another_stream_is_waited_for_there_once(install, call):
     ]
     assert [str(stream) for _, stream in device.used] == ["default 0", "third", "third"]
     device.set_stream(main)
-
-
-def test_a_value_by_itself(install):
-    """Outside of a backward."""
-    device = install()
-    side = device.stream("side")
-    with device.on(side):
-        y = checkpoint(lambda x: x.sin().exp(), leaf(3))
-    device.notes.clear()
-    assert torch.equal(y.grad_fn._saved_result, y)
-    assert device.notes[:2] == ["side waits for default 0", "default 0 waits for side"]
-    assert [str(stream) for _, stream in device.used] == ["default 0"]
 
 
 def test_streams_that_change_within_a_region_and_back(install):

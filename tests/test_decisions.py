@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region
-from ckpt_hooks.policies import Policy
 from tests.measure import leaf
 
 aten = torch.ops.aten
@@ -135,24 +134,6 @@ def test_what_a_policy_is_asked_about(run):
     policy = Asked()
     run(casts, x, w, policy=policy)
     assert [op for _, op in policy.seen].count("aten._to_copy.default") == 3  # none of them of a weight
-
-
-@FORMS
-def test_indices_are_of_operators_that_were_asked_about(run):
-    """A policy that decides on some by themselves counts the others."""
-
-    class Some(Policy):
-        def for_op(self, op):
-            return None if op is aten.exp.default else RECOMPUTE
-
-        def start(self):
-            seen.clear()
-            return lambda ctx, op, *args, **kwargs: seen.append((ctx.index, op)) or RECOMPUTE
-
-    seen = []
-    for _ in range(2):
-        run(lambda x: x.exp().sin().exp().cos(), leaf(3), policy=Some())
-        assert seen == [(0, aten.exp.default), (1, aten.exp.default)]
 
 
 def test_a_function_that_counts_its_calls_decides_the_same_in_a_rerun():

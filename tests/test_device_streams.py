@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import DeterminismError, _ambient, checkpoint
+from ckpt_hooks import _ambient, checkpoint
 from ckpt_hooks._ambient.switches import Switch
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log, leaf
@@ -33,17 +33,6 @@ def counts_of(devices, function, regions=1):
 
 def calls(get, set, look):
     return {"get": get, "set": set, "look": look}
-
-
-@pytest.mark.parametrize("regions", [1, 3])
-@pytest.mark.parametrize("count", COUNTS)
-def test_streams_that_do_not_move_are_not_read_and_not_set(install, count, regions):  # noqa: F811
-    devices = install("fake_one", FakeDevices(count))
-    forward, backward = counts_of(devices, plain, regions)
-    # Once a region, and once as it opens and with each of two saved tensors.
-    assert forward == calls(0, 0, (1 + 3) * regions * count)
-    # Before and after the rerun, as it begins, and with its last value.
-    assert backward == calls(0, 0, (2 + 2) * regions * count)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -119,23 +108,6 @@ def test_a_device_that_forward_is_the_first_to_use_draws_from_its_start_again(in
         return [generator.draw(), grad(y.sum(), x)[0], generator.draw()]
 
     assert all(map(torch.equal, run(checkpoint), run(lambda function, x: function(x))))
-
-
-def test_a_device_that_draws_in_the_recompute_alone_is_put_back(install):  # noqa: F811
-    devices = install("fake_one", FakeDevices(2))
-    generator, runs = devices.default_generators[1], Log()
-
-    def function(x):
-        runs.append(1)
-        if len(runs) >= 2:
-            generator.draw()
-        return plain(x)
-
-    y = checkpoint(function, leaf(3))
-    before = generator.get_state()
-    with pytest.raises(DeterminismError, match="the recompute has drawn other random numbers"):
-        y.sum().backward()
-    assert torch.equal(generator.get_state(), before)
 
 
 def test_an_interrupt_while_a_device_is_set_leaves_no_device_set(install):  # noqa: F811

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import grad
 
 from ckpt_hooks import _ambient, checkpoint
-from ckpt_hooks._ambient.streams import CPU
+from ckpt_hooks._ambient.positions import take_image
 from tests.measure import Log
 
 DRAWS = {
@@ -34,32 +33,32 @@ def leaf(size):
 @pytest.fixture
 def slow(monkeypatch):
     """Where no image of the generator is to be had."""
-    monkeypatch.setattr(CPU, "look", None)
-    monkeypatch.setattr(CPU, "seen", (None, None))
+    monkeypatch.setattr(_ambient, "take_image", lambda: None)
     monkeypatch.setattr(_ambient, "_latest", None)
 
 
 def test_there_is_an_image_on_this_platform():
-    assert CPU.look is not None
-    assert CPU.look() == CPU.look()
+    image = take_image()
+    assert image is not None
+    assert image == take_image()
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_every_draw_is_seen(draw):
     torch.manual_seed(3)
     torch.rand(5)
-    image, state = CPU.look(), torch.get_rng_state()
+    image, state = take_image(), torch.get_rng_state()
     draw()
-    assert image != CPU.look()
+    assert image != take_image()
     assert not torch.equal(state, torch.get_rng_state())
 
 
 def test_a_left_over_normal_number_is_seen():
     torch.manual_seed(3)
     torch.randn(1)
-    image = CPU.look()
+    image = take_image()
     torch.randn(1)
-    assert image != CPU.look()
+    assert image != take_image()
 
 
 def test_regions_share_what_they_saw_until_something_moves():
@@ -69,29 +68,6 @@ def test_regions_share_what_they_saw_until_something_moves():
     third = _ambient.capture(preserve_rng_state=True)
     assert third is not first
     assert torch.equal(third.streams[0], torch.get_rng_state())
-
-
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_recompute_starts_where_forward_did(draw):
-    def function(x):
-        return torch.nn.functional.dropout(x.sin()).exp() * torch.randn(1, dtype=x.dtype)
-
-    x = leaf(8)
-    torch.manual_seed(1)
-    y = checkpoint(function, x).sum()
-    draw()
-    state = torch.get_rng_state()
-    (found,) = grad(y, x)
-    assert torch.equal(state, torch.get_rng_state())
-    torch.manual_seed(1)
-    assert torch.equal(found, grad(function(x).sum(), x)[0])
-
-
-@pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_so_it_does_without_an_image(draw):
-    assert CPU.look is None
-    test_a_recompute_starts_where_forward_did(draw)
 
 
 def test_what_is_not_simple_goes_the_long_way():

@@ -36,18 +36,6 @@ def block(x):
 # Ways to write a region
 
 
-def test_a_with_block_is_transparent():
-    """Its variables are there afterwards, and what was made before it may be used in it."""
-    x = leaf(3)
-    h = x * 2
-    with checkpoint_region() as region:
-        inside = h.sin()
-        y = inside.exp()
-    assert isinstance(region, checkpoint_region)
-    (found,) = grad((y * inside).sum(), x)
-    assert torch.equal(found, grad(((x * 2).sin().exp() * (x * 2).sin()).sum(), x)[0])
-
-
 def test_a_decorator_makes_each_call_a_region():
     """On functions and on methods, whose names and signatures stay."""
     x = leaf(3)

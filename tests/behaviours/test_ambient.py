@@ -417,26 +417,6 @@ def test_function_mode(run, around):
     assert_as_eager(under_function_mode(*around), run)
 
 
-def backward_under_function_mode(y):
-    """Runs backward as no public function does while a mode is in force: without suspending it."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((y,), (torch.ones_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@runs(*FORMS)
-def test_function_mode_in_force_around_forward_and_backward(run):
-    """It is in force once."""
-
-    def program(run):
-        x = leaf(3)
-        with Cosine():
-            y = run(lambda x: torch.sin(x).exp(), x).sum()
-            backward_under_function_mode(y)
-        return y, x.grad
-
-    assert_as_eager(program, run)
-
-
 @runs(*FORMS)
 def test_dispatch_modes_of_forward_do_not_count_the_rerun(run):
     with CountOps() as ops:

@@ -403,25 +403,6 @@ def test_a_read_of_freed_memory_in_a_rerun_is_an_error():
     assert torch.equal(found[0], gradients(module(x), x)[0])
 
 
-@pytest.mark.parametrize("size", [16, 5000])
-def test_a_frozen_parameter_whose_name_is_bound_anew_in_the_second_forward(size):
-    def body(module, x, binds):
-        y = (x + module.frozen).sin()
-        if binds:
-            module.frozen = nn.Parameter(module.frozen + 1, requires_grad=False)
-        return (y + module.frozen).cos() * module.weight
-
-    def program(run):
-        module, found = Weighted((size,), body), []
-        module.frozen = nn.Parameter(torch.ones(size, dtype=torch.float64), requires_grad=False)
-        for binds in (False, True, True):
-            x = torch.randn(size, dtype=torch.float64, requires_grad=True)
-            found += [gradients(run(module, x, binds), x), module.frozen.clone()]
-        return found
-
-    assert_as_eager(program, Run("ours"))
-
-
 def turn(module):
     module.buffer.t_()
 

@@ -3,63 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
 import torch
-from torch import nn
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_region, checkpoint_sequential
-from ckpt_hooks.policies import dots_saveable
-from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients, plain, runs
+from ckpt_hooks import checkpoint
+from tests.behaviours.runs import FORMS, assert_as_eager, gradients, runs
 from tests.measure import Log, leaf
 
-aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:.*names operators that did not run")
-
-
-class Layer:
-    """Keeps the keys of one layer in one tensor."""
-
-    def __init__(self):
-        self.keys = None
-
-    def update(self, key):
-        self.keys = key if self.keys is None else torch.cat([self.keys, key])
-        return self.keys
-
-
-class LayeredCache:
-    """Keeps a layer's keys with the layer, as Transformers' ``DynamicCache`` does."""
-
-    def __init__(self):
-        self.layers = [Layer(), Layer()]
-
-
-def sequentially(function, *args, **kwargs):
-    steps = [lambda packed: function(*packed[0], **packed[1]), lambda value: value]
-    return checkpoint_sequential(steps, 2, (args, kwargs))
-
-
-def recorded(function, *args, **kwargs):
-    with checkpoint_region():
-        return function(*args, **kwargs)
-
-
-CALLS = {
-    "region": checkpoint,
-    "nested": lambda function, *args, **kwargs: checkpoint(
-        lambda *args, **kwargs: checkpoint(function, *args, **kwargs), *args, **kwargs
-    ),
-    "sequential": sequentially,
-    "dots": lambda function, *args, **kwargs: checkpoint(policy=dots_saveable)(function)(*args, **kwargs),
-    "list": lambda function, *args, **kwargs: checkpoint(policy=[aten.cat.default, aten.mm.default])(function)(*args, **kwargs),
-    "recorded": recorded,
-    "debug": functools.partial(checkpoint, debug=True),
-    "values": functools.partial(checkpoint, determinism_check="values"),
-    "to the end": functools.partial(checkpoint, early_stop=False),
-}
 
 
 def call(function, *args, **kwargs):
@@ -67,67 +20,6 @@ def call(function, *args, **kwargs):
 
 
 # Bodies: the second call of each sees more than the first. What is inside is called as a region or not.
-
-
-def both(y, *inputs):
-    """Returns the gradients of a backward after which another one is to come."""
-    return list(torch.autograd.grad(y.sum(), inputs, retain_graph=True))
-
-
-def layered(x, cache):
-    keys = cache.layers[1].update(x[None].exp())
-    return (keys.sin() @ x).cos().sum() + x.sum()
-
-
-class Holding(nn.Module):
-    """Has a cache in an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.past = LayeredCache()
-
-    def forward(self, x):
-        return layered(x, self.inner.past)
-
-
-class Owner:
-    """No module, with a method to be called."""
-
-    def __init__(self):
-        self.past = LayeredCache()
-
-    def step(self, x):
-        return layered(x, self.past)
-
-
-def closing_over():
-    past = LayeredCache()
-    return lambda x: layered(x, past)
-
-
-#: How a function comes by its cache.
-WAYS = {
-    "argument": lambda run, x: run(layered, x, LayeredCache()),
-    "keyword": lambda run, x: run(layered, x, cache=LayeredCache()),
-    "in a list": lambda run, x: run(lambda x, c: layered(x, c[0]), x, [LayeredCache()]),
-    "partial": lambda run, x: run(functools.partial(layered, cache=LayeredCache()), x),
-    "module": lambda run, x: run(Holding(), x),
-    "method": lambda run, x: run(Holding().forward, x),
-    "owner": lambda run, x: run(Owner().step, x),
-    "closure": lambda run, x: run(closing_over(), x),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("outer", ["region", "sequential", "dots", "recorded", "debug", "values"])
-def test_a_tensor_in_an_object_that_is_bound_anew(outer, way):
-    def program(run):
-        x = leaf(3)
-        y = WAYS[way](CALLS[outer] if run is not plain else call, x)
-        return both(y, x) + gradients(y, x)
-
-    assert_as_eager(program, Run("ours"))
 
 
 # What is right stays right

@@ -11,7 +11,6 @@ from torch import nn
 
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
-from tests.measure import leaf
 
 # Buffers
 
@@ -208,31 +207,6 @@ def test_parameters_that_the_first_forward_initialises(run, way):
             y = run(module, x)
             found += [*gradients(y, x, module.linear.weight), module.linear.weight.detach().clone(), torch.tensor(module.ready)]
         return found
-
-    assert_as_eager(program, run)
-
-
-@runs(torch_fails=SILENT)
-def test_a_frozen_parameter_that_is_written_to_after_forwards_that_failed(run):
-    """These count for nothing: a forward that has not ended may yet have written to it."""
-
-    class Codes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.codes = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
-
-        def forward(self, x, *, fails):
-            if fails:
-                raise ValueError
-            self.codes.data.mul_(1.5)
-            return (x * self.codes.clone()).sin()
-
-    def program(run):
-        module, x = Codes(), leaf(3)
-        for _ in range(5):
-            with pytest.raises(ValueError):
-                run(module, x, fails=True)
-        return gradients(run(module, x, fails=False), x), module.codes.clone()
 
     assert_as_eager(program, run)
 

@@ -18,7 +18,7 @@ from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choose
 from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import by_seconds, profile_step
-from ckpt_hooks.planner.simulating import effect_of, natural_ends, peak_of
+from ckpt_hooks.planner.simulating import natural_ends
 from tests.measure import Watch
 from tests.planner.models import MODELS, VARIANTS, GPTBlock, after_a_step, as_before, built, same, state_of
 
@@ -199,29 +199,6 @@ def test_replays_run_the_operators_that_were_predicted(name):
     assert sorted(expected) == sorted(seen.names)
 
 
-def test_keeping_single_results_is_predicted():
-    model, step, blocks = built("gpt")
-    profile, found = profiled(model, step, blocks)
-    natural = natural_ends(profile)
-    entry = profile.entries[1]
-    for at, op in enumerate(entry.ops):
-        if op.run is None or not op.fresh:
-            continue
-        effects = [effect_of(profile, one, [at]) for one in profile.entries]
-        policy = plan_policy([op.run])
-        options = {name: {"recorded": True, "replay_whole": False, "policy": policy} for name in found}
-        with as_before(model), apply_checkpointing(model, options):
-            measured = memory_ledger(lambda: step(model)).peak.nbytes
-        assert peak_of(profile, effects, natural) == pytest.approx(measured, rel=1e-3), op.name
-
-
-def plan_policy(runs):
-    from ckpt_hooks.policies import save_indices
-    from ckpt_hooks.policies.base import operator_named
-
-    return save_indices([(run.module, operator_named(run.operator), run.number) for run in runs])
-
-
 def test_blocks_are_found():
     model, step, _ = built("gpt")
     plan = plan_memory(model, step, 0.5)
@@ -398,45 +375,6 @@ def test_bad_input_leaves_the_model_as_it_was(change, error, message):
     assert everything(model) == attributes
 
 
-def test_a_block_that_is_checkpointed_already():
-    model, step, blocks = built("mlp")
-    with apply_checkpointing(model, ["blocks.1"]):
-        with pytest.raises(ValueError, match=r"'blocks.1' is checkpointed already"):
-            plan_memory(model, step, 0.5, blocks=blocks)
-        assert "forward" in vars(model.blocks[1])
-    assert all("forward" not in vars(block) for block in model.blocks)
-
-
-def test_a_compiled_model():
-    model, step, blocks = built("mlp")
-    compiled = nn.Sequential(model)
-    compiled._orig_mod = model
-    with pytest.raises(ValueError, match=r"activation_memory_budget, which gives wrong gradients with dropout"):
-        plan_memory(compiled, step, 0.5, blocks=blocks)
-
-
-@pytest.mark.parametrize("layer", [nn.LazyLinear(4), nn.Linear(4, 4, device="meta")])
-def test_a_model_without_memory(layer):
-    with pytest.raises(ValueError, match="The model has parameters or buffers without memory: on the meta device, or of lazy"):
-        plan_memory(nn.Sequential(layer), print, 0.5)
-
-
-def test_a_step_that_fails_leaves_everything():
-    model, step, blocks = built("gpt", "adamw")
-    before, calls = state_of(model), []
-
-    def failing(model):
-        step(model)
-        calls.append(1)
-        if len(calls) == 2:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        plan_memory(model, failing, 0.5, blocks=blocks)
-    assert same(state_of(model), before)
-    assert all("forward" not in vars(module) for module in model.modules())
-
-
 def test_optimizer_state_that_is_born_is_removed():
     model, _, blocks = built("mlp")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -559,19 +497,6 @@ def test_other_budgets_from_the_same_profile():
         first.replan(0.5, 3)
     with pytest.raises(ValueError, match=r"the plan comes from a file\. Call replan\(\) where the plan is made"):
         Plan.from_json(first.to_json()).replan(0.5)
-
-
-def test_points_of_a_front_are_plans():
-    model, step, blocks = built("mlp")
-    plan, plain = plan_memory(model, step, 0.4, blocks=blocks), after_a_step(model, step)
-    front = plan.pareto()
-    assert front.chosen.plan is plan
-    assert {point.plan for point in front.torch} == {None}
-    for point in front.plans[::6]:
-        with point.plan.apply():
-            assert same(after_a_step(model, step), plain)
-            with as_before(model):
-                assert memory_ledger(lambda: step(model)).peak.nbytes == pytest.approx(point.peak, rel=1e-3)
 
 
 def test_plans_find_blocks_through_wrappers():

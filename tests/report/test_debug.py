@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import DeterminismError, checkpoint, is_recomputing, set_checkpoint_debug_enabled
+from ckpt_hooks import DeterminismError, checkpoint, is_recomputing
 from tests.measure import Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -42,15 +42,6 @@ class Layer(nn.Module):
         return h.sin().exp().cos()
 
 
-def changed_global(x):
-    h = x.sin().exp()
-    if len(SCALE) == 1:
-        h = h.tan()  # of forward
-    if len(SCALE) == 2:
-        h = h.atan()  # of the recompute
-    return (h * x).exp().sin()
-
-
 def swapped_operators(x):
     h = x.exp().sin()
     h = h.cos().tan() if not is_recomputing() else h.tan().cos()  # swapped
@@ -76,12 +67,6 @@ def surplus_operator(x):
 def other_dtype(x):
     h = x.exp().sin()
     h = h.to(torch.float16 if is_recomputing() else torch.float32)  # cast
-    return (h * x).exp().sin()
-
-
-def other_number(x):
-    h = x.exp().sin()
-    h = h * (3.0 if is_recomputing() else 2.0)  # number
     return (h * x).exp().sin()
 
 
@@ -122,14 +107,6 @@ def test_faults(function, line, blamed):
     assert blamed in second
 
 
-def test_a_global_that_changed():
-    message = message_of(changed_global, leaf(3), lambda: SCALE.append(2.0), determinism_check="values")
-    head = head_of(message)
-    assert place(changed_global, "# of forward") in message.split("\n")[0]
-    assert f"where the recompute is at {place(changed_global, '# of the recompute')}" in message.split("\n")[1]
-    assert "Forward ran aten.tan.default, and the recompute ran aten.atan.default." in head
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_another_mode_of_a_module(training):
     """The line, the module and its mode are named, of a module in a model and of the region's own."""
@@ -146,13 +123,6 @@ def test_another_mode_of_a_module(training):
     if training:
         assert "module Dropout was in training mode in forward, and is in evaluation mode in the recompute" in head
     assert "module 1 (" in str(caught.value)  # by its name in the model, where it has one
-
-
-def test_other_numbers_show_where_values_are_compared():
-    message = message_of(other_number, leaf(3), determinism_check="values")
-    assert place(other_number, "# number") in message.split("\n")[0]
-    assert "aten.mul.Tensor(float64[3] on cpu, 2.0) -> float64[3] on cpu" in head_of(message)
-    assert "aten.mul.Tensor(float64[3] on cpu, 3.0)" in head_of(message)
 
 
 def test_the_same_operators_at_other_lines_are_no_difference():
@@ -221,13 +191,6 @@ def test_operators_around_it_and_both_logs():
     assert pickle.loads(pickle.dumps(error)).operators == error.operators
 
 
-def test_without_debug_there_are_no_logs():
-    y = checkpoint(missing_operator, leaf(3))
-    with pytest.raises(DeterminismError) as caught:
-        y.sum().backward()
-    assert caught.value.operators == caught.value.recomputed_operators == ()
-
-
 def test_any_number_of_backwards():
     """Each backward has a log of its own; one with another order is found by its own operators."""
     x, fails = leaf(3), Log()
@@ -249,23 +212,6 @@ def test_any_number_of_backwards():
         assert place(function, "# blamed") in str(caught.value).split("\n")[0]
     fails.clear()
     assert torch.equal(torch.autograd.grad(y, x)[0], expected[0])
-
-
-def test_inside_of_another_region():
-    calls = Log()
-
-    def inner(x):
-        calls.append(1)  # by forward, by the recompute of the region around, by its own
-        return x.exp().sin() if len(calls) < 3 else x.cos().exp().sin()  # blamed
-
-    def outer(x):
-        return checkpoint(inner, x.sin(), determinism_check="values").cos()
-
-    with set_checkpoint_debug_enabled(True):
-        y = checkpoint(outer, leaf(3))
-    with pytest.raises(DeterminismError) as caught:
-        y.sum().backward()
-    assert place(inner, "# blamed") in str(caught.value).split("\n")[0]
 
 
 def test_a_log_keeps_no_tensor_alive():

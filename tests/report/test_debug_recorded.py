@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import DeterminismError, MutationError, checkpoint, checkpoint_region, set_checkpoint_debug_enabled
+from ckpt_hooks import DeterminismError, MutationError, checkpoint_region, set_checkpoint_debug_enabled
 from ckpt_hooks.policies import save_ops
 from ckpt_hooks.report import trace
 from tests.measure import leaf
@@ -45,36 +45,6 @@ def test_a_tensor_that_a_replay_reads(whole):
     assert "needs (from outside of the region) has been modified by an inplace operation" in message.split("\n")[0]
     assert "It is read by aten.add.Tensor(float64[3] on cpu, float64[3] on cpu) -> float64[3] on cpu" in message.split("\n")[1]
     assert message.split("\n")[2].startswith(f"  at {place(block, '# reads it')} in block()")
-
-
-def test_a_call_in_debug_mode_inside_of_one_that_is_not():
-    mask = torch.ones(3, dtype=torch.float64)
-
-    def inner(x):
-        h = x.sin() + mask  # reads it
-        return h.cos().exp()
-
-    def outer(x):
-        return checkpoint(policy=save_ops(aten.exp.default), debug=True)(inner)(x * 2).sin()
-
-    y = checkpoint(policy=save_ops(aten.exp.default))(outer)(leaf(3))
-    mask.zero_()
-    message = message_of(y)
-    assert "It is read by aten.add.Tensor(float64[3] on cpu, float64[3] on cpu) -> float64[3] on cpu" in message
-    assert place(inner, "# reads it") in message
-
-
-def test_a_tensor_in_a_list_that_a_replay_reads():
-    def block(x, mask):
-        h = torch.stack([x.sin(), mask])  # reads it
-        return h.cos().exp()
-
-    mask = torch.ones(3, dtype=torch.float64)
-    y = debugged(block, leaf(3), mask)
-    mask.zero_()
-    message = message_of(y)
-    assert "It is read by aten.stack.default([float64[3] on cpu, float64[3] on cpu])" in message
-    assert place(block, "# reads it") in message
 
 
 def test_a_tensor_from_outside_that_autograd_saved():
@@ -192,11 +162,3 @@ def test_values_are_the_same_and_modes_are_left():
     with pytest.raises(KeyError), set_checkpoint_debug_enabled(True), checkpoint_region():
         raise KeyError
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
-
-
-def test_without_debug_no_line_is_told():
-    mask = torch.ones(3, dtype=torch.float64)
-    with checkpoint_region():
-        y = (leaf(3).sin() + mask).cos().exp()
-    mask.zero_()
-    assert "test_debug" not in message_of(y)

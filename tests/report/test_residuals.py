@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import weakref
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks.offload import offload_saved_tensors
-from ckpt_hooks.policies import offload_ops, save_from_both_policies, save_only_these_names, save_ops
+from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from ckpt_hooks.report import (
     Reason,
     format_saved_residuals,
@@ -175,25 +174,6 @@ def test_reasons_of_a_recorded_region():
     assert "memory that was written to in part" in text
 
 
-@pytest.mark.parametrize("with_hooks", [False, True])
-def test_one_reason_in_what_a_region_says_in_reports_and_in_traces(with_hooks):
-    x, w = leaf(4, 4), leaf(4, 4)
-    h = x * 2
-    policy = save_from_both_policies([aten.mm.default], save_only_these_names("h"))
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], lambda packed: packed[0])
-    with trace() as found, hooks if with_hooks else contextlib.nullcontext(), checkpoint_region(policy=policy) as region:
-        named = checkpoint_name((h.sin() @ w).exp() * 1.5, "h")
-        mask = torch.empty(4, 4, dtype=torch.float64)
-        mask[:2] = 1  # in part
-        y = torch.nn.functional.dropout(named.sin() * mask, 0.5).exp()
-    reasons = {kept.reason for kept in region.kept()}
-    kinds = {Reason.HOOKS} if with_hooks else {Reason.INPUT, Reason.POLICY, Reason.NAME}
-    assert reasons == {*kinds, Reason.NOT_REPLAYED, Reason.RANDOM_STATE}
-    assert set(found.steps[0].held_bytes) == set(reasons)
-    there = {Reason.PARAMETER, Reason.SAVED}  # of what is no region's
-    assert {entry.reason for entry in saved_tensors_report(y).tensors} - there == reasons
-
-
 def test_offloaded_tensors(transfers):
     """By a policy, and by hooks; the host has copies of their size."""
     x = leaf(1024)
@@ -307,19 +287,6 @@ def test_the_function_runs_as_ever(layer, run):
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_reading_runs_nothing(run):
-    """No operator and no hook; backward gives the gradients of a graph that was not looked at."""
-    torch.manual_seed(0)
-    net, x = Net(Layer, RUNS[run]), torch.randn(INPUTS[Layer], requires_grad=True)
-    expected = torch.autograd.grad(net(x), [x, *net.parameters()])
-    y = net(x)
-    with CountOps() as ops:
-        saved_tensors_report(y)
-    assert not ops.counts
-    assert all(same(one, other) for one, other in zip(torch.autograd.grad(y, [x, *net.parameters()]), expected, strict=True))
-
-
 def test_nothing_is_left_behind():
     """Graph, frames and storages go; modes, hooks and observers are those from before."""
     x, log, made = leaf(4), Frames(), []
@@ -348,11 +315,6 @@ def test_freed_graphs_and_graphs_without_gradients():
     assert saved_tensors_report(y).tensors == ()
     with torch.no_grad():
         assert saved_residuals(torch.sin, x).tensors == ()
-
-
-def test_results_in_containers():
-    x = leaf(4)
-    assert reasons(saved_residuals(lambda x: {"a": [x.exp()], "b": (x.sin(), None)}, x)) == {"argument": 32, "saved": 32}
 
 
 def test_sizes_without_memory():
@@ -385,21 +347,6 @@ def test_layers_alike_share_a_row(run, capsys):
     assert "layers.0-1" in row
 
 
-def test_long_reports_are_cut():
-    x = leaf(4)
-    parts = [leaf(size) for size in range(1, 9)]
-    report = saved_residuals(lambda: [part.exp() for part in parts])
-    lines = format_saved_residuals(report, max_rows=3).splitlines()
-    assert lines[-1].strip() == f"and 5 more, {8 * (1 + 2 + 3 + 4 + 5)} B"
-    del x
-
-
-@pytest.mark.parametrize("look", [lambda: saved_residuals(lambda: 3), lambda: saved_tensors_report("loss")])
-def test_results_without_tensors(look):
-    with pytest.raises(TypeError, match="finds no tensor"):
-        look()
-
-
 @pytest.mark.parametrize("form", [checkpoint, lambda layer, x: checkpoint(lambda x: layer(x), x), in_region()])
 def test_views_of_parameters_are_not_dropped(form):
     """As a product of a linear layer saves one; though one of the inputs has the same shape."""
@@ -411,19 +358,6 @@ def test_views_of_parameters_are_not_dropped(form):
     assert report.dropped_bytes == sum(entry.nbytes for entry in report.dropped) <= 3 * x.nbytes
     assert "regions dropped" in str(report)
     assert report.to_json()["is_dropped_exact"] is report.is_dropped_exact
-
-
-def test_what_is_dropped_is_an_upper_bound_without_a_trace():
-    x = leaf(4, 4)
-    y = checkpoint(lambda x: (x.exp() * x).sin(), x * 1)
-    assert not saved_tensors_report(y).is_dropped_exact
-    assert "; regions dropped at most " in repr(saved_tensors_report(y))
-    with trace():
-        y = checkpoint(lambda x: (x.exp() * x).sin(), x * 1)
-    report = saved_tensors_report(y)
-    assert report.is_dropped_exact
-    assert report.dropped_bytes == 2 * x.nbytes  # of exp, and what sin reads
-    assert "; regions dropped 256 B" in repr(report)
 
 
 def test_a_size_that_is_unknown_or_guessed_is_not_exact():
