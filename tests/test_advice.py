@@ -111,9 +111,6 @@ def test_a_queue_is_cloned_before_the_region():
     assert same(gradients(checkpoint_region(), clone_before=True), expected)
 
 
-# A cache around two regions
-
-
 # What forward takes away
 
 
@@ -164,9 +161,6 @@ def test_nested_regions_say_it_once():
     with pytest.raises(RuntimeError) as caught:
         checkpoint(lambda x: recorded(torch.func.grad(lambda z: z.sin().sum()), x), leaf(3))
     assert str(caught.value).count("A region works by such hooks.") == 1
-
-
-# Hooks that remove themselves
 
 
 # Many tensors that differ

@@ -587,9 +587,6 @@ def test_partial_is_called_as_it_is() -> None:
     assert all(torch.equal(x.grad, gradient) for x, gradient in zip((one, two, three), expected, strict=True))
 
 
-# Parameters and modules
-
-
 # Mutation after forward
 
 

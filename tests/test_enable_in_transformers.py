@@ -261,12 +261,6 @@ def test_the_model_dies_with_the_last_reference(no_gc):
     assert gc.isenabled() is False
 
 
-# Twice
-
-
-# Copies
-
-
 # Frozen models, and models of PEFT
 
 

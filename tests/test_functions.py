@@ -164,11 +164,6 @@ def unmarked_view(x, w, v):
     return k.Unmarked.apply(part) @ v + (h * 3).sin().sum(0)
 
 
-def unmarked_input(x, w, v):
-    h = x * 2 + (x.detach() * 3).sin()
-    return k.Unmarked.apply(x.view_as(x)).sin() + h @ w
-
-
 def several(x, w, v):
     out, none, view, seven, other = k.Several.apply(x @ w, x @ v, 3.0)
     assert none is None

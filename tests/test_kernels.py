@@ -1000,6 +1000,3 @@ def test_real_triton():
 
     with checkpoint_region():
         assert Real.run.is_diverted
-
-
-# Reports

@@ -19,9 +19,6 @@ def call(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-# Bodies: the second call of each sees more than the first. What is inside is called as a region or not.
-
-
 # What is right stays right
 
 

@@ -32,9 +32,6 @@ def test_a_generator_that_an_operator_is_given(run):
     assert_as_eager(program, run)
 
 
-# State and side effects
-
-
 # What is around
 
 

@@ -416,6 +416,3 @@ def test_a_region_in_one_that_recomputes_everything_keeps_nothing_through_it():
     assert torch.equal(found, expected)
     # The outer rerun runs it once; the inner one takes what that kept. Two are those of backward's own.
     assert ops.counts["mm"] == 2
-
-
-# Early backwards
