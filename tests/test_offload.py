@@ -9,7 +9,7 @@ import torch
 from torch.autograd import grad
 
 import ckpt_hooks
-from ckpt_hooks import MutationError, checkpoint_region
+from ckpt_hooks import MutationError, checkpoint_name, checkpoint_region
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.measure import CountOps, Saves, leaf
 
@@ -115,6 +115,22 @@ def test_regions_are_fetched_one_ahead(transfers):
     for x in xs:
         y = function(x) * (1 + y)
     assert all(torch.equal(a, b) for a, b in zip(found, grad(y, xs), strict=True))
+
+
+def test_names_say_what_is_moved(transfers):
+    x = leaf(20, 20)
+    policy = ckpt_hooks.policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["kept"], names_which_can_be_offloaded=["moved"]
+    )
+
+    def program(region):
+        with region:
+            h = checkpoint_name(x @ x, "moved").sin()
+            return grad(checkpoint_name(h @ x, "kept").cos().sum(), x)[0]
+
+    found = program(checkpoint_region(policy=policy))
+    assert transfers.moved() == [("send", 400), ("fetch", 400)]
+    assert torch.equal(found, program(contextlib.nullcontext()))
 
 
 def test_a_write_in_the_region_waits_for_the_copy(transfers):

@@ -177,6 +177,23 @@ def test_what_was_made_before_the_patch_runs_here_too(form):
     same_as_plain(found)
 
 
+@pytest.mark.parametrize("form", WITH_SEQUENTIAL)
+def test_the_patch_brings_back_random_numbers_that_the_caller_gives_up(form):
+    """As Accelerate does for FSDP2; the gradients of dropout are wrong without a word."""
+    module = block()
+    with patch_torch():
+        wrong = step(module, WITH_SEQUENTIAL[form](module, preserve_rng_state=False))
+    module = block()
+    with patch_torch(preserve_rng_state=True):
+        found = step(module, WITH_SEQUENTIAL[form](module, preserve_rng_state=False))
+    same_as_plain(found)
+    assert form == "sequential" or not torch.equal(wrong[1], found[1])  # there the last segment is plain, and has the dropout
+    module = block()
+    with patch_torch(preserve_rng_state=False):
+        again = step(module, WITH_SEQUENTIAL[form](module))
+    assert_same(again, wrong)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("whose", ["theirs", "ours", "patch"])
 def test_selective_policies(form, whose):

@@ -246,6 +246,31 @@ def test_a_collective_does_not_run_again():
         assert (ops.counts["exp"], ops.counts["all_reduce"]) == (1, 0)
 
 
+def test_names_say_what_is_kept():
+    x, w = inputs()
+
+    def program(region, policy):
+        with region(policy=policy):
+            h = checkpoint_name((x @ w).sin(), "first")
+            h = checkpoint_name((h @ w).exp(), "second")
+            return (h @ w).cos()
+
+    def left(policy):
+        ran = replayed(lambda region: program(region, policy), x, w)
+        return [ran.get(name, 0) for name in ("mm", "sin", "exp")]
+
+    assert left(None) == left(policies.nothing_saveable) == [3, 1, 1]
+    assert left(policies.save_only_these_names("first")) == [3, 0, 1]  # the derivative of ``sin`` needs what it read
+    assert left(policies.save_only_these_names("second")) == [2, 1, 0]
+    assert left(policies.save_only_these_names("first", "second")) == [2, 0, 0]
+    assert left(policies.save_any_names_but_these("second")) == [3, 0, 1]
+    assert left(policies.save_any_names_but_these()) == [2, 0, 0]
+    offloading = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["first"], names_which_can_be_offloaded=["second"]
+    )
+    assert left(offloading) == [2, 0, 0]
+
+
 # Names
 
 
