@@ -47,34 +47,6 @@ def same(one, other):
     return all(map(torch.equal, one, other))
 
 
-# MAML
-
-
-@pytest.mark.parametrize("form", [checkpoint, recorded])
-@pytest.mark.parametrize("around", ["region", "functional_call"])
-def test_steps_of_maml_need_no_advice(form, around):
-    """Parameters of one call are there in a rerun, whether the region or ``functional_call`` is around the other."""
-
-    def gradients(form):
-        model = nn.Sequential(layer(), nn.Tanh(), layer())
-        given = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
-        x = torch.linspace(-1, 1, 8).view(2, 4)
-        inner = nn.Module()
-        inner.model, inner.forward = model, lambda x: form(model, x)
-
-        def loss(parameters):
-            if around == "region":
-                return form(lambda p, x: torch.func.functional_call(model, p, (x,)), parameters, x).pow(2).mean()
-            named = {f"model.{name}": value for name, value in parameters.items()}
-            return torch.func.functional_call(inner, named, (x,)).pow(2).mean()
-
-        first = torch.autograd.grad(loss(given), list(given.values()), create_graph=True)
-        after = {name: value - 0.1 * change for (name, value), change in zip(given.items(), first, strict=True)}
-        return torch.autograd.grad(loss(after), list(given.values()))
-
-    assert same(gradients(form), gradients(plain))
-
-
 # A buffer or a parameter that changes after a recorded region
 
 

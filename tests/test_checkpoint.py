@@ -446,20 +446,6 @@ def test_chunks_are_cut_as_torch_cuts_them(
     assert all(map(torch.equal, found, gradients))
 
 
-def test_sequential_passes_preserve_rng_state_on() -> None:
-    """Without it a recompute draws new numbers."""
-    x = leaf(64)
-    mask = Log()
-
-    def step(v: torch.Tensor) -> torch.Tensor:
-        mask.append(torch.rand(()))
-        return v.sin().cos()
-
-    checkpoint_sequential([step, torch.sin], 2, x, preserve_rng_state=False).sum().backward()
-    assert len(mask) == 2
-    assert not torch.equal(*mask)
-
-
 def test_sequential_of_nothing() -> None:
     """No functions in one segment answer the input; the arithmetic of the cut does not show."""
     x = leaf()
@@ -495,21 +481,6 @@ def test_recompute_context_is_not_entered_without_a_recompute(impl: Callable[...
     events: list[str] = []
     impl(lambda x: x + 1, leaf(), context_fn=lambda: (Noted("f", events), Noted("r", events))).sum().backward()
     assert events == ["enter f", "exit f"]
-
-
-def test_tensors_saved_by_a_context_are_the_regions(impl: Callable[..., Any]) -> None:
-    """What the first context saves counts as saved in the region, and the second one makes up for it."""
-    x = leaf()
-
-    class Saving(Noted):
-        def __enter__(self) -> None:
-            self.events.append(x.sin().cos().exp())
-
-    made: list[torch.Tensor] = []
-    y = impl(sin_cos, x, context_fn=lambda: (Saving("f", made), Saving("r", made))).sum()
-    (found,) = torch.autograd.grad(y + made[0].sum(), x)
-    assert torch.equal(found, torch.autograd.grad(sin_cos(x).sum() + sin_cos_exp(x).sum(), x)[0])
-    assert sum(isinstance(entry, torch.Tensor) for entry in made) == 2
 
 
 def test_exception_in_forward_reaches_the_first_context() -> None:
@@ -666,22 +637,6 @@ def test_debug_setting_is_read_at_forward() -> None:
     with set_checkpoint_debug_enabled(True), pytest.raises(ckpt_hooks.CheckpointError) as caught:
         y.sum().backward()
     assert DEBUG_PHRASE not in str(caught.value)
-
-
-def test_debug_goes_with_contextmanager_made_contexts() -> None:
-    """Debug mode does not take away that a generator-made recompute context serves several backwards."""
-    entered: list[str] = []
-
-    @contextlib.contextmanager
-    def noting(name: str) -> Any:
-        entered.append(name)
-        yield
-
-    x = leaf()
-    y = checkpoint(sin_cos, x, debug=True, context_fn=lambda: (noting("f"), noting("r"))).sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    assert entered == ["f", "r", "r"]
 
 
 @pytest.mark.parametrize("where", ["forward", "recompute"])

@@ -89,21 +89,6 @@ def test_replayed_operators_have_that_of_forward(install):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["function", "region"])
-@pytest.mark.parametrize(("devices", "initialized"), [(1, True), (2, False)])
-def test_nothing_is_asked_of_one_device_or_none_in_use(install, devices, initialized, kind):
-    device = install(devices, initialized=initialized)
-    x = leaf(3)
-    if kind == "function":
-        y = checkpoint(lambda x: x.sin().exp(), x)
-    else:
-        with checkpoint_region():
-            y = x.sin().exp()
-    y.sum().backward()
-    assert device.reads == 0
-    assert device.notes == []
-
-
 # Streams
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
@@ -23,36 +22,6 @@ def run(module, x):
     before = [buffer.clone() for buffer in module.buffers()]
     (gradient,) = torch.autograd.grad(y.sum(), x)
     return gradient, before, [buffer.clone() for buffer in module.buffers()]
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_what_is_known_of_a_module_goes_with_it():
-    """Whether its buffers are copied or watched; without the garbage collector."""
-
-    def alive():
-        plain = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.layout is torch.strided]
-        return sum(not one.is_nested and one.untyped_storage().nbytes() == 4 * 1013 for one in plain)
-
-    modules = [nn.Sequential(nn.BatchNorm1d(1013, affine=False), nn.Tanh()), nn.Sequential(Table(1013))]
-    for _ in range(6):
-        for module in modules:
-            checkpoint(module, torch.rand(2, 1013, requires_grad=True)).sum().backward()
-    assert alive() > 3
-    gone = [weakref.ref(module) for module in modules]
-    del modules, module
-    assert [one() for one in gone] == [None, None]
-    assert alive() == 0
-
-
-class Table(nn.Module):
-    """Scales by a buffer to which nobody writes."""
-
-    def __init__(self, *shape):
-        super().__init__()
-        self.register_buffer("table", torch.ones(*(shape or (3,))))
-
-    def forward(self, x):
-        return (x * self.table[..., :1]).sin()
 
 
 def test_regions_share_copies_of_what_nobody_writes_to():

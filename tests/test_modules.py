@@ -263,43 +263,6 @@ def test_replicas_of_data_parallel(base, options):
     assert layer._replicate_for_data_parallel().forward.__func__ is Block.forward
 
 
-@kinds
-def test_interrupted_in_forward(base, options):
-    """Ctrl-C leaves nothing on the thread, wherever it comes."""
-    model, expected = base
-    apply_checkpointing(model, Block, **options)
-    state = copy.deepcopy(model.state_dict())
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    for part in (model.layers[1].linear, model.layers[1].norm, model.layers[1]):
-        handle = part.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(3, 4))
-        handle.remove()
-    model.load_state_dict(state)
-    for layer in model.layers:
-        layer.calls = 0
-    assert all_same(trained(model), expected)
-
-
-def test_the_class_changes():
-    """A parametrization gives the module another class, and a program may give a class another forward."""
-    torch.manual_seed(0)
-    linear = nn.Linear(4, 4)
-    plain = copy.deepcopy(linear)
-    checkpoint_module(linear)
-    for one in (linear, plain):
-        torch.manual_seed(1)
-        nn.utils.parametrizations.spectral_norm(one)
-    x = torch.ones(2, 4)
-    for one in (linear, plain):
-        one(x).pow(2).sum().backward()
-    assert torch.equal(linear.parametrizations.weight.original.grad, plain.parametrizations.weight.original.grad)
-    assert torch.equal(linear.parametrizations.weight[0]._u, plain.parametrizations.weight[0]._u)
-
-
 @pytest.mark.parametrize("options", [{}, {"recorded": True}])
 def test_functional_call(base, options):
     """Parameters given for one call are there in a rerun, too."""

@@ -58,17 +58,6 @@ def block(x):
 # Frames
 
 
-def test_a_frame_dies_before_a_graph_that_saved_nothing_but_leaves(frames):
-    w, x, h = leaf(4), leaf(4), leaf(4)
-    with checkpoint_region(policy=policies.dots_saveable):
-        y, z = h.sin().exp(), w * x
-    assert frames.alive() == [True]
-    del y
-    assert frames.alive() == [False]
-    z.sum().backward()
-    assert torch.equal(w.grad, x)
-
-
 def test_an_exception_in_a_replay_keeps_nothing(frames):
     """The frame is as it was, and goes with its graph."""
     x = leaf(4)

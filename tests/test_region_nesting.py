@@ -36,30 +36,6 @@ def little_stack(frames=60):
 # Counts
 
 
-def tower(x, levels, region):
-    """Operators before and after each region in a region; the innermost has ``exp`` alone."""
-    if levels == 0:
-        return x.exp()
-    with region():
-        return tower(x.sin(), levels - 1, region).tan()
-
-
-@pytest.mark.parametrize("levels", [1, 2, 3, 8])
-def test_what_is_deep_inside_runs_once_a_level(levels):
-    """A region does not keep what regions in it own: to bring back its own values it runs their operators too.
-
-    ``tan`` of level k saved its result, which took ``exp`` and all of ``tan`` further in. So the frame of each level runs
-    ``exp`` once; with forward that is d + 1 times at d levels. ``tan`` of the innermost level runs at each of them, that of
-    the outermost at its own: d (d + 1) / 2 in all. ``sin`` goes inwards, and is asked for: its level runs it for whoever is
-    inside, and so does every level around that one.
-    """
-    x = leaf(3)
-    ran = replayed(lambda region: tower(x, levels, region), x)
-    assert ran["exp"] == levels
-    assert ran["tan"] == levels * (levels + 1) // 2
-    assert ran["sin"] == levels * (levels + 1) // 2
-
-
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_long_region(count):
     """Operators of which each reads the one before, brought back in a loop and let go without recursion."""

@@ -224,22 +224,6 @@ def test_rule_10_what_the_first_backward_writes_to_is_brought_back_anew(form):
         assert torch.allclose(grad(y.sum(), x, retain_graph=True)[0], expected)
 
 
-def test_part_of_the_graph_many_times(form):
-    """Backward over one of two outputs: what the other waits for stays, and is right."""
-    x = torch.randn(4, requires_grad=True)
-
-    def two(x):
-        h = x.sin().exp()
-        return h * 1, h.cos()
-
-    expected = [grad(two(x)[one].sum(), x)[0] for one in (0, 1)]
-    a, b = form(split_backward=True)(two)(x)
-    for one in (0, 0, 0, 1, 0, 1, 1):
-        assert torch.equal(grad((a, b)[one].sum(), x, retain_graph=True)[0], expected[one])
-    both = grad(a.sum() + b.sum(), x)[0]
-    assert torch.allclose(both, expected[0] + expected[1])
-
-
 def test_outside_of_a_backward(form):
     """A saved tensor read by hand takes no use away."""
     x = torch.randn(4, requires_grad=True)

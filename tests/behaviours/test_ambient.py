@@ -312,18 +312,6 @@ def test_default_device_set_around_backward(form):
     assert_as_eager(default_device_is(set_default_device, "backward"), Run("ours", form))
 
 
-@runs("region", "nested", torch_fails=SILENT if torch.__version__ < (2, 14) else None)
-def test_default_device_set_around_forward_and_backward(run):
-    """The context that forward ran under is in use, and is left as it is."""
-    try:
-        with set_default_device():
-            run(lambda x: x.sin().exp(), torch.rand(3, requires_grad=True)).sum().backward()
-        assert torch._C._len_torch_function_stack() == 0
-        assert torch.utils._device.CURRENT_DEVICE is None
-    finally:
-        torch.utils._device.CURRENT_DEVICE = None
-
-
 # Context variables and modes
 
 _factor: contextvars.ContextVar[float] = contextvars.ContextVar("_factor", default=1.0)

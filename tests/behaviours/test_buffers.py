@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import types
-
 import pytest
 import torch
 from torch import nn
@@ -205,25 +202,6 @@ def test_a_write_to_a_buffer_that_is_reached_and_not_read_is_no_error():
     assert_as_eager(program, Run("ours"))
 
 
-@pytest.mark.parametrize("make", [lambda way: way, lambda way: nn.Sequential(way), lambda way: lambda x: way(x)])
-def test_a_small_buffer_that_is_written_to_without_a_word(make):
-    """By way of ``data``, of which no version tells, from some forward on."""
-
-    class Data(OnNegative):
-        def write(self):
-            self.scale.data.mul_(1.5)
-
-    def program(run):
-        module, found = Data(), []
-        for step in range(2 * STEPS):
-            x = data().detach().abs()
-            x = (-x if step > STEPS else x).requires_grad_()
-            found += [gradients(run(make(module), x), x), module.scale.clone()]
-        return found
-
-    assert_as_eager(program, Run("ours"))
-
-
 @pytest.mark.parametrize("channels", [8, 8192])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_first_write_that_leaves_the_same_content(channels, depth):
@@ -240,47 +218,6 @@ def test_a_first_write_that_leaves_the_same_content(channels, depth):
         return found
 
     assert_as_eager(program, Run("ours"))
-
-
-def bytes_alive():
-    """Returns the bytes in storages of tensors, each storage once."""
-    storages = {}
-    for one in gc.get_objects():
-        if type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided:
-            storage = one.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("shape", [(3,), (1000, 3), (1_000_000, 3)])
-@pytest.mark.parametrize("wrap", [False, True])
-@pytest.mark.parametrize("registered", [False, True])
-def test_a_mask_that_nobody_writes_to_costs_nothing(shape, wrap, registered):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            if registered:
-                self.register_buffer("mask", torch.ones(shape), persistent=False)
-            else:
-                self.mask = torch.ones(shape)
-
-        def forward(self, x):
-            return (x * self.mask[..., :1].sum()).sin()
-
-    module, other = Masked(), types.SimpleNamespace()
-    function = (lambda x: module(x)) if wrap else module
-    ckpt_hooks.checkpoint(torch.sin, torch.ones(3, requires_grad=True))  # the latest state of random streams stays
-    before = bytes_alive()
-    for _ in range(STEPS):
-        ckpt_hooks.checkpoint(function, torch.ones(3, requires_grad=True)).sum().backward()
-    assert bytes_alive() == before
-    other.x = torch.ones(3, requires_grad=True)
-    other.y = ckpt_hooks.checkpoint(function, other.x)
-    assert bytes_alive() - before == 24  # the argument and the result
-    other.y.sum().backward()
-    del other.x, other.y
-    assert bytes_alive() == before
 
 
 @pytest.mark.parametrize("size", [3, 9000])
@@ -446,14 +383,3 @@ def test_a_buffer_that_is_turned_or_given_other_memory(change, late, width):
         return found
 
     assert_as_eager(program, Run("ours"))
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_what_is_forgotten_leaves_nothing_behind():
-    module = Scaled(size=5000)
-    for training in (True, False, True):
-        ckpt_hooks.checkpoint(module.train(training), data()).sum().backward()
-    before = len(gc.get_objects())
-    for step in range(100):
-        ckpt_hooks.checkpoint(module.train(bool(step % 2)), data()).sum().backward()
-    assert len(gc.get_objects()) - before < 50

@@ -211,32 +211,6 @@ def test_parameter_that_forward_decays(run, when):
     assert_as_eager_or_error(program, run, naming="the parameter 'bias' of Decaying")
 
 
-@runs("region", "nested")
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("auxiliary", [True, False])
-def test_optimizer_in_backward_steps_what_is_read_last(run, auxiliary, early_stop):
-    """What was saved before the recompute read it is right, and all that this backward asks for."""
-
-    def program(run):
-        torch.manual_seed(0)
-        layer, last = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
-        for parameter in (*layer.parameters(), last):
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
-            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
-        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-
-        def function(x):
-            y = layer(x).tanh() + last
-            return y, y.detach() * last.exp().sin() if auxiliary else None
-
-        run = run.having(early_stop=early_stop) if run is not plain else run
-        y, unused = run(function, x)
-        (y * torch.arange(3.0)).sum().backward()
-        return x.grad, layer.weight, layer.bias, last, unused
-
-    assert_as_eager(program, run)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_that_renormalises_in_a_recorded_region_inside(tied):
     """What the inner region copies before the write is its own business, and no read of the table."""

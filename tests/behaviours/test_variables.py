@@ -314,27 +314,6 @@ def test_a_rerun_ends_where_it_reads_what_has_changed():
 
 
 @runs(*FORMS, torch_fails=SILENT)
-def test_a_state_that_the_function_binds(run):
-    """Tensors, with and without a history."""
-
-    def program(run):
-        x, state, mean = leaf(3), torch.ones(3).double(), torch.zeros(3).double()
-
-        def function(y):
-            nonlocal state, mean
-            mean = 0.9 * mean + 0.1 * y.detach()
-            state = (y * state.detach()).sin()
-            return (state * mean).exp()
-
-        y = x
-        for _ in range(3):
-            y = run(function, y)
-        return [*gradients(y, x), state, mean]
-
-    assert_as_eager(program, run)
-
-
-@runs(*FORMS, torch_fails=SILENT)
 def test_a_variable_that_forward_assigns_first(run):
     def program(run):
         x = leaf(3)
