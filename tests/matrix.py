@@ -262,11 +262,12 @@ class Matrix:
                     failed.append(tests[ran - 1])
         if is_running:  # it hangs, or is gone
             os.kill(child, signal.SIGKILL)
-            failed.append(tests[ran - 1])
         os.close(out)
         _, code = os.waitpid(child, 0)
-        assert is_running or not code
-        return ran, is_running
+        assert ran or not code
+        if code and tests[ran - 1] not in failed:  # or what comes after a test has failed
+            failed.append(tests[ran - 1])
+        return ran, bool(code)
 
     def run(self, tests: list[str], failed: list[str], around: Any, tell: Callable[[str], Any]) -> None:
         known, end = set(map(function_of, failed)), time.monotonic() + self.options.seconds
