@@ -94,8 +94,12 @@ def _changes_of(body: list[Any], index: int, statement: ast.AST) -> Iterator[tup
     is_store = isinstance(statement, (ast.Assign, ast.AugAssign)) and isinstance(targets[0], (ast.Attribute, ast.Subscript))
     if is_store or (isinstance(statement, ast.Expr) and isinstance(value, ast.Call)):
         yield "without", lambda: body.__setitem__(index, ast.Pass())
-    elif isinstance(statement, (ast.Assign, ast.Return)) and isinstance(value, ast.Call) and value.args:
+    elif isinstance(statement, (ast.Assign, ast.Return)) and isinstance(value, ast.Call) and _takes_one(value):
         yield "no call", lambda: setattr(statement, "value", value.args[0])
+
+
+def _takes_one(call: ast.Call) -> bool:
+    return bool(call.args) and not isinstance(call.args[0], ast.Starred)
 
 
 def mutated(path: str, name: str | None) -> types.CodeType:
