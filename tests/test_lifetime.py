@@ -352,6 +352,16 @@ def test_errors_keep_nothing():
         assert alive() is None
 
 
+def test_states_that_are_closed_over_keep_no_graphs(frames):
+    """One forward after the other without a backward: each has noted the output of the one before, and not its graph."""
+    x = leaf(3)
+    state, pair = torch.zeros(3), (torch.zeros(3), torch.zeros(3))
+    for _ in range(20):
+        state = checkpoint(lambda y: block(y) + state.detach(), x)
+        pair = checkpoint(lambda y: (block(y) + pair[0].detach(), block(y) * pair[1].detach()), x)
+    assert sum(frames.alive()) == 2
+
+
 @pytest.mark.slow
 def test_what_is_known_of_code_and_of_classes_that_are_made_anew_keeps_few_of_them():
     """A program may define functions and classes in a loop."""
