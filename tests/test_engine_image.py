@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_hooks import _ambient, checkpoint
-from ckpt_hooks._ambient.positions import take_image
+from ckpt_hooks._ambient.streams import CPU
 from tests.measure import Log
 
 DRAWS = {
@@ -33,32 +33,32 @@ def leaf(size):
 @pytest.fixture
 def slow(monkeypatch):
     """Where no image of the generator is to be had."""
-    monkeypatch.setattr(_ambient, "take_image", lambda: None)
+    monkeypatch.setattr(CPU, "look", None)
+    monkeypatch.setattr(CPU, "seen", (None, None))
     monkeypatch.setattr(_ambient, "_latest", None)
 
 
 def test_there_is_an_image_on_this_platform():
-    image = take_image()
-    assert image is not None
-    assert image == take_image()
+    assert CPU.look is not None
+    assert CPU.look() == CPU.look()
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_every_draw_is_seen(draw):
     torch.manual_seed(3)
     torch.rand(5)
-    image, state = take_image(), torch.get_rng_state()
+    image, state = CPU.look(), torch.get_rng_state()
     draw()
-    assert image != take_image()
+    assert image != CPU.look()
     assert not torch.equal(state, torch.get_rng_state())
 
 
 def test_a_left_over_normal_number_is_seen():
     torch.manual_seed(3)
     torch.randn(1)
-    image = take_image()
+    image = CPU.look()
     torch.randn(1)
-    assert image != take_image()
+    assert image != CPU.look()
 
 
 def test_regions_share_what_they_saw_until_something_moves():

@@ -8,13 +8,15 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
-from ckpt_hooks import BudgetTooSmallError, enable_in_transformers, memory_ledger, plan_memory
+from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, enable_in_transformers, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
 from tests.fake_transformers import Model, OfPeft
+from tests.measure import CountOps
 from tests.planner.models import GPT, after_a_step, as_before, built, same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning:torch")]
@@ -39,16 +41,16 @@ def planned():
     return model, plan_memory(model, step, 0.5, blocks=["blocks.*"]), step
 
 
-def test_another_shape_keeps_nothing_and_says_so_once(planned):
+def test_a_larger_shape_keeps_nothing_and_says_so_once(planned):
     model, plan, step = planned
     other = stepping((2, 96))
     plain = after_a_step(model, other)
     with plan.apply():
         with pytest.warns(UserWarning, match="The plan has measured no step") as said:
-            found = [after_a_step(model, step) for step in (other, stepping((1, 8)))]
+            found = [after_a_step(model, step) for step in (other, stepping((8, 8)))]
         assert same(found[0], plain)
     assert [str(one.message).partition(":")[0] for one in said] == [
-        "The plan has measured no step in which block 'blocks.0' gets float32[2, 96, 64]"
+        "The plan has measured no step in which block 'blocks.0' gets float32[2, 96, 64], or more in each dimension"
     ]
     with plan.apply():
         step(model)
@@ -89,6 +91,110 @@ def test_plans_of_several_shapes_travel(planned):
             peaks = [peak_of(one, stepping(shape)) for shape in ((4, 64), (4, 96))]
         with plan.apply():
             assert peaks == [peak_of(model, stepping(shape)) for shape in ((4, 64), (4, 96))]
+
+
+def products(model, step):
+    """Returns how many matrix products a step runs."""
+    with as_before(model), CountOps() as ops:
+        step(model)
+    return ops.counts["addmm"] + ops.counts["mm"]
+
+
+def test_smaller_shapes_go_by_the_smallest_plan_that_holds_them(planned):
+    model, plan, step = planned
+    steps = {shape: stepping(shape) for shape in ((2, 64), (4, 32), (1, 7), (4, 48))}
+    plain = {shape: after_a_step(model, one) for shape, one in steps.items()}
+    with apply_checkpointing(model, ["blocks.*"], recorded=True, replay_whole=False):
+        nothing = products(model, step)
+    with plan.apply(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        number, gradients = products(model, step), sum(one.nbytes for one in model.parameters())
+        assert number < nothing
+        for shape, one in steps.items():
+            assert same(after_a_step(model, one), plain[shape])
+            assert products(model, one) == number
+            part = shape[0] * shape[1] / 256
+            assert peak_of(model, one) <= plan.budget * part + gradients * (1 - part)  # which do not get smaller
+    plan.add(stepping((4, 128)))  # of which less is kept
+    added = plan.others[0].recomputed
+    assert added > plan.recomputed
+    with plan.apply():
+        assert products(model, steps[4, 48]) == number < products(model, stepping((4, 100)))
+
+
+class Experts(torch.nn.Module):
+    """Sends each row to one of four blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(64, 4)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        found = torch.zeros_like(x)
+        where = self.router(x).argmax(1)
+        for number, expert in enumerate(self.experts):
+            rows = (where == number).nonzero().flatten()
+            found = found.index_add(0, rows, expert(x[rows]))
+        return found
+
+
+def test_experts_go_by_their_plans_up_to_the_largest_count():
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(1024, 64)
+
+    def stepping(x):
+        return lambda model: model(x).square().sum().backward()
+
+    plan = plan_memory(model, stepping(x), 0.5, blocks=["experts.*"])
+    counts = [block.shapes[0][0][1][0] for block in plan.blocks]
+    smallest, largest = counts.index(min(counts)), max(counts)
+    rows = x[model.router(x).argmax(1) == smallest]
+    assert len(rows) == min(counts) < largest
+    with plan.apply():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.experts[smallest](rows.repeat(4, 1)[:largest]).sum().backward()
+        with pytest.warns(UserWarning, match=rf"'experts.{smallest}' gets float32\[{largest + 1}, 64\]"):
+            model.experts[smallest](rows.repeat(4, 1)[: largest + 1])
+
+
+class ByKeyword(torch.nn.Module):
+    """Calls its blocks with keywords."""
+
+    class Block(torch.nn.Module):
+        """A layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, *, x):
+            return self.linear(x.sin()).tanh()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(ByKeyword.Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x=x)
+        return x.sum()
+
+
+def test_shapes_of_keywords():
+    torch.manual_seed(0)
+    model = ByKeyword()
+    steps = [lambda model, rows=rows: model(torch.ones(rows, 64)).backward() for rows in (512, 768)]
+    plan = plan_memory(model, steps[0], 0.5, blocks=ByKeyword.Block)
+    plain = after_a_step(model, steps[1])
+    with plan.apply():
+        after_a_step(model, steps[0])
+        with pytest.warns(UserWarning, match=r"no step in which block 'blocks\.0' gets float32\[768, 64\]"):
+            found = after_a_step(model, steps[1])
+    assert same(found, plain)
 
 
 PROGRAM = """
@@ -149,6 +255,13 @@ def test_a_margin_is_left_free():
     assert found.measured_peak <= 0.9 * found.budget
 
 
+@pytest.mark.parametrize("margin", [-0.1, 1.0, "much"])
+def test_a_margin_that_is_none(margin):
+    model, step, blocks = built("mlp")
+    with pytest.raises(ValueError, match=r"margin should be a part from 0.0 up to 1.0, but got .* Pass 0.03, say"):
+        plan_memory(model, step, 0.5, blocks=blocks, margin=margin)
+
+
 # By the switch of Transformers' models
 
 
@@ -188,9 +301,24 @@ def test_the_switch_of_a_model_goes_by_a_plan(wrap):
         assert same(after_a_step(model, step), plain)
         assert peak_of(model, step) == plan.measured_peak < peak
         with pytest.warns(UserWarning, match="The plan has measured no step"):
-            found = after_a_step(model, stepping_layers(7))
+            found = after_a_step(model, stepping_layers(40))
     assert {name: {**vars(module)} for name, module in model.named_modules()} == before
-    assert same(found, after_a_step(model, stepping_layers(7)))
+    assert same(found, after_a_step(model, stepping_layers(40)))
+
+
+def test_plans_that_the_switch_cannot_take():
+    model, step = Wide(), stepping_layers()
+    plan = plan_memory(model, step, 0.5, blocks=["layers.*"])
+    with pytest.raises(ValueError, match="enable_in_transformers got plan, and options of regions, which the plan has itself"):
+        enable_in_transformers(model, plan=plan, every_n_layers=2)
+    with pytest.raises(TypeError, match=r"plan should be a Plan of ckpt_hooks\.plan_memory, but got 3"):
+        enable_in_transformers(model, plan=3)
+    inner = plan_memory(model, step, 0.9, blocks=["layers.*.linear"])
+    with pytest.raises(
+        ValueError, match=r"Block 'layers\.0\.linear' of the plan is no layer which the checkpointing switch of"
+    ):
+        enable_in_transformers(model, plan=inner)
+    assert not any("_gradient_checkpointing_func" in vars(module) for module in model.modules())
 
 
 def test_runs_are_named_in_the_module_that_is_given():
