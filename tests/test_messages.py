@@ -887,6 +887,7 @@ def chunked(function=torch.sin, *args, chunks=2, **options):
 #: Wrong calls, by the class and a pattern of the message.
 CALLS = {
     TypeError: {
+        "offload_saved_tensors belongs to objects of this process": lambda: pickle.dumps(offload_saved_tensors()),
         # Options
         r"determinsm='none' .*Write `checkpoint\(determinism_check=\.\.\.\)\(f.* takes .*policy, ": (
             lambda: checkpoint(block, x, determinsm="none")
@@ -1064,6 +1065,8 @@ CALLS = {
         "The spans .* overlap. Pass": lambda: apply_checkpointing(nn.Sequential(*two_blocks(), block), SPANS),
         "is a span, of which no argument": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
         "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
+        r"Take a name near to it: 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
+        "To select by class, pass the class Layer itself": lambda: apply_checkpointing(fake.Model(), "Layer"),
         "name. apply_checkpointing, for '0', takes": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "leave no region of 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),
@@ -1132,6 +1135,9 @@ TABLE |= {name: Row(program, kind, (phrase,)) for kind, phrase, program, name in
 
 #: Parts of messages that nothing here provokes, and why.
 NOT_PROVOKED = {
+    "ckpt_hooks works with ": "on another torch, in tests/test_packaging.py",
+    "saved-tensor hooks as they are since 2.11": "likewise",
+    "ckpt_hooks is tested with ": "likewise",
     "was called in a region by a name bound to": "on torch 2.15 alone, in tests/test_kernels.py",
     "a kernel of the custom function": "on a device that is not there, in tests/test_kernels.py",
     "ckpt_hooks does not support free-threaded Python": "by a test of the import, in a process of its own",

@@ -260,7 +260,7 @@ def _runner_for(name: str, one: Module | span, recorded: Any, common: dict[str, 
 
 def _check_free(module: Module, name: str) -> None:
     if (forward := region_forward_of(module)) is not None and forward.run is not None:
-        raise ValueError(f"{name!r} is checkpointed already. Call `remove_checkpointing(module)` before.")
+        raise ValueError(f"{name!r} is checkpointed already. Call `remove_checkpointing` with the model before.")
     check_forward(module, name)
 
 

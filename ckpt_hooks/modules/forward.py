@@ -235,5 +235,7 @@ def check_forward(module: Module, name: str) -> None:
     if "forward" not in vars(module):
         found: Any = forward_of_class(module)
         if getattr(found, "__func__", None) is Module.forward:
-            raise ValueError(f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it.")
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it: {f'{name}.*'!r}."
+            )
         check_runs(found)

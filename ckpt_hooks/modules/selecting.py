@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module, ModuleList
@@ -170,7 +170,9 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
 def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argument: str) -> Selected:
     """Returns the modules whose name matches a pattern, with the policy of the first such pattern, and spans."""
     # By a star nobody means the model, nor a list of modules, which has no forward.
-    starred = [at for at, one in modules.items() if at and (type(one).forward is not Module.forward or "forward" in vars(one))]
+    starred = {
+        at: one for at, one in modules.items() if at and (type(one).forward is not Module.forward or "forward" in vars(one))
+    }
     found: Selected = {}
     for pattern, policy in patterns.items():
         if isinstance(pattern, span):
@@ -185,12 +187,16 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argume
     return dict(sorted(found.items(), key=lambda one: places[one[0].partition(" to ")[0]]))
 
 
-def _matching(modules: Collection[str], expression: str, pattern: str, argument: str) -> list[str]:
+def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argument: str) -> list[str]:
     """Returns the names which match a pattern, of which there must be one."""
     matches = [name for name in modules if re.fullmatch(expression, name)]
     if not matches:
-        near = difflib.get_close_matches(pattern, modules, 1) or [name for name in modules if name]
+        names = [name for name in modules if name]
+        names = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names), *names] if "*" in pattern else names
+        near = difflib.get_close_matches(pattern, names, 1) or names
         advice = f"Take a name near to it: {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
+        if pattern in (type(module).__name__ for module in modules.values()):
+            advice = f"To select by class, pass the class {pattern} itself."
         raise ValueError(
             f"{argument}={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number "
             f"of these, but neither the model nor a list of modules. {advice}"

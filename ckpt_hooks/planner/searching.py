@@ -153,7 +153,7 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
         bottleneck, there, advice = (
             None,
             "in the optimizer",
-            "an optimizer that needs less: without `foreach`, or with less state",
+            "an optimizer that needs less: without `foreach`, with less state, or with its state made by a step before",
         )
     elif bottleneck is None:
         there = "outside of any block" + (f", in {maker_in_words(peak.origin)}" if peak is not None and peak.origin else "")
@@ -163,8 +163,8 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
     free = f", of which {margin:.1%} are to be left free" if margin else ""
     minimum = math.ceil(least / (1 - margin)) + base
     return BudgetTooSmallError(
-        f"No plan fits {budget + base} bytes{free}: the least peak is {least + base} bytes, {there}. Raise the budget, or pass "
-        f"{advice}.",
+        f"No plan fits {budget + base} bytes{free}: the least peak is {least + base} bytes ({format_bytes(least + base)}), "
+        f"{there}. Raise the budget, or pass {advice}.",
         budget=budget + base,
         minimum=minimum,
         bottleneck=bottleneck,
