@@ -190,7 +190,7 @@ def _surroundings() -> dict[str, tuple[Any, ...]]:
         "autocast": ("off" if casts is None else "on", casts),
         "the grad mode": ("on" if gradients else "off", torch.is_inference_mode_enabled()),
         "the dispatch mode": (", ".join(modes) or "none",),
-        "the function mode": ("none" if functions is None else "on", None if functions is None else [*map(id, functions)]),
+        "the function mode": ("none" if functions is None else "on", functions),
         "the region around": ("none" if frame is None else frame.path[0], id(frame)),
         "a pair of saved-tensor hooks": ("none" if hooks is None else "there", hooks),
     }
