@@ -49,6 +49,9 @@ class Model(nn.Module):
         return self.loss(x.flatten(0, 1), torch.arange(x[..., 0].numel()) % 2048)
 
 
+#: The bytes of a generator's state. The first region that is a call notes one, in this step or in an earlier one.
+STATE = 5056
+
 CHOICES = {
     ChunkedLoss: {"loss": (1, 4, 16)},
     Loss: {"loss": {"chunks": (1, 4, 16), "reduce": "sum", "chunked": "labels"}},
@@ -84,12 +87,12 @@ def test_a_plan_sets_the_number_that_is_cheapest_within_the_budget(prepared):
     assert tight.pareto().plans[0].plan.chunks[0].chunks == 16
     for plan in (tight, loose):
         assert plan.measured_peak <= plan.budget
-        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, abs=STATE)
     for plan in (tight, Plan.from_json(json.loads(json.dumps(tight.to_json())))):
         outer = nn.Sequential(model)
         with plan.apply(outer) as applied:
             assert sum(region.name == "0.loss" for region in applied) == (type(model.loss) is Loss)
-            assert peak_of(model, step) == tight.measured_peak
+            assert peak_of(model, step) == pytest.approx(tight.measured_peak, abs=STATE)
         assert [dict(vars(module)) for module in model.modules()] == before
 
 
