@@ -233,7 +233,6 @@ def _stream_at(module: Any, index: tuple[int, ...]) -> Stream:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Returns torch's generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module: Any = getattr(torch, device.type)

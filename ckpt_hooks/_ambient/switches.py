@@ -46,8 +46,6 @@ _LAYERS = ("conv", "gru", "lstm", "rnn")
 
 
 class Switch(NamedTuple):
-    """A switch of the process."""
-
     #: The names in ``torch`` of all functions and properties which set the switch.
     setters: tuple[str, ...]
     read: Callable[[], Any]

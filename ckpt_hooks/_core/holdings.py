@@ -197,8 +197,6 @@ class TrackedKept(list[Any]):
 
 
 class Saved(NamedTuple):
-    """The description of a saved tensor."""
-
     region: tuple[str, ...]  # its name and those of the regions around, outermost first
     # How many tensors the region saved before. A recorded region counts tensors with a handle alone; others are below 0.
     position: int

@@ -52,7 +52,6 @@ class HandBack:
 
 @skipped
 def unpack_kept(kept: Kept) -> torch.Tensor:
-    """Returns a kept tensor."""
     tensor: torch.Tensor = kept[0]
     if tensor._version != kept[1]:
         raise mutated_leaf(kept)

@@ -89,11 +89,9 @@ class Misuse(enum.Enum):
     )
 
     def error(self, given: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
-        """Returns the error for a wrong argument."""
         return kind(self.value.format(given=described_as(given), **words))
 
     def error_of(self, path: RegionPath, **words: Any) -> CheckpointError:
-        """Returns the error for a region that is left wrongly."""
         region = format_path(path)
         return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
 
@@ -164,14 +162,12 @@ def check_signature(function: Any, name: str, parameters: str, args: Any = None,
 
 
 def check_callable(function: Any, name: str, parameters: str, wanted: str, advice: str) -> None:
-    """Checks that an argument is a function of some parameters."""
     if not callable(function) or isinstance(function, type):
         raise wrong(function, name, wanted, advice)
     check_signature(function, name, parameters)
 
 
 def check_is(value: Any, kinds: Any, name: str, wanted: str, advice: str) -> None:
-    """Checks the class of an argument."""
     if not isinstance(value, kinds):
         raise wrong(value, name, wanted, advice)
 

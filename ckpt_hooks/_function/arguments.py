@@ -46,8 +46,6 @@ Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 
 class Restored(NamedTuple):
-    """The tensors for a rerun."""
-
     tensors: Sequence[torch.Tensor | None]
     stand_ins: dict[int, torch.Tensor]  # those that are other ones than in forward, by the ``id`` that these had
     lent: dict[int, torch.Tensor]  # by the ``id`` of a stand-in a tensor that has been given other memory since

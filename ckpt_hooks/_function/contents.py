@@ -95,7 +95,6 @@ class Group:
         set_versions(tuple(self.tensors), tuple(versions))
 
     def pieces(self, content: bytes) -> list[torch.Tensor]:
-        """Returns each tensor's part of a content."""
         found, start = [], 0
         for tensor, memory in zip(self.tensors, self._memory, strict=True):
             part = bytearray(content[start : (start := start + len(memory))])

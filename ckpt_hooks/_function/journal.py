@@ -70,8 +70,6 @@ def _are_modules_called_elsewhere() -> bool:
 
 
 class Journal:
-    """What one forward found."""
-
     def __init__(self, walk: Walk | None, found: Sequence[tuple[Tree, tuple[Any, ...]]], *, preserve_buffers: bool) -> None:
         self.trees, self.with_buffers = [tree for tree, _ in found], preserve_buffers
         # Forward's may be bound nowhere else by then. Tensors that require no grad are not held, for the sake of frameworks.
@@ -183,7 +181,6 @@ class Journal:
         return is_written or any(tree.history.changes for tree in self.trees)
 
     def notes(self) -> list[tuple[Any, Note]]:
-        """Returns each living object with its note."""
         notes = [note for tree in self.trees for note in tree.notes]
         return [(value, note) for note in notes if (value := note.reference()) is not None] + [*self.roots]
 

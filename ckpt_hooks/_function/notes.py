@@ -256,7 +256,6 @@ class Note:
         return id(value) == self.number and type(value) is self.kind
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is the noted one, with the noted content."""
         if not self.is_of(value):
             return False
         for part, base, noted, keys in self.rows:  # without generators: a third of what a rerun of a trainer's method costs

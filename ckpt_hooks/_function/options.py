@@ -149,7 +149,6 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
 
 
 def check_context_fn(context_fn: Any) -> None:
-    """Checks a ``context_fn`` without calling it."""
     advice = "Leave it out, or pass noop_context_fn, where there is nothing to enter."
     if isinstance(context_fn, tuple):  # of what was called
         advice = "Pass the function, not what it returns: noop_context_fn, say, or a policy as `policy=...`."

@@ -54,8 +54,6 @@ def is_atom(value: Any) -> bool:
 
 
 class Part(NamedTuple):
-    """A kind of place."""
-
     read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
     put: Callable[[Any, int, Content, Content], object]  # replaces one such content by another
     size: Callable[[Any], int] | None = None  # of entries alone

@@ -364,7 +364,6 @@ def has_state(function: Any) -> bool:
 
 
 def _is_class(cell: types.CellType) -> bool:
-    """Whether a cell is that of ``super()``."""
     try:
         return isinstance(cell.cell_contents, type)
     except ValueError:

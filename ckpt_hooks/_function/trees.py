@@ -265,7 +265,6 @@ class Tree:
         return all((value := note.reference()) is not None and note.holds(value) for note in self.notes)
 
     def note_writes(self, parameters: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        """Notes which parameters a forward has written to."""
         for note, one, version in zip(self.parameters, parameters, versions, strict=True):
             if one._version != version and note.use not in WRITES:
                 note.use = Use.WRITTEN

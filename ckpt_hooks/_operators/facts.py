@@ -59,8 +59,6 @@ _WRITING = frozenset({Kind.WRITES, Kind.REWRITES})
 
 
 class Written(NamedTuple):
-    """An argument written to by an operator."""
-
     position: int  # among positional arguments
     name: str
     counted: bool  # by the version

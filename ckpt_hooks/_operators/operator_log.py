@@ -33,8 +33,6 @@ _NOTHING = object()
 
 
 class Entry:
-    """An operator of a log."""
-
     __slots__ = ("args", "grad", "kwargs", "mark", "operator", "output", "place", "training")
 
     operator: Any

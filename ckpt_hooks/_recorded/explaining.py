@@ -131,12 +131,10 @@ class Lines:
         self._root = None if root is None else weakref.ref(root)
 
     def enter(self) -> None:
-        """Begins the log."""
         assert self._log is not None
         self._log.__enter__()
 
     def exit(self) -> None:
-        """Ends the log."""
         assert self._log is not None
         self._log.__exit__()
         self._log = None
@@ -178,7 +176,6 @@ class Lines:
             self._explain(self._place_of(min(readers)), "It is read by", error)
 
     def explain_operator(self, error: CheckpointError, number: int) -> None:
-        """Adds the line of an operator to an error."""
         self._explain(self._place_of(number), "In forward it was", error)
 
     def _place_of(self, number: int) -> int:
@@ -204,8 +201,6 @@ def _fingerprint_in_words(fingerprint: Any) -> str:
 
 
 class ComparedValues:
-    """Fingerprints of the values of one frame."""
-
     __slots__ = ("_fingerprints", "_numbers", "_taken", "_without_grad", "modes")
 
     def __init__(self, modes: Sequence[str]) -> None:
@@ -236,7 +231,6 @@ class ComparedValues:
         self._fingerprints.close()
 
     def compare(self, handle: Handle, tensor: torch.Tensor) -> None:
-        """Compares a replayed tensor with the saved tensor."""
         index, value = handle.index, handle.value
         # Not compared are kept tensors, and those written to without a count of the version: plain autograd takes these as
         # they are.

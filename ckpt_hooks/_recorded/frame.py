@@ -540,7 +540,6 @@ class RecordedFrame(ReplayedFrame):
         return self._handle_of(tensor, value)
 
     def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Handle | Kept:
-        """Packs a tensor, and tells observers."""
         watch, packed = self.watch, self._pack_other(tensor, value)
         assert watch is not None
         if not isinstance(packed, Handle):

@@ -44,8 +44,6 @@ Draws = Any
 
 
 class _Ctx(FunctionCtx):
-    """The ``ctx`` of a rerun."""
-
     to_save: Any = ()
 
     def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
@@ -223,7 +221,6 @@ class FunctionFacts(OpFacts):
     full_name = name
 
     def numbers(self, first: int) -> list[int]:
-        """Returns the numbers of the results' values."""
         return [result[0] for result in self.results]
 
     def rerun(self, tensors: list[torch.Tensor], draws: Draws, frame: Frame, context: ReplayContext, streams: Any) -> list[Any]:

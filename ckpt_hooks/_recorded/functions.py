@@ -119,8 +119,6 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class RunningFunction:
-    """The forward of one call."""
-
     reason: str | None = None  # the reason to keep the results; None where a replay may run the function again
 
     def __init__(self, tape: Tape, facts: FunctionFacts) -> None:
@@ -141,7 +139,6 @@ class RunningFunction:
             self.reason = f"from {self._facts.name}, which {reason}"
 
     def run_operator(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, record: Callable[..., Any]) -> Any:
-        """Runs an operator of the function."""
         born, stores = self._born, self._stores
         if (
             facts.is_fast
@@ -285,8 +282,6 @@ def _packing(call: FunctionCall, pack: Callable[[_Tensor], Any]) -> tuple[Callab
 
 
 class FunctionCall(RunningFunction):
-    """One call of a custom function in a region."""
-
     _is_settled = _is_capturing = False
     _num_saved = 0
     _streams: streams.Snapshot | None = None
@@ -399,7 +394,6 @@ class FunctionCall(RunningFunction):
         return out
 
     def pack(self, tensor: _Tensor, pack: Callable[[_Tensor], Any]) -> Any:
-        """Packs a tensor which the function saved."""
         if not self._is_settled:
             self._settle()
         self._note(tensor, True, self._num_saved)

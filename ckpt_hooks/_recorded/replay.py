@@ -160,7 +160,6 @@ def _read(op: Op) -> list[Value]:
 
 
 def _targets(op: Op) -> list[Value]:
-    """Returns the values an operator writes to."""
     return [value for written in op.facts.written for value in values_on_tape(written.of(op.args, op.kwargs))]
 
 
@@ -362,7 +361,6 @@ class Replay:
     """The tensors which one backward brings back of one frame."""
 
     def __init__(self, frame: Replayable, roots: Iterable[Value], key: int | None) -> None:
-        """Makes a plan."""
         if frame.unseen:
             _check_unseen(frame)
         self.frame = frame  # the frame
@@ -385,7 +383,6 @@ class Replay:
         self._streams: OwnStreams = {}
 
     def has(self, value: Value) -> bool:
-        """Whether the tensor of a value is there."""
         return value.number in self.tensors or value.number in self.held
 
     def expects(self, value: Value) -> bool:

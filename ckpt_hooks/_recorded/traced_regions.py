@@ -41,8 +41,6 @@ _REGION, _NAME = "ckpt_hooks_region", "ckpt_hooks_name"
 
 @dataclasses.dataclass
 class _Region:
-    """A region being traced."""
-
     outermost: int  # the number of the outermost region around, or of this one
     policy: Policy | None  # the policy; None keeps nothing
     start: int  # the number of nodes of Dynamo's graph before the region

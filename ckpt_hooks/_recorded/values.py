@@ -33,8 +33,6 @@ from ckpt_hooks._torch.tensors import set_versions, storage_of
 
 
 class Surroundings:
-    """The surroundings of operators."""
-
     __slots__ = ("current", "grad", "switches")
 
     def __init__(self, current: Current | None) -> None:
@@ -92,8 +90,6 @@ ANEW: Any = object()
 
 
 class Op:
-    """An operator on the tape."""
-
     __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "routed", "surroundings")
 
     number: int  # the place on the tape, and the number of the first result
@@ -205,7 +201,6 @@ def flatten(outputs: Any) -> list[Any]:
 
 
 def values_on_tape(argument: Any) -> list[Value]:
-    """Returns the values in an argument of an :class:`Op`."""
     if type(argument) is Value:
         return [argument]
     if type(argument) is list:
@@ -338,7 +333,6 @@ class Tables:
         store.cause = Cause(Reason.NOT_REPLAYED, detail)
 
     def forget_members(self, store: Store) -> None:
-        """Forgets the tensors in a storage."""
         for tensor in self.live_members(store):
             key = id(tensor)
             self.known.pop(key, None)
@@ -346,7 +340,6 @@ class Tables:
             self.inputs.pop(key, None)
 
     def value_now(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value of a tensor, if known."""
         return self.known.get(id(tensor)) or self.uninitialized.get(id(tensor)) or self.input(tensor)
 
     def input(self, tensor: torch.Tensor) -> Value | None:
@@ -426,7 +419,6 @@ def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
 
 
 def counter_of(tables: Tables, tensor: torch.Tensor) -> object:
-    """Returns the version counter of a tensor."""
     value = tables.value_now(tensor)
     return counter_in(tables, tables.store_of(tensor), tensor) if value is None else value.counter
 

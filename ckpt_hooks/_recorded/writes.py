@@ -40,7 +40,6 @@ _IN_TABLE = 3
 
 
 def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
-    """Returns the tensors written to by a call."""
     return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), _Tensor)]
 
 

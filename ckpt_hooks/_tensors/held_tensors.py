@@ -41,8 +41,6 @@ _LOST = Cause(Reason.LOST)
 
 
 class HeldTensor:
-    """A tensor held as it is."""
-
     # ``is_packed``: getting the tensor takes work, which a replay does once for all readers.
     is_on_host = is_packed = False
     __slots__ = ("cause", "is_fickle", "memory", "path", "steps", "tensor", "version")

@@ -33,8 +33,6 @@ class _Leaving(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A copy on the host."""
-
     number: int  # among all copies sent by the device
     host: torch.Tensor
     copied: Any
