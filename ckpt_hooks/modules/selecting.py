@@ -12,6 +12,7 @@ from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import name_expression
 from ckpt_hooks._core.misuse import check_callable, check_is, checked_integer, wrong
+from ckpt_hooks.report.formatting import name_pattern
 
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
 Select = Any
@@ -192,7 +193,7 @@ def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argu
     matches = [name for name in modules if re.fullmatch(expression, name)]
     if not matches:
         names = [name for name in modules if name]
-        names = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names), *names] if "*" in pattern else names
+        names = [*dict.fromkeys(name_pattern(name).replace("\0", "*") for name in names), *names] if "*" in pattern else names
         near = difflib.get_close_matches(pattern, names, 1) or names
         advice = f"Take a name near to it: {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
         if pattern in (type(module).__name__ for module in modules.values()):

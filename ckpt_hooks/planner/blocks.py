@@ -86,14 +86,14 @@ def with_spans_around(blocks: Sequence[str]) -> list[str]:
     """Returns blocks, and spans of those in a row: as many spans as blocks in each."""
     parents: dict[str, list[str]] = {}
     for name in blocks:
-        parents.setdefault(name.partition(" to ")[0].rpartition(".")[0], []).append(name)
+        parents.setdefault(_ends_of(name)[0].rpartition(".")[0], []).append(name)
     found: list[str] = []
     for row in parents.values():
         count = math.isqrt(len(row))
         for at in range(0, len(row) if count > 1 else 0, count):
             ends = row[at : at + count]
             if len(ends) > 1:
-                found.append(str(span(ends[0].partition(" to ")[0], ends[-1].rpartition(" to ")[2])))
+                found.append(str(span(_ends_of(ends[0])[0], _ends_of(ends[-1])[1])))
     return [*found, *blocks] if found else []
 
 
