@@ -107,12 +107,18 @@ class ParetoFront(Printed):
             yield Table(["peak", "again", "ms", title], rows, (0, 1, 2), (3,))
 
 
+def step_of(search: Search) -> float:
+    """Returns the bytes between two budgets of a front."""
+    least = min(one.least for one in (search, *search.others))
+    return float(max(search.plain_peak, least) - least) / (_BUDGETS - 1)
+
+
 def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
     """Yields budgets from the least to that of no regions, with the choice for each; equal choices once."""
     seen = list[list[int]]()
     least = min(one.least for one in (search, *search.others))
     for number in range(_BUDGETS):
-        budget = least + (max(search.plain_peak, least) - least) * number / (_BUDGETS - 1)
+        budget = least + step_of(search) * number
         one, chosen = search.cheapest(max(budget, math.ceil(least)))
         if chosen not in seen:
             seen.append(chosen)

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.misuse import unknown_error, wrong
+from ckpt_hooks._core.misuse import checked_bytes, unknown_error, wrong
 from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
@@ -21,7 +21,8 @@ from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, form
 
 from .blocks import names_in
 from .chunked import PlannedChunks, chunk, chunks_in_words
-from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch
+from .guard import Guard
+from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch, step_of
 from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
 from .searching import COSTS, Budget, Search, check_step, searched
 
@@ -168,13 +169,62 @@ class Plan(Printed):
             ValueError: If the plan comes from a file.
         """
         search = self._profiled("pareto")
-        points = []
-        for budget, one, chosen in budgets_of(search):
-            attributes = {**one.attributes(chosen), "budget": budget, "is_measured": False, "_model": self._model}
-            attributes.update(_search=search, least_peak=self.least_peak)
-            points.append(_point(f"of {format_bytes(budget)}", Plan(**attributes)))
+        points = [
+            _point(f"of {format_bytes(budget)}", self._at(budget, one, chosen)) for budget, one, chosen in budgets_of(search)
+        ]
         points.sort(key=lambda one: one.peak)
         return ParetoFront(tuple(points), points_of_torch(search), _point("this plan", self), self.budget)
+
+    def _at(self, budget: int, search: Search, chosen: Sequence[int]) -> Plan:
+        """Returns another choice from the same profile, as predicted."""
+        attributes = {**search.attributes(chosen), "budget": budget, "is_measured": False, "_model": self._model}
+        return Plan(**{**attributes, "_search": self._search, "least_peak": self.least_peak})
+
+    def _tighter(self) -> Plan | None:
+        """Returns the plan a step of the front below this one; None if this is the least."""
+        search = self._profiled("guard")
+        least = min(one.least for one in (search, *search.others))
+        budget = max(math.ceil(least), int(self.predicted_peak - step_of(search)))
+        found = self._at(budget, *search.cheapest(budget))
+        return found if found.predicted_peak < self.predicted_peak else None
+
+    def guard(self, model: Module | None = None, *, limit: int | str | None = None) -> Guard:
+        """Makes steps go on where memory runs out: under the next tighter plan, from the state before.
+
+        Within the block the model is under the plan, and ``guard(step, batch)`` runs a step. Where a step ends in a
+        ``torch.OutOfMemoryError``, or takes more than the limit, parameters, buffers, gradients, optimizers and random streams
+        become what they were before; the plan gives way to the next tighter one of the front, up to the end of the block; a
+        line of the logger ``"ckpt_hooks"`` says so; and the step runs again. Any other exception undoes the step as well, a
+        ``KeyboardInterrupt`` too, and goes on.
+
+        For that each step copies buffers and gradients to the host, and each ``optimizer.step()`` inside of the guarded step
+        what it writes to: leave it outside, and call ``zero_grad()`` before, where copies take too long. State outside of the
+        model, as an average of weights, is not put back.
+
+        Args:
+            model: The model, in wrappers or not; None for the one that was planned.
+            limit: The most that a step may take above what is in use when it begins: bytes, or words such as ``"20GiB"``. Each
+                step then runs in a :func:`ckpt_hooks.memory_ledger`, which takes time: for the host, and for tests. None to go
+                by errors of the device alone.
+
+        Returns:
+            The :class:`Guard`, for a ``with`` statement: ``plan`` is the plan in force, ``log`` has a line for each change.
+
+        Raises:
+            ValueError: If the plan comes from a file, or the model is gone.
+
+        Example:
+            >>> import torch
+            >>> from ckpt_hooks import plan_memory
+            >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
+            >>> plan = plan_memory(model, lambda model: model(torch.ones(512, 64)).sum().backward(), 1.0)
+            >>> with plan.guard(limit="2MiB") as guard:
+            ...     for batch in (torch.ones(256, 64), torch.ones(512, 64)):
+            ...         guard(lambda batch: model(batch).sum().backward(), batch)
+        """
+        self._profiled("guard")
+        limit = None if limit is None else checked_bytes(limit, "limit")
+        return Guard(self, self._found(model, "guard"), limit)
 
     def _profiled(self, method: str) -> Search:
         if self._search is None:
@@ -186,7 +236,7 @@ class Plan(Printed):
     def _found(self, model: Module | None, method: str) -> Module:
         found = model if model is not None else None if self._model is None else self._model()
         if found is None:
-            arguments = {"apply": "model", "add": "step, model"}.get(method, "budget, step, model")
+            arguments = {"apply": "model", "guard": "model", "add": "step, model"}.get(method, "budget, step, model")
             raise ValueError(
                 f"The model of this plan is gone, or the plan comes from a file. Pass a model: `plan.{method}({arguments})`."
             )
@@ -368,7 +418,8 @@ def plan_memory(
         model: The model.
         step: Runs one training step up to the gradients, ``step(model)``; an optimizer's step in it is welcome.
         memory_budget: The peak allowed: bytes, words such as ``"20GiB"``, or a part from 0.0, the least peak of any plan, to
-            1.0, that of no regions.
+            1.0, that of no regions. ``"auto"`` asks the accelerator of the model: what is free, and what its allocator has
+            reserved without use, but for a twentieth; the measured peak is then what the allocator reserves.
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
             them: modules which save at most a quarter of what modules below the model save, or spans of layers in a row, and
             spans around these where that lowers the least peak.

@@ -8,7 +8,7 @@ import functools
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckpt_hooks._core.descriptions import describe_tensor
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks.device_states import get_device_states, set_device_states
+from ckpt_hooks.errors import CheckpointError
 
 _CONTAINERS = (list, dict, set, collections.deque)
 
@@ -25,52 +27,96 @@ _CONTAINERS = (list, dict, set, collections.deque)
 @contextlib.contextmanager
 def as_before(model: Module) -> Iterator[None]:
     """Restores a model at the end of a block, an exception included."""
-    # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
-    # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random streams.
-    # Optimizer state that was made in the block is removed. Copies lie on the host.
     gc.collect()  # garbage from before would be freed in a step, and make its peak lower
-    notes = _Notes()
-    for tensor in (*model.parameters(), *model.buffers()):
-        notes.add(tensor)
-    flags = [(one, one.requires_grad) for one in model.parameters()]
-    gradients = [(one, one.grad, None if one.grad is None else _Copy(one.grad)) for one in model.parameters()]
-    for owner in (*model.modules(), *trainers_of(model)):
-        notes.add(vars(owner))
-    streams = _Streams(model)
+    before = Before(model, trainers_of(model))
     try:
         yield
     finally:
+        before.put_back()
+
+
+class Before:
+    """What a step may change, as it is now: a model, what trains the model, and random streams."""
+
+    # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
+    # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random streams.
+    # Optimizer state that was made since is removed. Copies lie on the host. With ``is_late``, parameters and optimizer state
+    # are copied by ``copy_for`` alone.
+
+    def __init__(self, model: Module, trainers: Sequence[Any], *, is_late: bool = False) -> None:
+        self._notes = _Notes()
+        for parameter in model.parameters():
+            self._notes.add(parameter, is_late)
+        for buffer in model.buffers():
+            self._notes.add(buffer)
+        self._flags = [(one, one.requires_grad) for one in model.parameters()]
+        self._gradients = [(one, one.grad, None if one.grad is None else _Copy(one.grad)) for one in model.parameters()]
+        for owner in (*trainers, *model.modules()):
+            self._notes.add(vars(owner), is_late and isinstance(owner, Optimizer))
+        self._streams = _Streams(model)
+
+    def copy_for(self, optimizer: Optimizer) -> None:
+        """Copies the tensors which an optimizer is about to write to."""
+        tensors = instances_in([optimizer.param_groups, *optimizer.state.values()], torch.Tensor)
+        if self._notes.take(tensors):  # of an optimizer of the model
+            self._notes.add(vars(optimizer))  # made since
+
+    def put_back(self) -> None:
+        """Restores all of it; a CheckpointError tells of tensors that were written to without a copy."""
         with torch.no_grad():
-            notes.put_back()
-            for parameter, gradient, copied in gradients:
+            lost = self._notes.put_back()
+            for parameter, gradient, copied in self._gradients:
                 parameter.grad = gradient
                 if copied is not None:
                     copied.put_back()
-            for parameter, requires_grad in flags:
+            for parameter, requires_grad in self._flags:
                 parameter.requires_grad_(requires_grad)
-        streams.put_back()
+        self._streams.put_back()
+        if lost:
+            raise CheckpointError(
+                f"The step wrote to {describe_tensor(lost[0])}, a parameter or the state of an optimizer, outside of any "
+                "`optimizer.step()`, and failed: that cannot be put back. Load a checkpoint, and write to it after the step."
+            )
 
 
 class _Copy:
     """The content of a tensor, on the host."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._data, self._version = tensor, tensor.detach().to("cpu", copy=True), tensor._version
+    def __init__(self, tensor: torch.Tensor, is_late: bool = False) -> None:
+        self.tensor, self._version, self._data = tensor, tensor._version, None if is_late else self._taken(tensor)
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
+    def take(self) -> None:
+        """Copies the content if that was left for later, and nothing has been written to the tensor."""
+        if self._data is None and not self.is_written:
+            self._data = self._taken(self.tensor)
+
+    @property
+    def is_written(self) -> bool:
+        return self.tensor._version != self._version
+
+    @property
+    def is_lost(self) -> bool:
+        return self._data is None and self.is_written
 
     def put_back_if_written(self) -> None:
         """Writes the content to the tensor if a version tells of a write: a graph from before may have saved the tensor."""
-        if self._tensor._version != self._version:
+        if self.is_written:
             self.put_back()
 
     def put_back(self) -> None:
         """Writes the content to the tensor, unless it is there: graphs from before may have saved the tensor."""
-        is_dense = self._data.layout is torch.strided and type(self._tensor) in (torch.Tensor, torch.nn.Parameter)
-        if is_dense and self._tensor._version == self._version and torch.equal(self._tensor.detach().cpu(), self._data):
+        if self._data is None:
+            return
+        is_dense = self._data.layout is torch.strided and type(self.tensor) in (torch.Tensor, torch.nn.Parameter)
+        if is_dense and not self.is_written and torch.equal(self.tensor.detach().cpu(), self._data):
             return
         # Not to ``detach()``, which has indices of its own where the tensor is sparse.
-        self._tensor.copy_(self._data)
+        self.tensor.copy_(self._data)
         if self._data.layout is torch.sparse_coo:  # which a copy into a sparse tensor forgets
-            self._tensor._coalesced_(self._data.is_coalesced())
+            self.tensor._coalesced_(self._data.is_coalesced())
 
 
 class _Notes:
@@ -79,8 +125,9 @@ class _Notes:
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # held, so that identities stay their own
         self._undo: list[Callable[[], object]] = []
+        self._late: dict[int, _Copy] = {}
 
-    def add(self, value: Any) -> None:
+    def add(self, value: Any, is_late: bool = False) -> None:
         todo, is_own = [value], isinstance(value, torch.Tensor)
         while todo:
             value = todo.pop()
@@ -89,7 +136,9 @@ class _Notes:
             self._seen[id(value)] = value
             if isinstance(value, torch.Tensor):
                 if not (value.is_meta or value.is_inference()):
-                    copy = _Copy(value)
+                    copy = _Copy(value, is_late)
+                    if is_late:
+                        self._late[id(value)] = copy
                     self._undo.append(copy.put_back if is_own else copy.put_back_if_written)
             elif isinstance(value, torch.Generator):
                 self._undo.append(functools.partial(value.set_state, value.get_state()))
@@ -103,9 +152,19 @@ class _Notes:
                     bits = value.bit_generator
                     self._undo.append(functools.partial(setattr, bits, "state", bits.state))
 
-    def put_back(self) -> None:
+    def take(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Copies the tensors which were left for later, and returns whether there were any."""
+        found = [self._late[id(one)] for one in tensors if id(one) in self._late]
+        for late in found:
+            late.take()
+        return bool(found)
+
+    def put_back(self) -> list[torch.Tensor]:
+        """Restores the contents, and returns the tensors whose content is lost."""
+        lost = [one.tensor for one in self._late.values() if one.is_lost]
         for undo in self._undo:
             undo()
+        return lost
 
 
 def _refill(value: Any, entries: Any) -> None:

@@ -28,6 +28,7 @@ from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
 from .pricing import region_prices
 from .profiling import Profile, profile_step
 from .restoring import as_before, optimizer_state
+from .room import Room, accelerator_of
 from .simulating import natural_ends, peak_of
 
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
@@ -49,7 +50,8 @@ def searched(
 ) -> dict[str, Any]:
     """Returns the attributes of the plan that is found."""
     # All arguments are checked before the first profile.
-    parsed(memory_budget)
+    if memory_budget != "auto":
+        parsed(memory_budget)
     checked_flag(total, "total")
     if not isinstance(cost, str) or cost not in COSTS:
         raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these.", ValueError)
@@ -57,6 +59,9 @@ def searched(
     tolerance = checked_part(tolerance, "tolerance", "Pass 0.01, say.")
     check_model(model)
     check_step(step)
+    device = accelerator_of(model)
+    if memory_budget == "auto":
+        Room(device)
     selected = None if blocks is None else selected_blocks(model, blocks)
     chunkings = chunkings_of(model, {} if chunks is None else chunks)
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
@@ -69,7 +74,7 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    common = {"plain_peak": plain.peak.nbytes, "base": base, "margin": margin, "cost": cost}
+    common = {"plain_peak": plain.peak.nbytes, "base": base, "margin": margin, "cost": cost, "device": device}
     names = blocks_of(model, plain, {one.name for one in chunkings[0]}) if selected is None else selected
     around = with_spans_around(names) if selected is None else []
     found: list[Search] = []
@@ -111,7 +116,7 @@ def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tup
             )
 
 
-#: Bytes as an integer, or a part as a float.
+#: Bytes as an integer, a part as a float, or ``"auto"``.
 Budget = int | float | str
 
 
@@ -119,7 +124,7 @@ def parsed(budget: Any) -> int | float:
     """Returns a budget as bytes, or as a part from 0.0 to 1.0."""
     if isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Integral):
         return checked_part(budget, "memory_budget", "Pass an integer for bytes.")
-    return checked_bytes(budget, "memory_budget", ", or a part from 0.0 to 1.0")
+    return checked_bytes(budget, "memory_budget", ", a part from 0.0 to 1.0, or 'auto'")
 
 
 #: What a plan makes the least.
@@ -192,7 +197,7 @@ class Search:
         self._peak: Any = None  # of the latest step measured
         self._blocks, self._shapes, self._margin = blocks, shapes, common["margin"]
         self._common = {**common}
-        self._base, self.plain_peak = self._common.pop("base"), common["plain_peak"]
+        self._base, self._device, self.plain_peak = self._common.pop("base"), self._common.pop("device"), common["plain_peak"]
 
     def plan(
         self,
@@ -202,20 +207,21 @@ class Search:
         tolerance: float = 0.01,
     ) -> dict[str, Any]:
         """Returns the attributes of the plan of a budget: measured, or without a step as predicted."""
-        budget, margin = parsed(memory_budget), self._margin
-        is_part = isinstance(budget, float)
+        room = Room(self._device) if memory_budget == "auto" else None
+        budget = parsed(memory_budget) if room is None else room.nbytes() + self._base
+        is_part, margin = isinstance(budget, float), self._margin
         least = int(min(one.least for one in (self, *self.others)))
         budget = int(least + budget * max(0.0, self.plain_peak - least)) if is_part else int(budget) - self._base
         target = int(budget * (1 - margin))
         if least > target:
             if model is not None and step is not None:
-                self._measured(model, step, self.problem.least)  # for where the peak is
+                self._measured(model, step, self.problem.least, room)  # for where the peak is
             raise _too_small(budget, least, self._base, margin, self.problem, self._peak)
         one, chosen = self.cheapest(target)
         if model is None or step is None:
             found = {**one.attributes(chosen), "is_measured": False}
         else:
-            found = one._corrected(model, step, target, tolerance)
+            found = one._corrected(model, step, target, tolerance, room)
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
@@ -231,7 +237,9 @@ class Search:
         found = [(one, choose(one.problem, budget) or one.problem.least) for one in fitting]
         return min(found, key=lambda one: one[0].problem.cost(one[1]) + one[0].profile.others_cost)
 
-    def _corrected(self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float) -> dict[str, Any]:
+    def _corrected(
+        self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float, room: Room | None
+    ) -> dict[str, Any]:
         """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
@@ -240,22 +248,27 @@ class Search:
             if chosen is None or chosen in seen:
                 break
             seen.append(chosen)
-            plan = self._measured(model, step, chosen)
+            plan = self._measured(model, step, chosen, room)
             measured = plan["measured_peak"]
             if measured <= budget and self.problem.cost(chosen) < least:
                 best, least = plan, self.problem.cost(chosen)
             if budget * (1 - tolerance) <= measured <= budget:
                 break
             target = budget + plan["predicted_peak"] - measured
-        return self._measured(model, step, self.problem.least) if best is None else best
+        return self._measured(model, step, self.problem.least, room) if best is None else best
 
-    def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int]) -> dict[str, Any]:
+    def _measured(
+        self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
+    ) -> dict[str, Any]:
         plan = self.attributes(chosen)
         runners = {selector_of(name): one for name, one in runners_of(plan["blocks"]).items()}
         with as_before(model), applied(model, runners, plan["chunks"]):
+            if room is not None:
+                room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak
+            nbytes = peak.nbytes if room is None else room.taken()
         plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self._blocks.members)
-        return {**plan, "measured_peak": peak.nbytes, "_model": weakref.ref(model)}
+        return {**plan, "measured_peak": nbytes, "_model": weakref.ref(model)}
 
     def attributes(self, chosen: Sequence[int]) -> dict[str, Any]:
         """Returns the attributes of a plan, as predicted."""

@@ -340,7 +340,7 @@ def everything(model):
         (
             {"memory_budget": "many"},
             ValueError,
-            "memory_budget should be a number of bytes, or a part from 0.0 to 1.0, but got 'many'",
+            "memory_budget should be a number of bytes, a part from 0.0 to 1.0, or 'auto', but got 'many'",
         ),
         (
             {"memory_budget": "3 apples"},
@@ -352,11 +352,15 @@ def everything(model):
             ValueError,
             "memory_budget should be a part from 0.0 to 1.0, but got 1.5 of type float. Pass an integer",
         ),
-        ({"memory_budget": -1}, ValueError, "memory_budget should be a number of bytes, or a part from 0.0 to 1.0, but got -1"),
+        (
+            {"memory_budget": -1},
+            ValueError,
+            "memory_budget should be a number of bytes, a part from 0.0 to 1.0, or 'auto', but got -1",
+        ),
         (
             {"memory_budget": True},
             TypeError,
-            "memory_budget should be a number of bytes, or a part from 0.0 to 1.0, but got True",
+            "memory_budget should be a number of bytes, a part from 0.0 to 1.0, or 'auto', but got True",
         ),
         ({"step": 3}, TypeError, "step should be a function of the model, but got 3"),
         ({"total": "yes"}, TypeError, "total"),

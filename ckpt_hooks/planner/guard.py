@@ -1,0 +1,148 @@
+"""Steps under a plan that are undone where memory runs out, and run again under a tighter plan."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import Self
+
+from ckpt_hooks._core.misuse import OfThisProcess, check_is
+from ckpt_hooks._torch.profiling import is_profiling
+from ckpt_hooks.errors import BudgetTooSmallError
+from ckpt_hooks.modules import AppliedCheckpointing
+from ckpt_hooks.report.formatting import format_bytes
+from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
+from ckpt_hooks.report.ledger.data import maker_in_words
+
+from .restoring import Before, trainers_of
+
+T = TypeVar("T")
+_logger = logging.getLogger("ckpt_hooks")
+
+
+class Guard(OfThisProcess):
+    """Runs training steps under a plan, each of them as a whole or not at all; made by :meth:`Plan.guard`.
+
+    Attributes:
+        plan: The :class:`Plan` in force.
+        log: A line for each change of plan.
+    """
+
+    def __init__(self, plan: Any, model: Module, limit: int | None) -> None:
+        self.plan, self.log = plan, list[str]()
+        self._model, self._limit = model, limit
+        self._applied: AppliedCheckpointing | None = None
+        self._trainers: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._applied = self.plan.apply(self._model)
+        self._trainers = trainers_of(self._model)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
+
+    def __call__(self, step: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Runs a step, again under tighter plans while memory runs out.
+
+        Args:
+            step: Runs one training step. What it takes from an iterator itself is gone when it runs again: pass the batch.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            What the step returns.
+
+        Raises:
+            torch.OutOfMemoryError: If memory runs out under the least plan, with a note of a ledger on the largest causes.
+            BudgetTooSmallError: If the least plan is above the limit.
+            CheckpointError: If a step that failed had written to parameters, or to the state of an optimizer, outside of any
+                ``optimizer.step()``.
+        """
+        check_is(step, Callable, "step", "a function to run", "Write `guard(step, batch)`.")
+        if self._applied is None:
+            raise RuntimeError(
+                "The guard is not entered. Write `with plan.guard() as guard:`, and `guard(step, batch)` inside."
+            )
+        is_noted = self._limit is not None
+        while True:
+            before = Before(self._model, self._trainers, is_late=True)
+            ledger = memory_ledger() if is_noted else contextlib.nullcontext()
+            try:
+                with self._copying(before), ledger as found:
+                    result = step(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                before.put_back()
+                tighter = self._tighter()
+                if tighter is None and (is_noted or is_profiling()):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
+                words = "memory ran out"
+            except BaseException:
+                before.put_back()
+                raise
+            else:
+                if found is None or self._limit is None or found.peak.nbytes <= self._limit:
+                    return result
+                before.put_back()
+                del result
+                words = f"the step took {format_bytes(found.peak.nbytes)} of {format_bytes(self._limit)}"
+                if (tighter := self._tighter()) is None:
+                    raise self._above(found, self._limit, words)
+            gc.collect()
+            if tighter is None:
+                is_noted = True  # once more, for a note on what holds memory
+            else:
+                self._go_on_with(tighter, words)
+
+    def _above(self, found: MemoryLedger, limit: int, words: str) -> BudgetTooSmallError:
+        peak = found.peak
+        there = f"in {maker_in_words(peak.origin)}" if peak.origin is not None else f"in {peak.phase}"
+        return BudgetTooSmallError(
+            f"No plan of the front is below the limit: {words}, most of it {there}. Raise the limit, or pass a smaller batch.",
+            budget=limit,
+            minimum=peak.nbytes,
+            bottleneck=None,
+        )
+
+    @contextlib.contextmanager
+    def _copying(self, before: Before) -> Iterator[None]:
+        """Has the state of each optimizer of the model copied before a step of the optimizer."""
+
+        def copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            before.copy_for(optimizer)
+
+        handle = register_optimizer_step_pre_hook(copy)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _tighter(self) -> Any:
+        """Returns a plan one step of the front below the present one; None where that is the least."""
+        plans = self.plan, *self.plan.others
+        found = [plan._tighter() for plan in plans]
+        if not any(found):
+            return None
+        first, *others = (below or plan for below, plan in zip(found, plans, strict=True))
+        return dataclasses.replace(first, others=others)
+
+    def _go_on_with(self, plan: Any, words: str) -> None:
+        self.__exit__()
+        self.plan = plan
+        self._applied = plan.apply(self._model)
+        again = f"{plan.recomputed:.1%} of forward runs again"
+        self.log.append(f"{words}: the step runs once more, under a plan of {format_bytes(plan.predicted_peak)}, where {again}")
+        _logger.warning(self.log[-1])
