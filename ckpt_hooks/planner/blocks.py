@@ -121,11 +121,13 @@ class Blocks:
         self.roots: dict[str, Module] = {}  # in which submodules have their names
         self.kinds: dict[str, str] = {}
         self.around: dict[str, str] = {}  # of a block in a span, the span
+        self.spans: set[str] = set()
         self.members: set[str] = set()  # names of the modules in blocks
         for name in names:
             one = selector_of(name)
             if isinstance(one, span):
                 modules = span_in(model, one)
+                self.spans.add(name)
                 self.roots[name], self.kinds[name] = modules.parent, modules.kind
                 row = [at for at, _ in model.named_modules()][modules.place[0] : modules.place[1] + 1]
                 self.members.update(row)

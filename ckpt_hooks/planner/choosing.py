@@ -17,7 +17,7 @@ import torch
 
 from .cuts import Choice
 from .profiling import Profile
-from .simulating import Delta, Effect, effect_of, nested_effect_of, timeline_of
+from .simulating import Delta, Effect, effect_of, function_effect_of, nested_effect_of, timeline_of
 
 
 @dataclasses.dataclass
@@ -27,7 +27,8 @@ class BlockOption:
     choice: Choice
     effects: list[Effect]
     cost: float  # of the operators which run again, and of regions, in all calls
-    region_seconds: float = 0.0  # that recorded regions add to forward
+    region_seconds: float = 0.0  # that recorded regions add to forward, and to operators that run again
+    replay_seconds: float = 0.0
 
 
 class Problem:
@@ -298,10 +299,18 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
             runs = None if choice.kept is None else {first.ops[at].run for at in choice.kept}
             effects = []
             for entry in entries:
-                kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
-                plan = functools.partial(effect_of, kept=kept, is_plain=runs is None)
-                effects.append((nested_effect_of if choice.is_nested else plan)(profile, entry))
-            seconds = 0.0 if runs is None else profile.region_seconds * sum(len(entry.ops) for entry in entries)
-            cost = sum(effect.cost for effect in effects) + seconds * profile.per_second
-            found[block].append(BlockOption(choice, effects, cost, seconds))
+                if choice.is_function:
+                    effects.append(function_effect_of(profile, entry))
+                elif choice.is_nested:
+                    effects.append(nested_effect_of(profile, entry))
+                else:
+                    kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
+                    effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
+            recorded = 0 if runs is None or choice.is_function else sum(len(entry.ops) for entry in entries)
+            pairs = zip(entries, effects, strict=True)
+            replayed = sum(entry.ops[at].cost > 0 for entry, effect in pairs for at in effect.again) if recorded else 0
+            cost = sum(effect.cost for effect in effects) + recorded * profile.record_cost + replayed * profile.replay_cost
+            found[block].append(
+                BlockOption(choice, effects, cost, profile.record_seconds * recorded, profile.replay_seconds * replayed)
+            )
     return found

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 from .profiling import BlockCall, Profile
-from .simulating import effect_of, nested_effect_of
+from .simulating import effect_of, function_effect_of, nested_effect_of
 
 # Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
 _PRICES = 28  # in the sweep
@@ -27,6 +27,7 @@ class Choice:
     nbytes: float  # kept; bytes that another block holds anyway count little
     cost: float  # of the operators which run again
     is_nested: bool = False  # whether blocks inside are regions, too
+    is_function: bool = False  # whether backward calls the block again, and replays no operators
 
 
 class _Graph:
@@ -46,7 +47,7 @@ class _Graph:
         self.size: dict[int, float] = {}
         for at, op in enumerate(entry.ops):
             group = leader[at]
-            self.cost[group] += op.cost
+            self.cost[group] += op.cost + (profile.replay_cost if op.cost else 0.0)
             for value in op.reads:
                 maker = entry.maker.get(value)
                 if maker is not None and leader[maker] != group:
@@ -163,7 +164,7 @@ def lasting_in(profile: Profile) -> list[set[int]]:
     return [{number for number in counts if counts[number] > (number in own)} for own in needed]
 
 
-def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()) -> list[Choice]:
+def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
     nothing = graph.choice(())
@@ -184,7 +185,8 @@ def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()
             other = graph.choice(kept ^ {one})
             found.setdefault(other.kept, other)
     nested = [Choice((), 0, nested_effect_of(profile, entry).cost, True)] if entry.inside else []
-    return [*nested, *_front(found.values()), Choice(None, sum(graph.size.values()), 0.0)]
+    called = [Choice((), 0, function_effect_of(profile, entry).cost, is_function=True)] if is_function else []
+    return [*nested, *_front(found.values()), *called, Choice(None, sum(graph.size.values()), 0.0)]
 
 
 def _front(choices: Iterable[Choice]) -> list[Choice]:

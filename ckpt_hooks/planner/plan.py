@@ -265,7 +265,7 @@ class Plan(Printed):
     def _tables(self) -> Iterator[Table]:
         def key(block: PlannedBlock) -> object:
             kept = None if block.kept is None else tuple(map(_in_words, block.kept))
-            return name_pattern(block.name), block.kind, kept, block.kept_bytes, block.name in inside
+            return name_pattern(block.name), block.kind, kept, block.kept_bytes, block.name in inside, block.recorded
 
         rows = []
         inside = {block.around for block in self.blocks if block.around and block.kept is not None}
@@ -276,6 +276,8 @@ class Plan(Printed):
                 if first.name in inside
                 else "all, no region"
                 if first.kept is None
+                else "nothing, called again"
+                if not first.recorded
                 else ", ".join(map(_in_words, first.kept)) or "nothing"
             )
             seconds = sum(block.recomputed_seconds for block in group) / len(group)
@@ -410,7 +412,9 @@ def plan_memory(
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
     Runs the step once as it is, once with every block a recorded region that keeps nothing, and once under the plan, up to
-    three times where the prediction was off. The plan that is returned has been measured. Afterwards everything is as before:
+    three times where the prediction was off. The plan that is returned has been measured. Where operators are small, recording
+    them costs more than it spares, and a plan has blocks called again as by :func:`ckpt_hooks.checkpoint`; whether such calls
+    give the same is seen in one step more, else all blocks are recorded. Afterwards everything is as before:
     parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after an exception too. Copies for that
     lie on the host, as large as parameters, buffers, gradients and optimizer states together.
 
@@ -427,9 +431,10 @@ def plan_memory(
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
-        cost: What is to be the least: ``"operations"`` that run again, and ten for each byte that these move, the same in each
-            run; or ``"seconds"`` as measured on the host, for steps on the host: those of operators that run again, what a
-            replay adds to each of these, and what a recorded region adds to each operator in it. Takes nine steps more.
+        cost: What is to be the least: ``"operations"`` that run again, ten for each byte that these move, and three million for
+            each operator that a region records, which is the time of one core of a host: the same in each run; or
+            ``"seconds"`` as measured on the host, for steps on the host: those of operators that run again, what a replay adds
+            to each of these, and what a recorded region adds to each operator in it. Takes nine steps more.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or

@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from operator import gt
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -26,6 +26,8 @@ from ckpt_hooks.report.formatting import name_pattern
 Shapes = tuple[tuple[torch.dtype, Any], ...]
 #: Submodule, operator and number of each run whose result is kept.
 Runs = tuple[tuple[str, str, int], ...]
+#: What a call keeps: results of runs; None for a plain call; False where backward calls the block again.
+Kept = Runs | Literal[False] | None
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
@@ -92,6 +94,8 @@ class PlannedBlock:
         shapes: The shapes of its calls, each once: dtype and shape of each tensor in the arguments; of a span, those of the
             first module.
         around: The name of the block around, whose figures count what runs in this one; ``""`` without one.
+        recorded: Whether a region replays operators, as :func:`ckpt_hooks.checkpoint_region`; False where backward calls the
+            block again, as :func:`ckpt_hooks.checkpoint` does.
     """
 
     name: str
@@ -103,6 +107,7 @@ class PlannedBlock:
     recomputed_bytes: int
     shapes: tuple[Shapes, ...]
     around: str = ""
+    recorded: bool = True
 
 
 class OtherShapes:
@@ -132,9 +137,11 @@ def _warn_of_compilers() -> None:
 class PlannedRunner(RegionRunner):
     """Calls a block as its plan says: as a region which keeps some results, or plainly; of larger shapes it keeps nothing."""
 
-    def __init__(self, name: str, kept: Mapping[Shapes, Runs | None], on_other: Callable[[str, Shapes], None]) -> None:
-        # ``kept``: the runs to keep, by the shapes of the call; None for a plain call.
+    def __init__(
+        self, name: str, kept: Mapping[Shapes, Kept], on_other: Callable[[str, Shapes], None], check: str = "default"
+    ) -> None:
         super().__init__(True, {"name": name, "replay_whole": False})
+        self._called_again = RegionRunner(False, {"name": name, "determinism_check": check})
         self._name, self._kept, self._on_other = name, kept, on_other
         self._traced = {runs: self._runner_for(runs, None) for runs in kept.values() if runs}
         # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
@@ -168,7 +175,7 @@ class PlannedRunner(RegionRunner):
                 self._on_other(self._name, shapes)
         kept = self._kept.get(shapes, ())
         if not kept:
-            return None if kept is None else self
+            return None if kept is None else self if kept == () or is_traced else self._called_again
         if is_traced:  # Dynamo traces regions that are there, and makes none
             return self._traced[kept]
         module = root if isinstance(root, Module) else None
@@ -186,13 +193,15 @@ class PlannedRunner(RegionRunner):
         return PlannedRunner, (self._name, self._kept, self._on_other)
 
 
-def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
+def runners_of(blocks: Iterable[PlannedBlock], check: str = "default") -> dict[str, PlannedRunner]:
     """Returns a function for each block, by the block's name, which calls the block as planned."""
-    kept: dict[str, dict[Shapes, Runs | None]] = {}
+    kept: dict[str, dict[Shapes, Kept]] = {}
     alike: dict[tuple[str, str], set[Shapes]] = {}
     kinds: dict[str, tuple[str, str]] = {}
     for block in blocks:
-        runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)
+        runs: Kept = False
+        if block.kept is None or block.recorded:
+            runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)
         # Of two blocks for the same shapes, as in several plans, the latter counts.
         kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
         kinds[block.name] = name_pattern(block.name), block.kind
@@ -203,4 +212,4 @@ def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
         rows = [one for one in alike[kinds[name]] if _are_rows(one, largest)]
         own.setdefault(max(rows, key=_size_of), own[largest])
     on_other = OtherShapes()
-    return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept.items()}
+    return {name: PlannedRunner(name, by_shapes, on_other, check) for name, by_shapes in kept.items()}

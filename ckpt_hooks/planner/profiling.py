@@ -147,6 +147,11 @@ class BlockCall:
         return found
 
 
+#: The operations in whose time a recorded region records an operator, or replays one, about, on one core of a host: 60 and 10
+#: microseconds. On an accelerator they are nothing, as the time in which a host launches the operators of other results is.
+PRICES = 3_000_000.0, 500_000.0
+
+
 @dataclasses.dataclass
 class Profile:
     """A step whose blocks keep nothing."""
@@ -156,8 +161,12 @@ class Profile:
     entries: list[BlockCall]
     older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
     others_cost: float = 0.0  # of what recomputes of other regions run again, as those of chunks
-    region_seconds: float = 0.0  # that a recorded region adds to an operator of forward
-    per_second: float = 0.0  # the cost of a second
+    record_cost: float = dataclasses.field(
+        default_factory=lambda: PRICES[0]
+    )  # of each operator in a recorded region, besides its own, and of each that it replays
+    replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
+    record_seconds: float = 0.0
+    replay_seconds: float = 0.0
 
     def smooth(self) -> None:
         """Makes the seconds of each operator the median of its runs on tensors of the same sizes."""
@@ -171,13 +180,13 @@ class Profile:
             for op in ops:
                 op.seconds = seconds
 
-    def cost_by_seconds(self, region_seconds: float, replay_seconds: float) -> None:
-        """Makes the cost of each operator its time with what a replay adds, in the unit of the cost by operations."""
+    def cost_by_seconds(self, record_seconds: float, replay_seconds: float) -> None:
+        """Makes all costs times, in the unit of the cost by operations; the arguments are for each operator."""
         ops = [op for entry in self.entries for op in entry.ops]
-        for op in ops:
-            op.seconds += replay_seconds if op.cost else 0.0
         total = sum(op.seconds for op in ops)
-        self.region_seconds, self.per_second = region_seconds, sum(op.cost for op in ops) / total if total else 0.0
+        per_second = sum(op.cost for op in ops) / total if total else 0.0
+        self.record_seconds, self.replay_seconds = record_seconds, replay_seconds
+        self.record_cost, self.replay_cost = record_seconds * per_second, replay_seconds * per_second
         for op, cost in zip(ops, by_seconds([(op.cost, op.moved, op.seconds) for op in ops]), strict=True):
             op.cost = cost
 

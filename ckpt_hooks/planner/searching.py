@@ -176,6 +176,10 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
     )
 
 
+def _selected(plan: dict[str, Any], check: str = "default") -> dict[Any, PlannedRunner]:
+    return {selector_of(name): one for name, one in runners_of(plan["blocks"], check).items()}
+
+
 class Search:
     """A profiled step, from which plans of any budget are made."""
 
@@ -191,9 +195,15 @@ class Search:
         self.natural = natural_ends(profile)
         lasting = lasting_in(profile)
         firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
-        choices = {name: choices_of(profile, *firsts[name]) for name in blocks.roots if name in firsts}
-        self.problem = Problem(profile, block_options(profile, choices), self.natural)
+        choices = {
+            name: choices_of(profile, *firsts[name], is_function=name not in blocks.spans)
+            for name in blocks.roots
+            if name in firsts
+        }
+        self._options = block_options(profile, choices)
+        self.problem = Problem(profile, self._options, self.natural)
         self.least = self.problem.peak(self.problem.least)
+        self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
         self._blocks, self._shapes, self._margin = blocks, shapes, common["margin"]
         self._common = {**common}
@@ -248,7 +258,13 @@ class Search:
             if chosen is None or chosen in seen:
                 break
             seen.append(chosen)
-            plan = self._measured(model, step, chosen, room)
+            try:
+                plan = self._measured(model, step, chosen, room)
+                self._check_called_again(model, step, plan)
+            except CheckpointError:
+                if not self._leave_out_functions():
+                    raise
+                continue
             measured = plan["measured_peak"]
             if measured <= budget and self.problem.cost(chosen) < least:
                 best, least = plan, self.problem.cost(chosen)
@@ -257,12 +273,27 @@ class Search:
             target = budget + plan["predicted_peak"] - measured
         return self._measured(model, step, self.problem.least, room) if best is None else best
 
+    def _check_called_again(self, model: Module, step: Callable[[Module], Any], plan: dict[str, Any]) -> None:
+        """Raises where a block that is called again gives something else, as one which takes something from a queue."""
+        if self._is_checked or all(block.recorded for block in plan["blocks"]):
+            return
+        with as_before(model), applied(model, _selected(plan, "values"), plan["chunks"]):
+            step(model)
+        self._is_checked = True
+
+    def _leave_out_functions(self) -> bool:
+        """Has no block called again from now on; returns whether any could be."""
+        options = {name: [one for one in of if not one.choice.is_function] for name, of in self._options.items()}
+        if options == self._options:
+            return False
+        self._options, self.problem = options, Problem(self.profile, options, self.natural)
+        return True
+
     def _measured(
         self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
     ) -> dict[str, Any]:
         plan = self.attributes(chosen)
-        runners = {selector_of(name): one for name, one in runners_of(plan["blocks"]).items()}
-        with as_before(model), applied(model, runners, plan["chunks"]):
+        with as_before(model), applied(model, _selected(plan), plan["chunks"]):
             if room is not None:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak
@@ -293,9 +324,10 @@ class Search:
                     kept=kept,
                     kept_bytes=sum(run.nbytes for run in kept or ()) * len(entries),
                     recomputed=cost / whole if whole else 0.0,
-                    recomputed_seconds=sum(op.seconds for op in ran),
+                    recomputed_seconds=sum(op.seconds for op in ran) + option.replay_seconds,
                     recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
                     shapes=tuple(self._shapes[name]),
+                    recorded=not option.choice.is_function,
                 )
             )
             inside = [inner for inner, outer in self._blocks.around.items() if outer == name]

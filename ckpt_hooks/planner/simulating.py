@@ -79,6 +79,38 @@ def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
     return effect
 
 
+def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
+    """Returns the effect of a region which calls the block again, up to the last operator that backward needs."""
+    row, last, lasts = profile.num_rows, -1, dict[int, int]()
+    for handle in entry.handles:
+        if handle.restored is not None and handle.value is not None:
+            row, last = min(row, handle.restored), max(last, entry.maker.get(handle.value, -1))
+            lasts[handle.value[0]] = max(lasts.get(handle.value[0], 0), handle.let_go)
+    again = [*range(last + 1)]
+    made = {number for at in again for number in entry.ops[at].fresh}
+    # What comes from outside is held to the end, as the arguments of the call.
+    outside = {value[0] for at in again for value in entry.ops[at].reads} | {*lasts}
+    ends = dict.fromkeys(outside - made, max(lasts.values(), default=0))
+    ends = {number: end for number, end in ends.items() if not profile.allocations[number].is_lent}
+    deltas: list[Delta] = []
+    living: list[int] = []
+    order = 0
+    for at in again:
+        op = entry.ops[at]
+        # The program lets go of each as in forward.
+        born = min((profile.allocations[number].born for number in op.fresh), default=None)
+        for number in [one for one in living if born is not None and profile.allocations[one].freed < born]:
+            living.remove(number)
+            deltas.append((max(lasts.get(number, row), row), order, -profile.allocations[number].nbytes))
+        deltas.append((row, order + 1, _bytes(profile, op.fresh) + max(0, op.temporary)))
+        deltas.append((row, order + 2, -max(0, op.temporary)))
+        living += op.fresh
+        order += 3
+    deltas += [(max(lasts.get(number, row), row), order, -profile.allocations[number].nbytes) for number in living]
+    spared = [number for op in entry.ops for number in op.extras][1:]  # one state of a generator is for all of the call
+    return Effect(deltas, ends, sum(entry.ops[at].cost for at in again), again, spared)
+
+
 def _needed(entry: BlockCall, value: Value, held: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
     """Returns the operators which bring back a value, and notes what they need until backward lets go of it."""
     todo, seen, found = [value], set[Value](), set[int]()
