@@ -36,10 +36,13 @@ class Ranks:
         self._call: Any = None
         self._number = 0  # of the latest exchange
         self._failure: tuple[int, str] | None = None  # the rank which has failed, and its words
+        self.is_part = False  # whether there are other ranks, which have plans of their own
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
         if group is not None and not (is_there and isinstance(group, torch.distributed.ProcessGroup)):
             raise wrong(group, "group", "a process group which this process is in", "Pass one of torch.distributed.new_group.")
-        if not is_there or torch.distributed.get_world_size(group) == 1:
+        size = torch.distributed.get_world_size(group) if is_there else 1
+        self.is_part = is_there and size < torch.distributed.get_world_size()
+        if size == 1:
             return
         from ckpt_hooks._torch import groups  # which needs torch.distributed
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import numbers
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -26,7 +27,7 @@ from .choosing import Problem, block_options, choose
 from .chunked import Chunking, applied, chunkings_of
 from .cuts import Choice, choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
-from .pricing import region_prices
+from .pricing import NUM_STEPS, region_prices
 from .profiling import Profile, profile_step
 from .ranks import Ranks
 from .restoring import as_before, optimizer_state
@@ -65,6 +66,40 @@ def searched(
     given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
+    most = 1 + 2 * len(chunkings) * (1 + (NUM_STEPS if cost == "seconds" else 0))
+    with _as_often(model, step, ranks, most) as counted:
+        found = _searches(model, counted, ranks, selected, chunkings, {"base": base, "margin": margin, "cost": cost})
+    found[0].others = found[1:]
+    return found[0].plan(memory_budget, model, step, tolerance)
+
+
+@contextlib.contextmanager
+def _as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
+    """Yields a step; where other ranks have plans of their own, runs it afterwards until it has run as often as it may."""
+    # Groups meet in the step, as the stages of a pipeline do: all run it as often, whatever each has found.
+    runs = 0
+
+    def counted(model: Module) -> Any:
+        nonlocal runs
+        runs += 1
+        return step(model)
+
+    yield counted
+    for _ in range(most - runs if ranks.is_part else 0):
+        with as_before(model):
+            step(model)
+        ranks.all(None)
+
+
+def _searches(
+    model: Module,
+    step: Callable[[Module], Any],
+    ranks: Ranks,
+    selected: list[str] | None,
+    chunkings: Sequence[Chunking],
+    common: dict[str, Any],
+) -> list[Search]:
+    """Runs the step as it is, and profiles it; returns a search for each number of chunks, and with spans around."""
     with as_before(model):
         before = optimizer_state(model)
         plain = memory_ledger(lambda: step(model))
@@ -74,7 +109,7 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    common = {"plain_peak": ranks.most(plain.peak.nbytes), "base": ranks.most(base), "margin": margin, "cost": cost}
+    common = {**common, "plain_peak": ranks.most(plain.peak.nbytes), "base": ranks.most(common["base"])}
     names, around = selected or [], list[str]()
     if selected is None:
         names = ranks.first(lambda: blocks_of(model, plain, {one.name for one in chunkings[0]}))
@@ -87,8 +122,7 @@ def searched(
         nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
         if nested is not None and (spans := Search(ranks, *nested)).least < found[-1].least:
             found.append(spans)
-    found[0].others = found[1:]
-    return found[0].plan(memory_budget, model, step, tolerance)
+    return found
 
 
 def profiled(
@@ -249,7 +283,8 @@ class Search:
         if model is None or step is None:
             found = {**one.attributes(chosen), "is_measured": False}
         else:
-            found = one._corrected(model, step, target, tolerance)
+            with _as_often(model, step, self.ranks, _CORRECTIONS + 1) as counted:
+                found = one._corrected(model, counted, target, tolerance)
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
