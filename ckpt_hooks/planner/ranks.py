@@ -66,6 +66,10 @@ class Ranks:
         threading.Thread(target=self._watch, args=(call, ended), daemon=True).start()
         try:
             yield
+            with contextlib.suppress(RuntimeError):  # of a store which has gone
+                call.set(f"left/{self._rank}", "")
+                if self._rank == 0:  # the store may end with this process, and the others read there
+                    self._missing("left", _GRACE)
         except BaseException as error:
             self._fail(call, error)
             raise
@@ -79,24 +83,33 @@ class Ranks:
         self._number += 1
         # Compressed, since a store of torch takes at most 8 MiB.
         self._call.set(f"{self._number}/{self._rank}", zlib.compress(pickle.dumps(value), 1))
-        keys = [f"{self._number}/{rank}" for rank in range(len(self._names))]
-        end, pause = time.monotonic() + self._patience, 1e-3
-        while not self._call.check(keys):
+        if missing := self._missing(str(self._number), self._patience):
             if self._failure is not None:
                 raise self._error()
-            if time.monotonic() > end:
-                missing = [name for name, key in zip(self._names, keys, strict=True) if not self._call.check([key])]
-                raise CheckpointError(
-                    f"{_in_words(missing)} did not come within {self._patience:g} s, the timeout of the process group. All "
-                    "ranks call plan_memory, and the methods of its plan, and their steps take part in the same collectives. "
-                    "Pass group=... for those which have a plan of their own, or a group of one rank."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LOOK)
+            raise CheckpointError(
+                f"{_in_words(missing)} did not come within {self._patience:g} s, the timeout of the process group. All ranks "
+                "call plan_memory, and the methods of its plan, and their steps take part in the same collectives. Pass "
+                "group=... for those which have a plan of their own, or a group of one rank."
+            )
+        keys = [f"{self._number}/{rank}" for rank in range(len(self._names))]
         found = [pickle.loads(zlib.decompress(one)) for one in self._call.multi_get(keys)]
         if self._number > 1:  # which all have read, since they have come to this exchange
             self._call.delete_key(f"{self._number - 1}/{self._rank}")
         return found
+
+    def _missing(self, place: str, patience: float) -> list[int]:
+        """Waits for all ranks to come to a place; returns those which did not come in time, or before another one failed."""
+        keys = {name: f"{place}/{rank}" for rank, name in enumerate(self._names)}
+        end, pause = time.monotonic() + patience, 1e-3
+        while not self._call.check([*keys.values()]):
+            if self._is_lost() or time.monotonic() > end:
+                return [name for name, key in keys.items() if not self._call.check([key])]
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK)
+        return []
+
+    def _is_lost(self) -> bool:
+        return self._failure is not None and self._failure[0] != self._names[self._rank]
 
     def first(self, function: Callable[[], T]) -> T:
         """Returns what a function gives on the first rank, which alone calls it."""
@@ -150,18 +163,14 @@ class Ranks:
 
     def _fail(self, call: Any, error: BaseException) -> None:
         """Tells the others of an error, or that this rank has heard of theirs, which the error may come of."""
-        own = self._names[self._rank], f"{type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):
-            self._failure = tuple(json.loads(call.compare_set("failed", "", json.dumps(own))))
+        own = self._names[self._rank], f"{type(error).__name__}: {error}".rstrip(": ")
+        with contextlib.suppress(RuntimeError):  # of a store which has gone
+            self._failure = self._failure or tuple(json.loads(call.compare_set("failed", "", json.dumps(own))))
             call.set(f"heard/{self._rank}", "")
-        if self._failure in (own, None):
-            # The store may end with this process.
-            end, heard = time.monotonic() + _GRACE, [f"heard/{rank}" for rank in range(len(self._names))]
-            with contextlib.suppress(RuntimeError):
-                while not call.check(heard) and time.monotonic() < end:
-                    time.sleep(_LOOK)
-        elif type(error) is RuntimeError or isinstance(error, torch.distributed.DistError):
-            raise self._error() from error  # what torch raises where a partner of a collective is gone
+            self._missing("heard", _GRACE)  # the store may end with this process
+        # What torch raises where a partner of a collective is gone is that partner's error.
+        if self._is_lost() and (type(error) is RuntimeError or isinstance(error, torch.distributed.DistError)):
+            raise self._error() from error
 
 
 def _in_words(names: list[int]) -> str:
