@@ -138,6 +138,12 @@ class Blocks:
                 self.members.add(name)
 
 
+def kinds_of(model: Module, blocks: Iterable[str]) -> dict[str, object]:
+    """Returns the classes of blocks, of spans those of both ends, and None where a model has no such module."""
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    return {f"block {name!r}": [kinds.get(end) for end in _ends_of(name)] for name in blocks}
+
+
 def _ends_of(name: str) -> tuple[str, str]:
     return name.partition(" to ")[0], name.rpartition(" to ")[2]
 

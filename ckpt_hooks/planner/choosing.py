@@ -17,6 +17,7 @@ import torch
 
 from .cuts import Choice
 from .profiling import Profile
+from .ranks import Ranks
 from .simulating import Delta, Effect, effect_of, function_effect_of, nested_effect_of, timeline_of
 
 
@@ -64,6 +65,16 @@ class Problem:
         # The bytes in each window without any block, and of each block the bytes of each option in each window.
         self.base = torch.tensor([float(self._most(window)) for window in range(len(self._owners))], dtype=torch.float64)
         self.memory = [self._memory_of(number, of) for number, of in enumerate(changes)]
+
+    def add_windows(self, ranks: Ranks) -> None:
+        """Adds the windows of other ranks, for peaks to be the largest of any rank. Ranks with the same memory count once."""
+        found = list[tuple[torch.Tensor, list[torch.Tensor], list[int | None]]]()
+        for base, memory, owners in ranks.all((self.base, self.memory, self._owners)):
+            if not any(base.equal(other) and all(map(torch.equal, memory, others)) for other, others, _ in found):
+                found.append((base, memory, owners))
+        bases, memories, of_windows = zip(*found, strict=True)
+        self.base, self._owners = torch.cat(bases), [*itertools.chain(*of_windows)]
+        self.memory = [torch.cat(of_ranks, 1) for of_ranks in zip(*memories, strict=True)]
 
     def _by_window(self, moments: Iterable[Delta]) -> list[tuple[int, list[Delta]]]:
         """Returns for each window the sum before, and the changes inside."""

@@ -24,6 +24,7 @@ from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
+from .ranks import Ranks
 from .restoring import Before, trainers_of
 
 T = TypeVar("T")
@@ -38,11 +39,12 @@ class Guard(OfThisProcess):
         log: A line for each change of plan.
     """
 
-    def __init__(self, plan: Any, model: Module, limit: int | None) -> None:
+    def __init__(self, plan: Any, ranks: Ranks, model: Module, limit: int | None) -> None:
         self.plan, self.log = plan, list[str]()
         self._model, self._limit = model, limit
         self._applied: AppliedCheckpointing | None = None
         self._trainers: list[Any] = []
+        self._ranks = ranks
 
     def __enter__(self) -> Self:
         self._applied = self.plan.apply(self._model)
@@ -69,13 +71,17 @@ class Guard(OfThisProcess):
             torch.OutOfMemoryError: If memory runs out under the least plan, with a note of a ledger on the largest causes.
             BudgetTooSmallError: If the least plan is above the limit.
             CheckpointError: If a step that failed had written to parameters, or to the state of an optimizer, outside of any
-                ``optimizer.step()``.
+                ``optimizer.step()``; or if another rank failed.
         """
         check_is(step, Callable, "step", "a function to run", "Write `guard(step, batch)`.")
         if self._applied is None:
             raise RuntimeError(
                 "The guard is not entered. Write `with plan.guard() as guard:`, and `guard(step, batch)` inside."
             )
+        with self._ranks.together():
+            return self._run(step, args, kwargs)
+
+    def _run(self, step: Callable[..., T], args: Any, kwargs: Any) -> T:
         is_noted = self._limit is not None
         while True:
             before = Before(self._model, self._trainers, is_late=True)
@@ -85,8 +91,9 @@ class Guard(OfThisProcess):
                     result = step(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 before.put_back()
-                tighter = self._tighter()
-                if tighter is None and (is_noted or is_profiling()):
+                # Other ranks may wait in a collective of the step, and none leaves that but by the end of its group.
+                tighter = self._tighter() if self._ranks.is_alone else None
+                if tighter is None and (is_noted or is_profiling() or not self._ranks.is_alone):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
                 words = "memory ran out"
@@ -94,11 +101,14 @@ class Guard(OfThisProcess):
                 before.put_back()
                 raise
             else:
-                if found is None or self._limit is None or found.peak.nbytes <= self._limit:
+                if found is None or self._limit is None:
+                    return result
+                peak = self._ranks.most(found.peak.nbytes)
+                if peak <= self._limit:
                     return result
                 before.put_back()
                 del result
-                words = f"the step took {format_bytes(found.peak.nbytes)} of {format_bytes(self._limit)}"
+                words = f"the step took {format_bytes(peak)} of {format_bytes(self._limit)}"
                 if (tighter := self._tighter()) is None:
                     raise self._above(found, self._limit, words)
             gc.collect()
@@ -142,7 +152,7 @@ class Guard(OfThisProcess):
     def _go_on_with(self, plan: Any, words: str) -> None:
         self.__exit__()
         self.plan = plan
-        self._applied = plan.apply(self._model)
+        self._applied = plan._applied(self._model)
         again = f"{plan.recomputed:.1%} of forward runs again"
         self.log.append(f"{words}: the step runs once more, under a plan of {format_bytes(plan.predicted_peak)}, where {again}")
         _logger.warning(self.log[-1])

@@ -139,7 +139,8 @@ def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:
         ]
         again = [entry.ops[at] for entry, effect in zip(profile.entries, effects, strict=True) for at in effect.again]
         cost, seconds = sum(op.cost for op in again), sum(op.seconds for op in again)
-        return ParetoPoint(name, peak_of(profile, effects, search.natural), cost / whole if whole else 0.0, seconds)
+        peak = search.ranks.most(peak_of(profile, effects, search.natural))
+        return ParetoPoint(name, peak, cost / whole if whole else 0.0, seconds)
 
     return tuple(
         point(f"{kept} kept, {where}", keeps, blocks)

@@ -24,6 +24,7 @@ from .chunked import PlannedChunks, chunk, chunks_in_words
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch, step_of
 from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
+from .ranks import Ranks
 from .searching import COSTS, Budget, Search, check_step, searched
 
 
@@ -39,6 +40,9 @@ class Plan(Printed):
     tokens that an expert of its list got. Another call keeps nothing, and a warning says so once.
 
     A pickled plan is what :meth:`to_json` has of it: without profile and model.
+
+    Where ``torch.distributed`` is initialized, all ranks of the plan's group call its methods together, and have the same plan:
+    peaks are the largest of any rank.
 
     Attributes:
         blocks: The blocks.
@@ -78,19 +82,46 @@ class Plan(Printed):
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
     _search: Search | None = dataclasses.field(default=None, compare=False)
 
-    def apply(self, model: Module | None = None) -> AppliedCheckpointing:
+    def apply(self, model: Module | None = None, *, group: Any = None) -> AppliedCheckpointing:
         """Makes the blocks of a model regions which keep what the plan says.
 
         Args:
             model: The model, in wrappers (DDP, FSDP, PEFT) or not; None for the one that was planned, which the plan holds
                 weakly.
+            group: The process group whose ranks apply the plan together, of a plan from a file; None for all, and for a plan
+                made here for the group that it was made for.
 
         Returns:
             A handle which undoes, as that of :func:`ckpt_hooks.apply_checkpointing`.
 
         Raises:
+            CheckpointError: If the plan of another rank keeps something else, or :meth:`apply` fails there.
             ValueError: If the model is gone, or has no such blocks.
         """
+        ranks = self._ranks() if group is None else Ranks(group)
+        with ranks.together():
+            applied = self._applied(model)
+            try:
+                ranks.agree(self._facts())
+            except BaseException:
+                applied.undo()
+                raise
+        return applied
+
+    def _ranks(self) -> Ranks:
+        return Ranks() if self._search is None else self._search.ranks
+
+    def _facts(self) -> dict[str, Any]:
+        """Returns what a plan does, part by part."""
+        facts: dict[str, Any] = {"the chunks of the plan": self.chunks}
+        for number, plan in enumerate((self, *self.others)):
+            for block in plan.blocks:
+                kept = None if block.kept is None else [(run.module, run.operator, run.number) for run in block.kept]
+                where = f", in plan {number} of other shapes" if number else ""
+                facts[f"what block {block.name!r} keeps{where}, and its shapes"] = kept, block.shapes, block.around
+        return facts
+
+    def _applied(self, model: Module | None) -> AppliedCheckpointing:
         found, runners = self._found(model, "apply"), self.runners()
         names, inside = names_in(found, [*runners, *(one.name for one in self.chunks)]), dict(found.named_modules())
         if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
@@ -121,21 +152,26 @@ class Plan(Printed):
             BudgetTooSmallError: If no plan fits.
             ValueError: If the model is gone, or its blocks are regions now.
         """
-        model = self._found(model, "add")
+        ranks = self._ranks()
+        with ranks.together():
+            found = self._added(step, self._found(model, "add"), ranks)
+        self.others.append(found)
+        return found
+
+    def _added(self, step: Callable[[Module], Any], model: Module, ranks: Ranks) -> Plan:
         names = names_in(model, [block.name for block in self.blocks] + [one.name for one in self.chunks])
         own = {there: name for name, there in names.items()}
         chunks = {names[one.name]: {**dataclasses.asdict(one), "chunks": (one.chunks,)} for one in self.chunks}
         for options in chunks.values():
             del options["name"], options["is_attribute"]
         blocks = [selector_of(names[block.name]) for block in self.blocks]
-        found = Plan(**searched(model, step, self.budget, blocks=blocks, margin=self.margin, cost=self.cost, chunks=chunks))
-        found = dataclasses.replace(
+        options = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
+        found = Plan(**searched(model, step, self.budget, ranks, **options))
+        return dataclasses.replace(
             found,
             blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
             chunks=self.chunks,
         )
-        self.others.append(found)
-        return found
 
     def replan(self, memory_budget: Budget, step: Callable[[Module], Any] | None = None, model: Module | None = None) -> Plan:
         """Finds a plan for another budget from the same profile, in a fraction of the time of :func:`ckpt_hooks.plan_memory`.
@@ -153,10 +189,12 @@ class Plan(Printed):
             ValueError: If the plan comes from a file, or the model is gone.
         """
         search = self._profiled("replan")
-        if step is not None:
-            check_step(step)
-            return Plan(**search.plan(memory_budget, self._found(model, "replan"), step))
-        return Plan(**{**search.plan(memory_budget), "_model": self._model})
+        with search.ranks.together():
+            search.ranks.agree({"memory_budget": memory_budget})
+            if step is not None:
+                check_step(step)
+                return Plan(**search.plan(memory_budget, self._found(model, "replan"), step))
+            return Plan(**{**search.plan(memory_budget), "_model": self._model})
 
     def pareto(self) -> ParetoFront:
         """Finds the costs of other budgets, from the profile, which the plan holds.
@@ -169,11 +207,14 @@ class Plan(Printed):
             ValueError: If the plan comes from a file.
         """
         search = self._profiled("pareto")
-        points = [
-            _point(f"of {format_bytes(budget)}", self._at(budget, one, chosen)) for budget, one, chosen in budgets_of(search)
-        ]
+        with search.ranks.together():
+            points = [
+                _point(f"of {format_bytes(budget)}", self._at(budget, one, chosen))
+                for budget, one, chosen in budgets_of(search)
+            ]
+            choices = points_of_torch(search)
         points.sort(key=lambda one: one.peak)
-        return ParetoFront(tuple(points), points_of_torch(search), _point("this plan", self), self.budget)
+        return ParetoFront(tuple(points), choices, _point("this plan", self), self.budget)
 
     def _at(self, budget: int, search: Search, chosen: Sequence[int]) -> Plan:
         """Returns another choice from the same profile, as predicted."""
@@ -199,7 +240,8 @@ class Plan(Printed):
 
         For that each step copies buffers and gradients to the host, and each ``optimizer.step()`` inside of the guarded step
         what it writes to: leave it outside, and call ``zero_grad()`` before, where copies take too long. State outside of the
-        model, as an average of weights, is not put back.
+        model, as an average of weights, is not put back. Ranks that planned together run guarded steps together: the limit is
+        for each, and an error of the device on one goes on, on all, since others may wait for that rank within the step.
 
         Args:
             model: The model, in wrappers or not; None for the one that was planned.
@@ -222,9 +264,8 @@ class Plan(Printed):
             ...     for batch in (torch.ones(256, 64), torch.ones(512, 64)):
             ...         guard(lambda batch: model(batch).sum().backward(), batch)
         """
-        self._profiled("guard")
         limit = None if limit is None else checked_bytes(limit, "limit")
-        return Guard(self, self._found(model, "guard"), limit)
+        return Guard(self, self._profiled("guard").ranks, self._found(model, "guard"), limit)
 
     def _profiled(self, method: str) -> Search:
         if self._search is None:
@@ -408,6 +449,7 @@ def plan_memory(
     tolerance: float = 0.01,
     cost: str = "operations",
     chunks: Mapping[str, Any] | None = None,
+    group: Any = None,
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
@@ -439,12 +481,19 @@ def plan_memory(
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
             two. Never without this, since chunks round otherwise.
+        group: The process group whose ranks plan together, as those of one stage of a pipeline; None for all, where
+            ``torch.distributed`` is initialized. A group of one rank plans alone. All ranks run as many steps, and have one
+            plan, that of the first rank: budgets hold for the largest peak of any, costs are those of the slowest. An
+            exception on one is an error on all. A rank which waits for another one in a collective meanwhile is fetched out
+            of it after some seconds: gloo's connections and NCCL's communicators in the process are closed then. A rank which
+            never comes is an error after the timeout of the group.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
 
     Raises:
         BudgetTooSmallError: If no plan fits.
+        CheckpointError: If another rank fails, or has other arguments, blocks or operators.
         TypeError: If an argument is of another kind.
         ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, or the
             model is compiled.
@@ -461,4 +510,6 @@ def plan_memory(
         ...     model(x).sum().backward()
     """
     options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
-    return Plan(**searched(model, step, memory_budget, **options))
+    ranks = Ranks(group)
+    with ranks.together():
+        return Plan(**searched(model, step, memory_budget, ranks, **options))

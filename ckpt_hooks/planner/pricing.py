@@ -19,6 +19,8 @@ from .restoring import as_before
 from .simulating import effect_of
 
 _ROUNDS = 3  # of each kind of step, of which the fastest counts
+#: Steps that are run for the prices.
+NUM_STEPS = 3 * _ROUNDS
 
 
 def region_prices(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import numbers
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -14,19 +16,20 @@ from torch.nn.parameter import is_lazy
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
-from ckpt_hooks.errors import BudgetTooSmallError, CheckpointError
+from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
-from .blocks import Blocks, blocks_of, outside_of, selected_blocks, with_spans_around
+from .blocks import Blocks, blocks_of, kinds_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choose
 from .chunked import Chunking, applied, chunkings_of
-from .cuts import choices_of, lasting_in
+from .cuts import Choice, choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
-from .pricing import region_prices
+from .pricing import NUM_STEPS, region_prices
 from .profiling import Profile, profile_step
+from .ranks import Ranks
 from .restoring import as_before, optimizer_state
 from .room import Room, accelerator_of
 from .simulating import natural_ends, peak_of
@@ -40,6 +43,7 @@ def searched(
     model: Module,
     step: Callable[[Module], Any],
     memory_budget: Budget,
+    ranks: Ranks,
     *,
     blocks: Any = None,
     total: bool = False,
@@ -48,7 +52,7 @@ def searched(
     cost: str = "operations",
     chunks: Any = None,
 ) -> dict[str, Any]:
-    """Returns the attributes of the plan that is found."""
+    """Returns the attributes of the plan that is found; all ranks call it together."""
     # All arguments are checked before the first profile.
     if memory_budget != "auto":
         parsed(memory_budget)
@@ -64,7 +68,44 @@ def searched(
         Room(device)
     selected = None if blocks is None else selected_blocks(model, blocks)
     chunkings = chunkings_of(model, {} if chunks is None else chunks)
+    given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
+    ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
+    most = 1 + 2 * len(chunkings) * (1 + (NUM_STEPS if cost == "seconds" else 0))
+    common = {"base": base, "margin": margin, "cost": cost, "device": device}
+    with _as_often(model, step, ranks, most) as counted:
+        found = _searches(model, counted, ranks, selected, chunkings, common)
+    found[0].others = found[1:]
+    return found[0].plan(memory_budget, model, step, tolerance)
+
+
+@contextlib.contextmanager
+def _as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
+    """Yields a step; where other ranks have plans of their own, runs it afterwards until it has run as often as it may."""
+    # Groups meet in the step, as the stages of a pipeline do: all run it as often, whatever each has found.
+    runs = 0
+
+    def counted(model: Module) -> Any:
+        nonlocal runs
+        runs += 1
+        return step(model)
+
+    yield counted
+    for _ in range(most - runs if ranks.is_part else 0):
+        with as_before(model):
+            step(model)
+        ranks.all(None)
+
+
+def _searches(
+    model: Module,
+    step: Callable[[Module], Any],
+    ranks: Ranks,
+    selected: list[str] | None,
+    chunkings: Sequence[Chunking],
+    common: dict[str, Any],
+) -> list[Search]:
+    """Runs the step as it is, and profiles it; returns a search for each number of chunks, and with spans around."""
     with as_before(model):
         before = optimizer_state(model)
         plain = memory_ledger(lambda: step(model))
@@ -74,24 +115,26 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    common = {"plain_peak": plain.peak.nbytes, "base": base, "margin": margin, "cost": cost, "device": device}
-    names = blocks_of(model, plain, {one.name for one in chunkings[0]}) if selected is None else selected
-    around = with_spans_around(names) if selected is None else []
+    common = {**common, "plain_peak": ranks.most(plain.peak.nbytes), "base": ranks.most(common["base"])}
+    names, around = selected or [], list[str]()
+    if selected is None:
+        names = ranks.first(lambda: blocks_of(model, plain, {one.name for one in chunkings[0]}))
+        around = with_spans_around(names)
+    ranks.agree(kinds_of(model, names))
     found: list[Search] = []
     for chunking in chunkings:
-        found.append(profiled(model, step, names, chunking, common))
-        if around:
-            with contextlib.suppress(CheckpointError):  # of layers that are called in another order
-                nested = profiled(model, step, around, chunking, common)
-                found += [nested] if nested.least < found[-1].least else []
-    found[0].others = found[1:]
-    return found[0].plan(memory_budget, model, step, tolerance)
+        found.append(Search(ranks, *profiled(model, step, names, chunking, common)))
+        # There are none around layers that are called in another order.
+        nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
+        if nested is not None and (spans := Search(ranks, *nested)).least < found[-1].least:
+            found.append(spans)
+    return found
 
 
 def profiled(
     model: Module, step: Callable[[Module], Any], names: Sequence[str], chunking: Chunking, common: dict[str, Any]
-) -> Search:
-    """Profiles a step whose blocks keep nothing."""
+) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]], tuple[float, float] | None, dict[str, Any]]:
+    """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
     noting = {selector_of(name): PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in names}
@@ -102,9 +145,8 @@ def profiled(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
         )
-    if common["cost"] == "seconds":
-        profile.cost_by_seconds(*region_prices(model, step, profile, names, chunking))
-    return Search(profile, blocks, shapes, {**common, "chunks": chunking})
+    prices = region_prices(model, step, profile, names, chunking) if common["cost"] == "seconds" else None
+    return profile, blocks, shapes, prices, {**common, "chunks": chunking}
 
 
 def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tuple[str, int]]) -> None:
@@ -180,34 +222,61 @@ def _selected(plan: dict[str, Any], check: str = "default") -> dict[Any, Planned
     return {selector_of(name): one for name, one in runners_of(plan["blocks"], check).items()}
 
 
+def _shared(
+    ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes]], prices: tuple[float, float] | None
+) -> dict[str, tuple[Shapes, ...]]:
+    """Gives operators the largest costs of any rank; returns the shapes of all. Raises where operators differ."""
+    runs: dict[str, list[Any]] = {}
+    for entry in profile.entries:
+        runs.setdefault(f"the operators of block {entry.block!r}", []).append([(op.name, op.run) for op in entry.ops])
+    ranks.agree(runs)
+    ops = [op for entry in profile.entries for op in entry.ops]
+    costs, others, of_regions = zip(
+        *ranks.all(([(op.cost, op.moved, op.seconds) for op in ops], {**shapes}, prices)), strict=True
+    )
+    for op, *of_ranks in zip(ops, *costs, strict=True):
+        op.cost, op.moved, op.seconds = map(max, zip(*of_ranks, strict=True))
+    if prices is not None:
+        profile.cost_by_seconds(*map(max, zip(*of_regions, strict=True)))
+    return {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
+
+
 class Search:
-    """A profiled step, from which plans of any budget are made."""
+    """A profiled step, from which plans of any budget are made: for all ranks, each of which has a profile of its own."""
 
     def __init__(
         self,
+        ranks: Ranks,
         profile: Profile,
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
+        prices: tuple[float, float] | None,
         common: dict[str, Any],
     ) -> None:
-        self.profile = profile
+        self.ranks, self.profile = ranks, profile
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
+        self._shapes = _shared(ranks, profile, shapes, prices)
         self.natural = natural_ends(profile)
-        lasting = lasting_in(profile)
-        firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
-        choices = {
-            name: choices_of(profile, *firsts[name], is_function=name not in blocks.spans)
-            for name in blocks.roots
-            if name in firsts
-        }
-        self._options = block_options(profile, choices)
-        self.problem = Problem(profile, self._options, self.natural)
-        self.least = self.problem.peak(self.problem.least)
+
+        def choices() -> dict[str, list[Choice]]:
+            lasting = lasting_in(profile)
+            firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
+            names = [name for name in blocks.roots if name in firsts]
+            return {name: choices_of(profile, *firsts[name], is_function=name not in blocks.spans) for name in names}
+
+        # Of the first rank: its numbers of operators are those of all.
+        self._options = block_options(profile, ranks.first(choices))
+        self._solve()
         self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
-        self._blocks, self._shapes, self._margin = blocks, shapes, common["margin"]
+        self._blocks, self._margin = blocks, common["margin"]
         self._common = {**common}
         self._base, self._device, self.plain_peak = self._common.pop("base"), self._common.pop("device"), common["plain_peak"]
+
+    def _solve(self) -> None:
+        self.problem = Problem(self.profile, self._options, self.natural)
+        self.problem.add_windows(self.ranks)
+        self.least = self.problem.peak(self.problem.least)
 
     def plan(
         self,
@@ -218,7 +287,7 @@ class Search:
     ) -> dict[str, Any]:
         """Returns the attributes of the plan of a budget: measured, or without a step as predicted."""
         room = Room(self._device) if memory_budget == "auto" else None
-        budget = parsed(memory_budget) if room is None else room.nbytes() + self._base
+        budget = parsed(memory_budget) if room is None else min(self.ranks.all(room.nbytes())) + self._base
         is_part, margin = isinstance(budget, float), self._margin
         least = int(min(one.least for one in (self, *self.others)))
         budget = int(least + budget * max(0.0, self.plain_peak - least)) if is_part else int(budget) - self._base
@@ -231,7 +300,8 @@ class Search:
         if model is None or step is None:
             found = {**one.attributes(chosen), "is_measured": False}
         else:
-            found = one._corrected(model, step, target, tolerance, room)
+            with _as_often(model, step, self.ranks, _CORRECTIONS + 2) as counted:
+                found = one._corrected(model, counted, target, tolerance, room)
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
@@ -241,11 +311,17 @@ class Search:
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
         """Returns the search of those whose least peak is within a budget with the cheapest choice, and the choice."""
-        fitting = [one for one in (self, *self.others) if int(one.least) <= budget]
-        # Spans around blocks are for budgets that blocks alone do not fit.
-        fitting = [one for one in fitting if not one._blocks.around] or fitting
-        found = [(one, choose(one.problem, budget) or one.problem.least) for one in fitting]
-        return min(found, key=lambda one: one[0].problem.cost(one[1]) + one[0].profile.others_cost)
+        searches = [self, *self.others]
+
+        def chosen() -> tuple[int, list[int]]:
+            fitting = [at for at, one in enumerate(searches) if int(one.least) <= budget]
+            # Spans around blocks are for budgets that blocks alone do not fit.
+            fitting = [at for at in fitting if not searches[at]._blocks.around] or fitting
+            found = [(at, choose(searches[at].problem, budget) or searches[at].problem.least) for at in fitting]
+            return min(found, key=lambda one: searches[one[0]].problem.cost(one[1]) + searches[one[0]].profile.others_cost)
+
+        at, found = self.ranks.first(chosen)
+        return searches[at], found
 
     def _corrected(
         self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float, room: Room | None
@@ -254,40 +330,44 @@ class Search:
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
         for _ in range(_CORRECTIONS):
-            chosen = choose(self.problem, target)
+            chosen = self.ranks.first(functools.partial(choose, self.problem, target))
             if chosen is None or chosen in seen:
                 break
-            seen.append(chosen)
-            try:
-                plan = self._measured(model, step, chosen, room)
-                self._check_called_again(model, step, plan)
-            except CheckpointError:
-                if not self._leave_out_functions():
-                    raise
+            plan = self._tried(model, step, chosen, room)
+            if plan is None:
+                seen.clear()
                 continue
+            seen.append(chosen)
             measured = plan["measured_peak"]
             if measured <= budget and self.problem.cost(chosen) < least:
                 best, least = plan, self.problem.cost(chosen)
             if budget * (1 - tolerance) <= measured <= budget:
                 break
             target = budget + plan["predicted_peak"] - measured
-        return self._measured(model, step, self.problem.least, room) if best is None else best
+        while best is None:
+            best = self._tried(model, step, self.problem.least, room)
+        return best
 
-    def _check_called_again(self, model: Module, step: Callable[[Module], Any], plan: dict[str, Any]) -> None:
-        """Raises where a block that is called again gives something else, as one which takes something from a queue."""
-        if self._is_checked or all(block.recorded for block in plan["blocks"]):
-            return
-        with as_before(model), applied(model, _selected(plan, "values"), plan["chunks"]):
-            step(model)
-        self._is_checked = True
+    def _tried(
+        self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
+    ) -> dict[str, Any] | None:
+        """Returns a plan measured; None where a block gave something else when called again, after which none is."""
 
-    def _leave_out_functions(self) -> bool:
-        """Has no block called again from now on; returns whether any could be."""
-        options = {name: [one for one in of if not one.choice.is_function] for name, of in self._options.items()}
-        if options == self._options:
-            return False
-        self._options, self.problem = options, Problem(self.profile, options, self.natural)
-        return True
+        def found() -> dict[str, Any]:
+            plan = self._measured(model, step, chosen, room)
+            if not self._is_checked:
+                with as_before(model), applied(model, _selected(plan, "values"), plan["chunks"]):
+                    step(model)
+            return plan
+
+        if not any(of[at].choice.is_function for of, at in zip(self.problem.options, chosen, strict=True)):
+            return self._measured(model, step, chosen, room)
+        plan = self.ranks.attempt(found)
+        self._is_checked = plan is not None
+        if plan is None:
+            self._options = {name: [one for one in of if not one.choice.is_function] for name, of in self._options.items()}
+            self._solve()
+        return plan
 
     def _measured(
         self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
@@ -298,8 +378,9 @@ class Search:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak
             nbytes = peak.nbytes if room is None else room.taken()
-        plan["outside_module"], plan["outside_bytes"] = outside_of(peak.holders, self._blocks.members)
-        return {**plan, "measured_peak": nbytes, "_model": weakref.ref(model)}
+        measured, outside = max(self.ranks.all((nbytes, outside_of(peak.holders, self._blocks.members))))
+        plan["outside_module"], plan["outside_bytes"] = outside
+        return {**plan, "measured_peak": measured, "_model": weakref.ref(model)}
 
     def attributes(self, chosen: Sequence[int]) -> dict[str, Any]:
         """Returns the attributes of a plan, as predicted."""
@@ -336,8 +417,8 @@ class Search:
                 kind, of_inner = self._blocks.kinds[inner], tuple(self._shapes[inner])
                 blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name))
             forward, again = forward + whole, again + cost
-        predicted = peak_of(profile, effects, self.natural)
-        return {
+        predicted = self.ranks.most(peak_of(profile, effects, self.natural))
+        found = {
             "blocks": tuple(blocks),
             "predicted_peak": predicted,
             "measured_peak": predicted,
@@ -345,6 +426,6 @@ class Search:
             "recomputed_seconds": sum(block.recomputed_seconds for block in blocks),
             "region_seconds": sum(of[one].region_seconds for of, one in zip(problem.options, chosen, strict=True)),
             "least_peak": int(self.least),
-            "_search": self,
             **self._common,
         }
+        return {**self.ranks.first(lambda: found), "_search": self}

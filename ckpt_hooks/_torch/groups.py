@@ -1,0 +1,38 @@
+"""Process groups: the store that connects processes beside their collectives, and an end to collectives that wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+# The store of the default group. 2.11 to 2.15. Goes with a public way.
+default_store: Callable[[], Any] = c10d._get_default_store
+
+
+def store_in(prefix: str, store: Any) -> Any:
+    """Returns a store whose keys are those of another with a prefix."""
+    return c10d.PrefixStore(prefix, store)
+
+
+def patience_of(group: Any) -> float:
+    """Returns the seconds after which collectives of a group give up."""
+    # There is a public way to set it, and none to ask. 2.11 to 2.15.
+    patience: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return patience.total_seconds()
+
+
+def close_groups() -> None:
+    """Ends all collectives of this process that wait, with an error; the groups are of no use afterwards."""
+    # The table of groups has no public name, 2.11 to 2.15.
+    for group in [one for one in c10d._world.pg_map if isinstance(one, c10d.ProcessGroup) and one.size() > 1]:
+        # gloo has no ``abort`` (https://github.com/pytorch/pytorch/issues/130345). A receive that gives up closes the
+        # connections of a group, and all that waits on these ends.
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0).wait(timedelta(milliseconds=1))
+        with contextlib.suppress(RuntimeError):
+            group.abort()

@@ -1,0 +1,181 @@
+"""Ranks that plan together: what each has found, one choice for all, and an end on all where one fails.
+
+They meet in the store of the process group, not by collectives: the step has collectives of its own, and one that waits there
+for a rank that has failed would take whatever that rank sends next for its answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import pickle
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ckpt_hooks._core.misuse import wrong
+from ckpt_hooks.errors import CheckpointError
+
+T = TypeVar("T")
+
+_LOOK = 0.1  # seconds between two looks whether a rank has failed, and the most between two looks for what is awaited
+_GRACE = 5.0  # seconds for a rank to come out of its step after another one has failed, and for the others to hear of it
+
+
+class Ranks:
+    """The ranks of a process group, of which one alone asks nobody. Their numbers are those in the group."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._rank, self._names, self._patience = 0, [0], 0.0
+        self._store: Any = None  # of all calls; and of this one
+        self._call: Any = None
+        self._number = 0  # of the latest exchange
+        self._failure: tuple[int, str] | None = None  # the rank which has failed, and its words
+        self.is_part = False  # whether there are other ranks, which have plans of their own
+        is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if group is not None and not (is_there and isinstance(group, torch.distributed.ProcessGroup)):
+            raise wrong(group, "group", "a process group which this process is in", "Pass one of torch.distributed.new_group.")
+        size = torch.distributed.get_world_size(group) if is_there else 1
+        self.is_part = is_there and size < torch.distributed.get_world_size()
+        if size == 1:
+            return
+        from ckpt_hooks._torch import groups  # which needs torch.distributed
+
+        self._groups = groups
+        self._names = torch.distributed.get_process_group_ranks(group)
+        self._rank = torch.distributed.get_rank(group)
+        self._patience = groups.patience_of(group or torch.distributed.group.WORLD)
+        members = hashlib.sha256(repr(self._names).encode()).hexdigest()
+        self._store = groups.store_in(f"ckpt_hooks/{members}", groups.default_store())
+
+    @property
+    def is_alone(self) -> bool:
+        return self._store is None
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Makes an exception of this rank one on all, and that of another rank one of this."""
+        if self._store is None:
+            yield
+            return
+        number = self._store.add(f"calls/{self._rank}", 1)
+        self._call = call = self._groups.store_in(str(number), self._store)
+        self._number, self._failure = 0, None
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(call, ended), daemon=True).start()
+        try:
+            yield
+            with contextlib.suppress(RuntimeError):  # of a store which has gone
+                call.set(f"left/{self._rank}", "")
+                if self._rank == 0:  # the store may end with this process, and the others read there
+                    self._missing("left", _GRACE)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        finally:
+            ended.set()
+
+    def all(self, value: T) -> list[T]:
+        """Returns the values of all ranks."""
+        if self._store is None:
+            return [value]
+        self._number += 1
+        # Compressed, since a store of torch takes at most 8 MiB.
+        self._call.set(f"{self._number}/{self._rank}", zlib.compress(pickle.dumps(value), 1))
+        if missing := self._missing(str(self._number), self._patience):
+            if self._failure is not None:
+                raise self._error()
+            raise CheckpointError(
+                f"{_in_words(missing)} did not come within {self._patience:g} s, the timeout of the process group. All ranks "
+                "call plan_memory, and the methods of its plan, and their steps take part in the same collectives. Pass "
+                "group=... for those which have a plan of their own, or a group of one rank."
+            )
+        keys = [f"{self._number}/{rank}" for rank in range(len(self._names))]
+        found = [pickle.loads(zlib.decompress(one)) for one in self._call.multi_get(keys)]
+        if self._number > 1:  # which all have read, since they have come to this exchange
+            self._call.delete_key(f"{self._number - 1}/{self._rank}")
+        return found
+
+    def _missing(self, place: str, patience: float) -> list[int]:
+        """Waits for all ranks to come to a place; returns those which did not come in time, or before another one failed."""
+        keys = {name: f"{place}/{rank}" for rank, name in enumerate(self._names)}
+        end, pause = time.monotonic() + patience, 1e-3
+        while not self._call.check([*keys.values()]):
+            if self._is_lost() or time.monotonic() > end:
+                return [name for name, key in keys.items() if not self._call.check([key])]
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK)
+        return []
+
+    def _is_lost(self) -> bool:
+        return self._failure is not None and self._failure[0] != self._names[self._rank]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Returns what a function gives on the first rank, which alone calls it."""
+        found: Any = self.all(function() if self._rank == 0 else None)
+        result: T = found[0]
+        return result
+
+    def most(self, value: int) -> int:
+        """Returns the largest value of any rank."""
+        return max(self.all(value))
+
+    def attempt(self, function: Callable[[], T]) -> T | None:
+        """Returns what a function gives; None on all ranks where it is a CheckpointError on one."""
+        found = None
+        with contextlib.suppress(CheckpointError):
+            found = function()
+        return found if all(self.all(found is not None)) else None
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raises on all ranks, naming the first fact that is another on some than on the first rank."""
+        own = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
+        found = self.all(own)
+        for name in dict.fromkeys(name for one in found for name in one):
+            if others := [of for of, one in zip(self._names, found, strict=True) if one.get(name) != found[0].get(name)]:
+                raise CheckpointError(
+                    f"{_in_words(others)} and rank {self._names[0]} differ in {name}. Ranks that plan together run the same "
+                    "model by the same steps, and have one plan. Pass group=... for those which have a plan of their own."
+                )
+
+    def _error(self) -> CheckpointError:
+        assert self._failure is not None
+        name, words = self._failure
+        return CheckpointError(
+            f"Rank {name} failed while the ranks planned together, or applied a plan: {words}. Mend this there. If a "
+            "collective of this rank was waiting for it, the process groups are closed: end the program, or make new ones."
+        )
+
+    def _watch(self, call: Any, ended: threading.Event) -> None:
+        """Looks for a failure of another rank, and ends the collectives in which this one waits."""
+        with contextlib.suppress(RuntimeError):  # of a store which has gone
+            while not ended.wait(_LOOK):
+                if not call.check(["failed"]):
+                    continue
+                name, words = json.loads(call.get("failed"))
+                if name != self._names[self._rank]:
+                    self._failure = name, words
+                    call.set(f"heard/{self._rank}", "")
+                    if not ended.wait(_GRACE):
+                        self._groups.close_groups()
+                return
+
+    def _fail(self, call: Any, error: BaseException) -> None:
+        """Tells the others of an error, or that this rank has heard of theirs, which the error may come of."""
+        own = self._names[self._rank], f"{type(error).__name__}: {error}".rstrip(": ")
+        with contextlib.suppress(RuntimeError):  # of a store which has gone
+            self._failure = self._failure or tuple(json.loads(call.compare_set("failed", "", json.dumps(own))))
+            call.set(f"heard/{self._rank}", "")
+            self._missing("heard", _GRACE)  # the store may end with this process
+        # What torch raises where a partner of a collective is gone is that partner's error.
+        if self._is_lost() and (type(error) is RuntimeError or isinstance(error, torch.distributed.DistError)):
+            raise self._error() from error
+
+
+def _in_words(names: list[int]) -> str:
+    return f"Rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
