@@ -89,6 +89,7 @@ class Guard(OfThisProcess):
             try:
                 with self._copying(before), ledger as found:
                     result = step(*args, **kwargs)
+                peak = self._ranks.most(0 if found is None else found.peak.nbytes)  # where all of them have come through
             except torch.OutOfMemoryError as error:
                 before.put_back()
                 # Other ranks may wait in a collective of the step, and none leaves that but by the end of its group.
@@ -101,10 +102,7 @@ class Guard(OfThisProcess):
                 before.put_back()
                 raise
             else:
-                if found is None or self._limit is None:
-                    return result
-                peak = self._ranks.most(found.peak.nbytes)
-                if peak <= self._limit:
+                if found is None or self._limit is None or peak <= self._limit:
                     return result
                 before.put_back()
                 del result
