@@ -150,7 +150,7 @@ class Guard(OfThisProcess):
     def _go_on_with(self, plan: Any, words: str) -> None:
         self.__exit__()
         self.plan = plan
-        self._applied = plan._applied(self._model)
+        self._applied = plan.apply(self._model)
         again = f"{plan.recomputed:.1%} of forward runs again"
         self.log.append(f"{words}: the step runs once more, under a plan of {format_bytes(plan.predicted_peak)}, where {again}")
         _logger.warning(self.log[-1])

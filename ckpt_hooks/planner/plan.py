@@ -124,7 +124,12 @@ class Plan(Printed):
             for block in plan.blocks:
                 kept = None if block.kept is None else [(run.module, run.operator, run.number) for run in block.kept]
                 where = f", in plan {number} of other shapes" if number else ""
-                facts[f"what block {block.name!r} keeps{where}, and its shapes"] = kept, block.shapes, block.around
+                facts[f"what block {block.name!r} keeps{where}, and its shapes"] = (
+                    kept,
+                    block.recorded,
+                    block.shapes,
+                    block.around,
+                )
         return facts
 
     def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:

@@ -35,6 +35,7 @@ class Ranks:
         self._store: Any = None  # of all calls; and of this one
         self._call: Any = None
         self._number = 0  # of the latest exchange
+        self._left: list[tuple[Any, tuple[str, str]]] = []  # calls with keys of this rank in the store
         self._failure: tuple[int, str] | None = None  # the rank which has failed, and its words
         self.is_part = False  # whether there are other ranks, which have plans of their own
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -63,6 +64,11 @@ class Ranks:
         if self._store is None:
             yield
             return
+        around = self._call, self._number
+        if len(self._left) > 1:  # all ranks have left the call before the latest, where they met
+            call, keys = self._left.pop(0)
+            for key in keys:
+                call.delete_key(key)
         number = self._store.add(f"calls/{self._rank}", 1)
         self._call = call = self._groups.store_in(str(number), self._store)
         self._number, self._failure = 0, None
@@ -79,6 +85,8 @@ class Ranks:
             raise
         finally:
             ended.set()
+            self._left.append((call, (f"{self._number}/{self._rank}", f"left/{self._rank}")))
+            self._call, self._number = around
 
     def all(self, value: T) -> list[T]:
         """Returns the values of all ranks."""

@@ -10,9 +10,13 @@ import torch
 pytest.importorskip("torch.distributed.fsdp")
 
 from ckpt_hooks import memory_ledger, plan_memory
+from ckpt_hooks.planner import profiling
 from tests.distributed.conftest import started
 from tests.planner.models import same, state_of
 from tests.planner.test_ranks import BLOCKS_OF, MARGIN, WIDTH, made, rank
+
+#: At which blocks are called again.
+PRICES = 3_000_000.0, 500_000.0
 
 pytestmark = pytest.mark.distributed
 
@@ -28,6 +32,7 @@ class Training:
 
     def __init__(self, kind: str) -> None:
         self.model, self.profiled = made(kind)
+        profiling.PRICES = PRICES
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
     def step(self, rows: int) -> float:
@@ -58,6 +63,7 @@ def limited(kind: str) -> dict[str, Any]:
     with plan.guard(limit=int(limit)) as guard:
         assert [guard(guarded.step, rows) for rows in lengths] == losses
     assert same(plain.state(), guarded.state())
+    assert any(not block.recorded for block in guard.plan.blocks)
     return {"log": guard.log, "blocks": guard.plan.to_json()["blocks"]}
 
 

@@ -22,11 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_hooks import memory_ledger, plan_memory
 from ckpt_hooks.errors import CheckpointError
-from ckpt_hooks.planner import Plan
+from ckpt_hooks.planner import Plan, profiling
 from tests.distributed.conftest import started
 from tests.planner.models import as_before
 
 pytestmark = pytest.mark.distributed
+
+FREE = 0.0, 0.0  # prices of regions, at which no block is called again
 
 WIDTH, ROWS, BLOCKS = 16, 256, 3
 #: Collectives of gloo let go of memory some time later, on threads of its own.
@@ -85,6 +87,7 @@ BLOCKS_OF = {"ddp": ["module.*"], "fsdp": ["*"], "tensor": ["*"]}
 
 def made(kind: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     """Returns a model and a step, in which ranks have batches of other sizes where the model's parts are not those of one."""
+    profiling.PRICES = FREE
     torch.manual_seed(0)
     model = WRAPPERS[kind](nn.Sequential(*(Block() for _ in range(BLOCKS))))
     own = 0 if kind == "tensor" else rank()
@@ -158,6 +161,7 @@ def test_blocks_that_are_found(two):
 
 def of_one(batch: int, act: type[nn.Module] = nn.GELU) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     """Returns a model without collectives, and a step."""
+    profiling.PRICES = FREE
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block(act if at == 2 else nn.GELU) for at in range(BLOCKS))), torch.ones(batch, WIDTH)
     return model, lambda model: model(x).square().mean().backward()
