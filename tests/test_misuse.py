@@ -214,7 +214,8 @@ CASES = {
         ckpt_hooks.set_device_states, lambda: {"devices": [], "states": [torch.get_rng_state()], "device_type": "cpu"}
     ),
     "plan_memory": Case(plan_memory, lambda: {"model": model(), "step": step, "memory_budget": 0.5, "blocks": "*"}),
-    "Plan.apply": Case(Plan.apply, lambda: {"model": plan()[0]}, lambda model: plan()[1].apply(model).undo()),
+    "Plan.apply": Case(Plan.apply, lambda: {"model": plan()[0]}, lambda **given: plan()[1].apply(**given).undo()),
+    "Plan.guard": Case(Plan.guard, lambda: {"model": plan()[0]}, lambda **given: plan()[1].guard(**given)),
     "Plan.add": Case(Plan.add, lambda: {"step": step, "model": plan()[0]}, lambda step, model: plan()[1].add(step, model)),
     "Plan.from_json": Case(Plan.from_json, lambda: {"values": plan()[1].to_json()}),
     "ParetoFront.plot": Case(lambda path: None, lambda: {"path": None}, lambda path: plan()[1].pareto().plot(path)),
@@ -267,6 +268,7 @@ TAKEN = {
     ("checkpoint_sequential", "use_reentrant", "None"): "the default",
     ("Plan.apply", "model", "None"): "the planned one",
     ("Plan.add", "model", "None"): "the planned one",
+    ("Plan.guard", "model", "None"): "the planned one",
     ("set_checkpoint_early_stop", "enable", "None"): "each region's own",
     ("set_checkpoint_debug_enabled", "enabled", "None"): "each region's own",
     ("MemoryLedger.holders_at", "change", "a number"): "before the first change: nothing",

@@ -25,7 +25,7 @@ from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch, step_of
 from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
 from .ranks import Ranks
-from .searching import COSTS, MOST_MEASURED, Budget, Search, as_often, check_step, searched
+from .searching import COSTS, MOST_MEASURED, Budget, Search, as_often, check_model, check_step, searched
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -260,8 +260,9 @@ class Plan(Printed):
             ...     for batch in (torch.ones(256, 64), torch.ones(512, 64)):
             ...         guard(lambda batch: model(batch).sum().backward(), batch)
         """
-        limit = None if limit is None else checked_bytes(limit, "limit")
-        return Guard(self, self._profiled("guard").ranks, self._found(model, "guard"), limit)
+        limit, found = None if limit is None else checked_bytes(limit, "limit"), self._found(model, "guard")
+        check_model(found)
+        return Guard(self, self._profiled("guard").ranks, found, limit)
 
     def _profiled(self, method: str) -> Search:
         if self._search is None:
