@@ -21,7 +21,6 @@ from tests.fake_transformers import (
     Layer,
     Model,
     OfPeft,
-    OldModel,
     PreTrainedModel,
     StackModel,
     TorchCaller,
@@ -238,7 +237,6 @@ def test_what_fails_leaves_the_model_as_it_was():
 
     for model, options, error in [
         (Failing(), {}, NotImplementedError),
-        (Failing(), {"input_require_grads": True}, NotImplementedError),
         (StackModel(), {"every_n_layers": 2}, ValueError),
         (Model(), {"determinism_check": "all"}, ValueError),
         (Model(), {"recorded": True, "early_stop": False}, ValueError),
@@ -277,13 +275,10 @@ def test_a_frozen_part_below_keeps_nothing():
         return [p.grad for p in model.parameters() if p.requires_grad]
 
     expected = gradients()
-    for asked in (False, True):
-        before = attributes(model)
-        with enable_in_transformers(model, input_require_grads=asked), frames:
-            assert model.embedding(IDS).requires_grad is asked
-            assert_same(gradients(), expected)
+    with enable_in_transformers(model), frames:
         assert not model.embedding(IDS).requires_grad
-        assert attributes(model) == before
+        assert_same(gradients(), expected)
+    assert frames.frames
 
 
 def test_a_model_of_peft():
@@ -292,34 +287,6 @@ def test_a_model_of_peft():
     with enable_in_transformers(model) as handle:
         assert handle.regions[0] == "layers.0"
         assert "_gradient_checkpointing_func" not in vars(model)
-    assert attributes(model) == before
-
-
-# What is no such model
-
-
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
-@pytest.mark.parametrize("policy", [None, dots_saveable])
-def test_a_switch_that_takes_no_function_runs_under_a_patch(policy):
-    model, frames = OldModel(), Frames()
-    expected, before, ours = trained(model), attributes(model), torch.utils.checkpoint.checkpoint
-    with enable_in_transformers(model, policy=policy) as handle, frames:
-        assert handle.regions == ("",)
-        assert_same(trained(model), expected)
-    assert len(frames.frames) == 5
-    assert attributes(model) == before
-    assert torch.utils.checkpoint.checkpoint is ours
-    with frames:
-        trained(model)
-    assert len(frames.frames) == 5
-
-
-@pytest.mark.parametrize("options", [{"recorded": True}, {"every_n_layers": 2}, {"early_stop": False}])
-def test_what_a_patch_cannot_do(options):
-    model = OldModel()
-    before = attributes(model)
-    with pytest.raises(RuntimeError, match="The public switch, under patch_torch, takes policy alone"):
-        enable_in_transformers(model, **options)
     assert attributes(model) == before
 
 

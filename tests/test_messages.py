@@ -1111,7 +1111,7 @@ CALLS = {
     },
     RuntimeError: {
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
-        "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel(), recorded=True),
+        "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
         "is a region by enable_in_transformers already": lambda: enable_in_transformers(enabled(enable_in_transformers)),
         "is a region by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },

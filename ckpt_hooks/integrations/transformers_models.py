@@ -206,8 +206,10 @@ def switch_of(owner: Module) -> Callable[..., Any] | None:
 
 
 def check_support(owner: Any, flagged: dict[str, Module]) -> None:
-    """Refuses a model without layers to switch on, or with regions of this package."""
+    """Refuses a model without a switch or layers to switch on, or with regions of this package."""
     name, advice = type(owner).__name__, "Write `ckpt_hooks.apply_checkpointing(model, layers)`."
+    if switch_of(owner) is None:
+        raise RuntimeError(f"The method {SWITCH} of {name} takes no gradient_checkpointing_func, new in 4.35. {advice}")
     if not getattr(owner, "supports_gradient_checkpointing", True):
         raise ValueError(f"{name} does not support the checkpointing switch of Transformers. {advice}")
     if not any(calls_function(module) or calls_torch(module) for module in flagged.values()):
