@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,10 +15,8 @@ from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
 
-from .formatting import Printed, Table, as_text, format_bytes, json_of, noting_out_of_memory
+from .formatting import Printed, Table, as_text, json_of, noting_out_of_memory
 from .steps import Drift, RegionTrace, StepTrace, drift_of, largest_of, table_of_drift
-
-_logger = logging.getLogger("ckpt_hooks")
 
 
 class _Running(threading.local):
@@ -29,9 +26,9 @@ class _Running(threading.local):
 
 
 class _Tracer(Observer):
-    def __init__(self, *, operators: bool, log: bool, profiler_ranges: bool) -> None:
+    def __init__(self, *, operators: bool, profiler_ranges: bool) -> None:
         self.wants_operators = operators
-        self._log, self._ranges = log, profiler_ranges
+        self._ranges = profiler_ranges
         self._lock = threading.Lock()
         self._running = _Running()
         self._done: list[StepTrace] = []
@@ -168,11 +165,6 @@ class _Tracer(Observer):
                 entry.recompute_seconds += seconds
             elif not region.in_recompute:
                 self._late += 1
-        if self._log:
-            dropped = "" if entry is None else f", which had dropped {format_bytes(entry.dropped_bytes)}"
-            outcome = "" if error is None or not isinstance(error, Exception) else f", ended by {type(error).__name__}"
-            words = f"{'/'.join(region.path)!r}{f' of module {region.module}' if region.module else ''}"
-            _logger.debug("recomputed region %s in %.3f ms%s%s", words, seconds * 1e3, dropped, outcome)
 
     # Ranges of the profiler
 
@@ -244,7 +236,7 @@ class Trace(OfThisProcess, _Tracer, Printed):
 
 
 @contextlib.contextmanager
-def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
+def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
     """Traces the regions whose forward begins in a block, on this thread: what they drop, hold and compute again.
 
     Backward may run in the block or behind it. An accelerator's ``torch.OutOfMemoryError`` which leaves the block gets a note:
@@ -253,8 +245,6 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
 
     Args:
         operators: Whether operators are counted, at some 20 us an operator.
-        log: Whether each recompute is logged, to the logger ``ckpt_hooks`` at the level DEBUG: name, time, bytes. The logger's
-            level is looked at when the block begins.
         profiler_ranges: Whether forward and recomputes of a region are ranges of ``torch.profiler``, as in
             ``"recompute of region layers.0"``, and so named in snapshots of CUDA's memory (``torch.cuda.memory._snapshot``,
             ``user_metadata``).
@@ -278,7 +268,6 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
     """
     found = Trace(
         operators=checked_flag(operators, "operators"),
-        log=checked_flag(log, "log") and _logger.isEnabledFor(logging.DEBUG),
         profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges"),
     )
     with noting_out_of_memory(found.largest), observe(found):

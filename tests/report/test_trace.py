@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import weakref
 
 import pytest
@@ -298,22 +297,6 @@ def test_text(capsys):
     assert any(line.startswith(" x11 layers.1-11 Sequential  ") and "  test_trace.py:" in line for line in lines)
     assert "region input" in text
     assert format_trace(found) == str(found) == text.removesuffix("\n")
-
-
-def test_logging(kind, caplog):
-    """Each recompute, at the level DEBUG, if someone listens as the block begins."""
-    with caplog.at_level(logging.DEBUG, "ckpt_hooks"), trace(log=True):
-        KINDS[kind](leaf(16, 16)).sum().backward()
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("ckpt_hooks", logging.DEBUG)
-    assert record.getMessage().startswith("recomputed region 'block' in ")
-    assert record.getMessage().endswith("ms, which had dropped 4.0 KiB")
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "ckpt_hooks"), trace(log=True):
-        KINDS[kind](leaf(16, 16)).sum().backward()
-    with caplog.at_level(logging.DEBUG, "ckpt_hooks"), trace():
-        KINDS[kind](leaf(16, 16)).sum().backward()
-    assert caplog.records == []
 
 
 def ranges(run, **options):
