@@ -112,8 +112,6 @@ class Waste(str, enum.Enum):
     UNMATCHED_POLICY = "policy matches nothing"
     #: A result of forward which the program, and not the graph, holds in backward.
     HELD_OUTSIDE = "result held in backward"
-    #: Regions in regions in regions.
-    NESTED = "nested three times"
     #: Results for all parameters at once, in a step of an optimizer.
     FOREACH = "optimizer on lists"
 
