@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from .entries import Advice, Maker, Origin, Residual, Waste
     from .ledger import MemoryLedger, memory_ledger
-    from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Need, Phase, RegionEntry
+    from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Phase, RegionEntry
     from .ledger.pictures import Picture, compare
     from .residuals import (
         SavedResiduals,
@@ -33,7 +33,6 @@ __all__ = [
     "LedgerPeak",
     "Maker",
     "MemoryLedger",
-    "Need",
     "Origin",
     "Phase",
     "Picture",
@@ -62,7 +61,7 @@ __getattr__, __dir__ = names_of(
         "ckpt_hooks._core.holdings": "Reason",
         ".entries": "Advice Maker Origin Residual Waste",
         ".ledger": "MemoryLedger memory_ledger",
-        ".ledger.data": "Allocation Change Hold Holder LedgerPeak Need Phase RegionEntry",
+        ".ledger.data": "Allocation Change Hold Holder LedgerPeak Phase RegionEntry",
         ".ledger.pictures": "Picture compare",
         ".residuals": "SavedResiduals format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
         ".steps": "Drift RegionTrace StepTrace",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._core.holdings import Holding, Reason
+from ckpt_hooks._core.holdings import Reason
 
-from .formatting import Printed, Table, alike, count_of, format_bytes, json_of, times
+from .formatting import Table, format_bytes, json_of
 
 
 class Maker(str, enum.Enum):
@@ -175,33 +175,3 @@ REMEDIES: dict[Reason | None, str] = {
     Reason.GRADIENT: "the optimizer's step in hooks of backward, with zero_grad()",
     Reason.BACKWARD: "fewer samples at a time",
 }
-
-
-class PrintedHoldings(Printed):
-    """A region, which prints as a table of what it holds."""
-
-    _name: str
-
-    def kept(self) -> list[Holding]:
-        raise NotImplementedError
-
-    def _headline(self) -> str:
-        sizes: dict[object, int] = {}
-        for holding in self.kept():
-            parts = holding.parts or ((holding.storage, holding.storage_nbytes),)
-            sizes.update((storage, size) if storage is not None else (id(holding), holding.nbytes) for storage, size in parts)
-        holds = f"{format_bytes(sum(sizes.values()))} in {count_of(len(sizes), 'storage')}" if sizes else "nothing"
-        return f"{self._name!r} holds {holds}"
-
-    def _tables(self) -> Iterator[Table]:
-        rows = [
-            [
-                format_bytes(group[0].nbytes * len(group)),
-                times(group),
-                group[0].description,
-                group[0].reason.value,
-                group[0].why,
-            ]
-            for group in alike(self.kept(), lambda holding: (holding.description, holding[:3]))
-        ]
-        yield Table(["bytes", "", "tensor", "reason", "why"], rows, (0, 1), (4,))

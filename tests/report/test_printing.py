@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ckpt_hooks
-from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, policies
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region
 from ckpt_hooks.report import format_saved_residuals, saved_residuals, saved_tensors_report, trace
 from tests.fake_transformers import Model as Transformer
 from tests.measure import leaf
@@ -46,9 +46,6 @@ def reports():
         live = saved_tensors_report(loss, known=(model, x))
         loss.backward()
         traced.step()
-    region = checkpoint_region(policy=policies.dots_saveable, name="all of it")
-    with region:
-        loss = Model()(x).sum()
     transformer = Transformer()
     found = {
         "saved_residuals": saved_residuals(model, x),
@@ -56,7 +53,6 @@ def reports():
         "trace": traced,
         "step of a trace": traced.steps[0],
         "region of a trace": traced.steps[0].regions[0],
-        "region": region,
         "apply_checkpointing": apply_checkpointing(Model(), nn.Sequential),
         "enable_in_transformers": ckpt_hooks.enable_in_transformers(transformer),
     }
@@ -73,7 +69,6 @@ KINDS = [
     "trace",
     "step of a trace",
     "region of a trace",
-    "region",
     "apply_checkpointing",
     "enable_in_transformers",
 ]

@@ -49,10 +49,6 @@ class Hold:
         return self.reason is Reason.DROPPED
 
 
-#: A storage which backward needs of a region.
-Need = Hold
-
-
 @dataclasses.dataclass
 class Allocation:
     """Memory allocated in a step.
