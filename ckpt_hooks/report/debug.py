@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._core.call_sites import module_in_words, module_names, outermost_module
+from ckpt_hooks._core.call_sites import module_names, outermost_module
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._operators.facts import facts_of, routing_advice, same_operator
@@ -220,30 +220,10 @@ def _divergence_in_words(
         words = "nothing more\n" if entry is None else f"{entry.in_words()}\n    at {entry.line(names)}\n"
         runs += f"  {name}{', next' if is_next and entry is not None else ''}: {words}"
     return (
-        f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{runs}{_modes(one, forward, recompute, names)}"
+        f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{runs}"
         f"Operators around it in forward:\n{_around(forward, place, end)}"
         f"Operators around it in the recompute:\n{_around(recompute, found, end_found)}"
     )
-
-
-def _modes(one: Entry | None, forward: Sequence[Entry], recompute: Sequence[Entry], names: Mapping[int, str]) -> str:
-    """Returns a sentence on a module in another mode in the recompute than in forward, the module of an operator first."""
-    modes = {entry.place[2]: entry.training for entry in forward if entry.training is not None}
-    found = {entry.place[2]: entry.training for entry in recompute if entry.training is not None}
-    references = sorted(modes, key=lambda reference: one is None or reference is not one.place[2])
-    for reference in references:
-        module = None if reference is None else reference()
-        if module is None:
-            continue
-        # A module in evaluation mode may run no operator, as dropout does.
-        now = found.get(reference, module.training if one is not None and reference is one.place[2] else modes[reference])
-        if now != modes[reference]:
-            before, after = ("training" if mode else "evaluation" for mode in (modes[reference], now))
-            return (
-                f"{module_in_words(module, names)} was in {before} mode in forward, and is in {after} mode in the recompute: "
-                "call train() and eval() after backward.\n"
-            )
-    return ""
 
 
 def _around(entries: Sequence[Entry], start: int, end: int) -> str:
