@@ -111,16 +111,8 @@ class TorchCaller(StackModel):
         x = self.embedding(ids)
         for layer in self.layers:
             on = self.gradient_checkpointing and self.training
-            x = torch_checkpoint.checkpoint(layer, x) if on else layer(x, scale=2.0)
+            x = torch_checkpoint.checkpoint(layer, x, 2.0) if on else layer(x, scale=2.0)
         return x
-
-
-class CallerWithoutList(TorchCaller):
-    """One whose layers are no module list."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*self.layers)
 
 
 class Unsupported(Model):

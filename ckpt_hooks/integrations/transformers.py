@@ -33,9 +33,6 @@ def enable_in_transformers(
     ``model.gradient_checkpointing_enable()`` before 5.23), which this call replaces. As there, layers are regions in training
     mode only (``model.train()``), and get no key-value cache.
 
-    Some modules call ``torch.utils.checkpoint`` themselves and take no function (Grounding DINO's decoder, CLVP's conditioning
-    encoder). The entries of their module lists become regions by :func:`ckpt_hooks.apply_checkpointing`.
-
     Until ``undo()``, the model's own switch (``activation_checkpointing_enable()``, ``gradient_checkpointing_disable()``) turns
     these regions on and off, whether a trainer calls it or PEFT: with ``gradient_checkpointing=True``, TRL's default, they stay
     on. The options are those given here; of the switch's own, ``every_n_layers`` holds where it is not 1.
@@ -59,8 +56,9 @@ def enable_in_transformers(
 
     Raises:
         TypeError: If ``model`` is no Transformers model, or an option has a value of another kind.
-        ValueError: If the model has no layer which can be checkpointed so, or none is left; if an option has a wrong value, or
-            a block of the plan is no layer.
+        ValueError: If the model has no layer which can be checkpointed so, or none is left; if a module of the model calls
+            torch's checkpoint by itself (Grounding DINO's decoder, CLVP's conditioning encoder); if an option has a wrong
+            value, or a block of the plan is no layer.
         RuntimeError: If the model has regions of this package already, or a switch which takes no function.
 
     Note:
@@ -131,12 +129,11 @@ class EnabledCheckpointing(OfThisProcess, Printed):
     def regions(self) -> tuple[str, ...]:
         """Names of the modules whose checkpointing is on: layers, or stacks of layers in releases before 4.52."""
         modules = [(name, reference()) for name, reference, _ in self._before]
-        on = [
+        return tuple(
             name
             for name, module in modules
             if module is not None and getattr(module, FLAG) and self._is_ours(module) and calls_function(module)
-        ]
-        return (*on, *(self._switches[0].entries_on() if self._switches else ()))
+        )
 
     def _is_ours(self, module: Module) -> bool:
         return self._switches[0].taken.has(vars(module).get(FUNCTION))
