@@ -20,14 +20,13 @@ if TYPE_CHECKING:
         saved_residuals,
         saved_tensors_report,
     )
-    from .steps import Drift, RegionTrace, StepTrace
+    from .steps import RegionTrace, StepTrace
     from .tracing import Trace, format_trace, print_trace, trace
 
 __all__ = [
     "Advice",
     "Allocation",
     "Change",
-    "Drift",
     "Hold",
     "Holder",
     "LedgerPeak",
@@ -64,7 +63,7 @@ __getattr__, __dir__ = names_of(
         ".ledger.data": "Allocation Change Hold Holder LedgerPeak Phase RegionEntry",
         ".ledger.pictures": "Picture compare",
         ".residuals": "SavedResiduals format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
-        ".steps": "Drift RegionTrace StepTrace",
+        ".steps": "RegionTrace StepTrace",
         ".tracing": "Trace format_trace print_trace trace",
     },
 )

@@ -1,4 +1,4 @@
-"""What a trace found: steps, their regions, what changes from step to step, and tables. Plain values, no tensors."""
+"""What a trace found: steps, their regions, and tables. Plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ckpt_hooks._core.holdings import Reason
 
@@ -144,47 +143,6 @@ class StepTrace(Printed):
         return (inner for region in self.regions for inner in region.walk())
 
 
-@dataclasses.dataclass(frozen=True)
-class Drift:
-    """A figure of a region which changes from step to step.
-
-    Attributes:
-        name: The region's name.
-        module: The region's module; None without one.
-        figure: The name of an attribute of :class:`RegionTrace`, or ``"entries"`` for the number of such regions.
-        values: The figure in each step.
-    """
-
-    name: str
-    module: str | None
-    figure: str
-    values: tuple[int, ...]
-
-    to_json = json_of
-
-
-_FIGURES = ("dropped_bytes", "held_bytes", "offloaded_bytes", "recomputes", "operators", "recomputed_operators")
-
-
-def drift_of(steps: Sequence[StepTrace]) -> tuple[Drift, ...]:
-    """Returns the figures which change from step to step, summed over entries of the same region."""
-    sums: dict[tuple[Any, ...], list[collections.Counter[str]]] = {}
-    for number, step in enumerate(steps):
-        for region in step.walk():
-            key = region.name, region.module, region.path, region.site, region.kind
-            counts = sums.setdefault(key, [collections.Counter() for _ in steps])[number]
-            counts["entries"] += 1
-            for figure in _FIGURES:
-                value = getattr(region, figure)
-                counts[figure] += sum(value.values()) if isinstance(value, dict) else value or 0
-    return tuple(
-        Drift(key[0], key[1], figure, values)
-        for key, counts in sums.items()
-        for figure in ("entries", *_FIGURES)
-        if len(set(values := tuple(count[figure] for count in counts))) > 1
-    )
-
-
 def unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
     """Returns advice on policies by which no region has kept anything."""
     found = []
@@ -216,8 +174,6 @@ def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | N
 
 _HEADER = ("region", "dropped", "held", "to host", "recomputes", "ms each", "operators", "again", "line", "kind")
 _NUMBERS = range(1, 8)
-_MOST = 20  # changes from step to step in a report
-_LATEST = 8  # steps of a change
 _LARGEST = 5  # regions in a note
 
 
@@ -271,23 +227,8 @@ def _signature(region: RegionTrace) -> object:
     )
 
 
-def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
+def _label(group: Sequence[RegionTrace]) -> str:
     """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``; a name that both have once."""
     modules = fold_names(region.module or "" for region in group)
     names = fold_names(region.name for region in group)
     return " ".join(filter(None, (times(group), modules if modules != names else "", names)))
-
-
-def table_of_drift(drift: Sequence[Drift]) -> Table:
-    """Returns a table of what changes from step to step."""
-
-    def key(change: Drift) -> object:
-        return name_pattern(change.module or ""), name_pattern(change.name), change.figure, change.values
-
-    rows: list[list[str]] = []
-    for group in alike(drift, key):
-        figure, values = group[0].figure, group[0].values
-        shown = [format_bytes(value) if figure.endswith("bytes") else str(value) for value in values[-_LATEST:]]
-        rows.append([_label(group), figure, " ".join(["..."] * (len(values) > _LATEST) + shown)])
-    more = f"and {len(rows) - _MOST} more" if len(rows) > _MOST else ""
-    return Table(["region", "changes", "from step to step"], rows[:_MOST], (), (0,), "", more)

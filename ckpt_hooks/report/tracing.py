@@ -16,7 +16,7 @@ from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
 
 from .formatting import Printed, Table, as_text, json_of, noting_out_of_memory
-from .steps import Drift, RegionTrace, StepTrace, drift_of, largest_of, table_of_drift
+from .steps import RegionTrace, StepTrace, largest_of
 
 
 class _Running(threading.local):
@@ -190,7 +190,7 @@ class Trace(OfThisProcess, _Tracer, Printed):
     Prints as :func:`ckpt_hooks.report.format_trace` writes it.
     """
 
-    _json = "steps", "drift"
+    _json = ("steps",)
     to_json = json_of
 
     @property
@@ -216,11 +216,6 @@ class Trace(OfThisProcess, _Tracer, Printed):
         self._done.append(self._present())
         self._begin_step()
 
-    @property
-    def drift(self) -> tuple[Drift, ...]:
-        """The figures of regions which change from step to step, each a :class:`Drift`."""
-        return drift_of(self.steps)
-
     def _headline(self) -> str:
         steps = self.steps
         if not steps:
@@ -229,10 +224,8 @@ class Trace(OfThisProcess, _Tracer, Printed):
         return totals if len(steps) == 1 else f"step {len(steps) - 1}: {totals}"
 
     def _tables(self) -> Iterator[Table]:
-        steps = self.steps
-        if steps:
-            yield from steps[-1]._tables()
-            yield table_of_drift(drift_of(steps))
+        for step in self.steps[-1:]:
+            yield from step._tables()
 
 
 @contextlib.contextmanager
@@ -275,7 +268,7 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
 
 
 def format_trace(trace: Trace) -> str:
-    """Returns a trace as text: the regions of the latest step, totals, and what changes from step to step.
+    """Returns a trace as text: the regions of the latest step, and totals.
 
     Regions alike are one line, as in ``"x12 layers.0-11 Block"``. Figures are those of one of them, times a mean.
 

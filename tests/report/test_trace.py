@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks.policies import offload_ops, save_ops
-from ckpt_hooks.report import Drift, format_trace, print_trace, trace
+from ckpt_hooks.report import format_trace, print_trace, trace
 from tests.fake_device import fake_device
 from tests.measure import Log, leaf
 
@@ -184,8 +184,8 @@ def test_offloaded_bytes():
     del y
 
 
-def test_steps_and_drift():
-    """Each step has its regions; what differs between steps is told."""
+def test_steps():
+    """Each step has its regions."""
     sizes = [(16, 2), (16, 2), (32, 3)]
     with trace() as found:
         for size, count in sizes:
@@ -194,16 +194,8 @@ def test_steps_and_drift():
                 run_function(x, f"block {number}").sum().backward(retain_graph=True)
             found.step()
     assert [len(step.regions) for step in found.steps] == [2, 2, 3]
-    changes = {(change.name, change.figure): change.values for change in found.drift}
-    assert changes["block 0", "dropped_bytes"] == (256, 256, 512)
-    assert changes["block 2", "entries"] == (0, 0, 1)
-    assert ("block 0", "recomputes") not in changes
-    assert isinstance(found.drift[0], Drift)
-    text = format_trace(found)
-    assert "step 2: 3 regions" in text
-    assert any(
-        line.split() == [*["block", "0", "dropped_bytes", "256", "B", "256", "B", "512", "B"]] for line in text.splitlines()
-    )
+    assert [step.dropped_bytes for step in found.steps] == [512, 512, 1536]
+    assert "step 2: 3 regions" in format_trace(found)
 
 
 def test_a_recompute_of_an_earlier_step():
@@ -270,7 +262,6 @@ def test_json():
     assert [step["recomputes"] for step in values["steps"]] == [1, 1]
     region = values["steps"][0]["regions"][0]
     assert (region["name"], region["path"], region["operators"], region["regions"]) == ("block", ["block"], 3, [])
-    assert all(change["figure"] == "held_bytes" for change in values["drift"])
 
 
 def test_text(capsys):
