@@ -152,7 +152,7 @@ class Frame(abc.ABC):
         watch = self.watch
         if watch is None:
             return recompute(*args)
-        watch.recomputing(in_order=in_order)
+        watch.tell("recomputing", in_order=in_order)
         error: BaseException | None = None
         try:
             return recompute(*args)
@@ -160,7 +160,7 @@ class Frame(abc.ABC):
             error = found
             raise
         finally:
-            watch.recomputed(error)
+            watch.tell("recomputed", error)
             del error  # its traceback has this call, which would keep it alive in turn
 
     def keep_pass(self, opened: Any, scope: Scope) -> None:
