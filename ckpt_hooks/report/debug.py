@@ -87,27 +87,28 @@ class OperatorLogs:
             words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         else:
             words = _divergence_in_words(divergence, forward, recompute, names)
-        before = _up_to(divergence, forward, recompute) if error.index >= 0 else []
+        before: Sequence[Entry] = recompute if error.index >= 0 else []
+        if divergence is not None:  # up to there, and the first of it if forward ran the same operator
+            start, end, found, end_found = divergence
+            is_same = start < end and found < end_found and _same_operator(forward[start], recompute[found])
+            before = before[: found + int(is_same)]
         choices = [entry for entry in before if facts_of(entry.operator).chooses(entry.args, entry.kwargs)]
+        lines = list(dict.fromkeys(" at ".join(filter(None, (str(entry.operator), entry.site()))) for entry in choices))
+        more = [] if len(lines) <= _MOST else [f"{len(lines) - _MOST} more"]
+        advice = routing_advice(lines[:_MOST] + more) if lines else ""
         region = f"region {'/'.join(error.region)!r}: " if error.region else ""
         explained = rebuild_error(
             type(error),
             f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved "
             "during the original forward and during recomputation differ. The error has both logs whole, "
             f"{len(forward)} operators of forward and {len(recompute)} of the recompute: print(*error.operators, sep='\\n'), "
-            f"and likewise error.recomputed_operators.\n\n{error}{_choices_in_words(choices)}",
+            f"and likewise error.recomputed_operators.\n\n{error}{advice}",
             vars(error),
         )
         explained.routing = tuple(dict.fromkeys(str(entry.operator) for entry in choices))
         explained.operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in forward)
         explained.recomputed_operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in recompute)
         return explained
-
-
-def _choices_in_words(choices: Sequence[Entry]) -> str:
-    lines = list(dict.fromkeys(" at ".join(filter(None, (str(entry.operator), entry.site()))) for entry in choices))
-    more = [] if len(lines) <= _MOST else [f"{len(lines) - _MOST} more"]
-    return routing_advice(lines[:_MOST] + more) if lines else ""
 
 
 class _Divergence(NamedTuple):
@@ -140,14 +141,6 @@ def _first_divergence(forward: Sequence[Entry], recompute: Sequence[Entry], *, i
             return divergence
         first = first or (None if moved else divergence)
         place, found = divergence.end, divergence.end_found
-
-
-def _up_to(divergence: _Divergence | None, forward: Sequence[Entry], recompute: Sequence[Entry]) -> Sequence[Entry]:
-    """Returns the recompute's operators up to a divergence, and the first of it if forward ran the same operator there."""
-    if divergence is None:
-        return recompute
-    start, end, found, end_found = divergence
-    return recompute[: found + int(start < end and found < end_found and _same_operator(forward[start], recompute[found]))]
 
 
 def _same_kinds(one: Entry, other: Entry) -> bool:

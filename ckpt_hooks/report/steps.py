@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ckpt_hooks._core.holdings import Reason
 
@@ -13,8 +14,8 @@ from .entries import REMEDIES, Advice, Waste, table_of_advice
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 
 
-@dataclasses.dataclass(repr=False)
-class RegionTrace(Printed):
+@dataclasses.dataclass
+class RegionTrace:
     """One entry of a region, in forward.
 
     A storage counts once a step, for the first region which reports it.
@@ -56,14 +57,6 @@ class RegionTrace(Printed):
     dropped_by: dict[str, int] = dataclasses.field(default_factory=dict)
 
     to_json = json_of
-
-    def _headline(self) -> str:
-        held = format_bytes(sum(self.held_bytes.values()))
-        recomputes = count_of(self.recomputes, "recompute")
-        return f"{_label([self])}, dropped {format_bytes(self.dropped_bytes)}, held {held}, {recomputes}"
-
-    def _tables(self) -> Iterator[Table]:
-        return _tables_of_step([self], self.held_bytes)
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields the region and all regions inside, each before those inside."""
@@ -118,7 +111,15 @@ class StepTrace(Printed):
             if region.operators is not None and region.recomputed_operators is not None:
                 self.operators = (self.operators or 0) + region.operators
                 self.recomputed_operators = (self.recomputed_operators or 0) + region.recomputed_operators
-        self.held_bytes, self.advice = dict(held.most_common()), unmatched_policies(self.walk())
+        self.held_bytes = dict(held.most_common())
+        self.advice = unmatched_policies(
+            Asked(
+                region.policy,
+                any(region.held_bytes.get(reason.value) for reason in _KEPT) or region.offloaded_bytes > 0,
+                *(region.dropped_bytes, region.module or region.name, region.site, region.dropped_by),
+            )
+            for region in self.walk()
+        )
 
     def _headline(self) -> str:
         parts = [
@@ -135,7 +136,8 @@ class StepTrace(Printed):
         return ", ".join(parts)
 
     def _tables(self) -> Iterator[Table]:
-        yield from _tables_of_step(self.regions, self.held_bytes)
+        yield Table(_HEADER, [*_rows_of(self.regions, "")], _NUMBERS, (0,))
+        yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in self.held_bytes.items()], (0,))
         yield table_of_advice(self.advice)
 
     def walk(self) -> Iterator[RegionTrace]:
@@ -143,18 +145,30 @@ class StepTrace(Printed):
         return (inner for region in self.regions for inner in region.walk())
 
 
-def unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
+_KEPT = (Reason.POLICY, Reason.NAME)
+
+
+class Asked(NamedTuple):
+    """What a region did under its policy."""
+
+    policy: str | None
+    keeps: bool  # or moves to the host
+    dropped_bytes: int
+    where: str
+    site: str | None
+    dropped_by: Mapping[str, int] = {}  # by operator, where these are counted
+
+
+def unmatched_policies(regions: Iterable[Asked]) -> tuple[Advice, ...]:
     """Returns advice on policies by which no region has kept anything."""
     found = []
     for group in alike((region for region in regions if region.policy), lambda region: region.policy):
-        kept = sum(region.held_bytes.get(reason.value, 0) for region in group for reason in (Reason.POLICY, Reason.NAME))
-        dropped = sum(region.dropped_bytes for region in group)
-        words = group[0].policy or ""
-        if kept or not dropped or any(region.offloaded_bytes for region in group) or words.startswith("<nothing_saveable"):
+        words, dropped = group[0].policy or "", sum(region.dropped_bytes for region in group)
+        if not dropped or any(region.keeps for region in group) or words.startswith("<nothing_saveable"):
             continue
         operator, nbytes = _nearest(words, [region.dropped_by for region in group])
         code = f"policy=[torch.ops.{operator}]" if operator else "name operators that run: trace(operators=True) lists them"
-        where = fold_names(dict.fromkeys(region.module or region.name for region in group))
+        where = fold_names(dict.fromkeys(region.where for region in group))
         found.append(Advice(Waste.UNMATCHED_POLICY, f"{where}, {words}", len(group), group[0].site, 0, nbytes, code))
     return tuple(found)
 
@@ -193,11 +207,6 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
         words = format_bytes(size(group)), _label(group), group[0].site or "", ", ".join(held)
         lines.append("  ".join(words) + (f": {remedy}" if remedy else ""))
     return lines
-
-
-def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
-    yield Table(_HEADER, [*_rows_of(regions, "")], _NUMBERS, (0,))
-    yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in held_bytes.items()], (0,))
 
 
 def _rows_of(regions: Sequence[RegionTrace], indent: str) -> Iterator[list[str]]:

@@ -75,17 +75,6 @@ class Allocation:
     entry: int | None = None
     requires_grad: bool = False
 
-    def is_alive_at(self, change: int) -> bool:
-        """Whether the memory is in use after a change."""
-        return self.born <= change and (self.freed is None or change < self.freed)
-
-    def reason_at(self, change: int) -> Reason | None:
-        """Returns the reason for the use of the memory after a change; None where no region and no backward is the reason."""
-        reasons = {hold.reason for hold in self.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)}
-        if self.is_gradient:
-            reasons.add(Reason.GRADIENT)
-        return next((reason for reason in Reason if reason in reasons), None)
-
 
 @dataclasses.dataclass
 class RegionEntry:
@@ -423,10 +412,14 @@ class LedgerData:
             raise wrong(change, "change", wanted, "Pass -1 for the begin.", TypeError if number is None else ValueError)
         sizes: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
         counts: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
-        for allocation in self.allocations:
-            if allocation.is_alive_at(change):
-                key = allocation.origin, allocation.reason_at(change)
-                sizes[key] += allocation.nbytes
+        for one in self.allocations:
+            if one.born <= change and (one.freed is None or change < one.freed):
+                reasons = {
+                    hold.reason for hold in one.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)
+                }
+                reasons |= {Reason.GRADIENT} if one.is_gradient else set()
+                key = one.origin, next((reason for reason in Reason if reason in reasons), None)
+                sizes[key] += one.nbytes
                 counts[key] += 1
         return tuple(Holder(nbytes, counts[key], *key) for key, nbytes in sizes.most_common())
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks.report.entries import NOWHERE, REMEDIES, Advice, Maker, Origin, Waste
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern, up_to_number
-from ckpt_hooks.report.steps import RegionTrace, unmatched_policies
+from ckpt_hooks.report.steps import Asked, unmatched_policies
 
 from .data import NEVER, Allocation, Holder, LedgerData, RegionEntry, is_forward
 
@@ -238,7 +238,5 @@ def _unmatched(ledger: LedgerData, entries: _Entries) -> tuple[Advice, ...]:
     for one in entries.values():
         dropped = {need.allocation for need in one.needs if need.is_dropped}
         nbytes = sum(ledger.allocations[at].nbytes for at in dropped)
-        held = {Reason.POLICY.value: int(one.policy_keeps)}
-        place = one.path[-1], one.path, one.site, one.module
-        regions.append(RegionTrace("", *place, dropped_bytes=nbytes, held_bytes=held, policy=one.policy))
+        regions.append(Asked(one.policy, one.policy_keeps, nbytes, one.module or one.path[-1], one.site))
     return unmatched_policies(regions)
