@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"argument --mode: got {unknown[0]!r}, expected one or more of {','.join(MODES)}, with --plot {BUDGET}SIZE"
         )
+    if values.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --plot: pictures need matplotlib, which is absent. Write `pip install 'ckpt_hooks[plot]'`.")
     if values.plot:
         compare(values.plot, **{mode: ledger_of(mode) for mode in modes})
         return
