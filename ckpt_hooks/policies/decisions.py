@@ -199,15 +199,10 @@ def _quoted(names: Iterable[str]) -> str:
 def _is_slip(one: str, other: str) -> bool:
     """Whether two names differ in case, signs, one letter too many, or two letters exchanged; never for a digit."""
     one, other = ("".join(filter(str.isalnum, name)).lower() for name in (one, other))
-    if one == other:
-        return True
-    shorter, longer = sorted((one, other), key=len)
-    if len(longer) == len(shorter) + 1:
-        return any(not letter.isdigit() and shorter == longer[:at] + longer[at + 1 :] for at, letter in enumerate(longer))
-    if len(longer) != len(shorter):
-        return False
-    places = [at for at, (letter, another) in enumerate(zip(one, other, strict=True)) if letter != another]
-    if len(places) != 2 or places[1] != places[0] + 1:
-        return False
-    pair, exchanged = one[places[0] : places[1] + 1], other[places[0] : places[1] + 1]
-    return pair == exchanged[::-1] and not pair.isdigit()
+
+    def without_one(name: str) -> set[str]:
+        return {name[:at] + name[at + 1 :] for at, letter in enumerate(name) if not letter.isdigit()}
+
+    pairs = [(at, one[at : at + 2]) for at in range(len(one) - 1)]
+    exchanged = {one[:at] + pair[::-1] + one[at + 2 :] for at, pair in pairs if not pair.isdigit()}
+    return one == other or one in without_one(other) or other in without_one(one) | exchanged
