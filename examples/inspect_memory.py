@@ -33,7 +33,6 @@ from ckpt_hooks.report import (
     Trace,
     compare,
     format_saved_residuals,
-    format_trace,
     saved_residuals,
     trace,
 )
@@ -116,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for mode in modes:
         print(f"== {mode} ==\n{format_saved_residuals(residuals_of(mode), max_rows=values.rows)}\n")
-        print(f"{format_trace(trace_of(mode))}\n")
+        print(f"{trace_of(mode)}\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         saved_tensors_report,
     )
     from .steps import RegionTrace, StepTrace
-    from .tracing import Trace, format_trace, print_trace, trace
+    from .tracing import Trace, print_trace, trace
 
 __all__ = [
     "Advice",
@@ -45,7 +45,6 @@ __all__ = [
     "Waste",
     "compare",
     "format_saved_residuals",
-    "format_trace",
     "memory_ledger",
     "print_saved_residuals",
     "print_trace",
@@ -64,6 +63,6 @@ __getattr__, __dir__ = names_of(
         ".ledger.pictures": "Picture compare",
         ".residuals": "SavedResiduals format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
         ".steps": "RegionTrace StepTrace",
-        ".tracing": "Trace format_trace print_trace trace",
+        ".tracing": "Trace print_trace trace",
     },
 )

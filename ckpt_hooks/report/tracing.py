@@ -15,7 +15,7 @@ from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
 
-from .formatting import Printed, Table, as_text, json_of, noting_out_of_memory
+from .formatting import Printed, Table, json_of, noting_out_of_memory
 from .steps import RegionTrace, StepTrace, largest_of
 
 
@@ -25,7 +25,12 @@ class _Running(threading.local):
         self.ranges: list[tuple[int, Any]] = []
 
 
-class _Tracer(Observer):
+class Trace(OfThisProcess, Observer, Printed):
+    """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive."""
+
+    _json = ("steps",)
+    to_json = json_of
+
     def __init__(self, *, operators: bool, profiler_ranges: bool) -> None:
         self.wants_operators = operators
         self._ranges = profiler_ranges
@@ -46,6 +51,40 @@ class _Tracer(Observer):
         self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of those that are freed and counted
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
         self._late, self._seconds = 0, 0.0
+
+    @property
+    def steps(self) -> tuple[StepTrace, ...]:
+        """The steps so far, each a :class:`StepTrace`; the last may still run."""
+        return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
+
+    def _present(self) -> StepTrace:
+        return StepTrace(tuple(region.copy() for region in self._roots), self._late, self._seconds)
+
+    def step(self) -> None:
+        """Marks the end of a step: later regions belong to the next one.
+
+        Raises:
+            RuntimeError: If a region is open.
+        """
+        opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
+        if opened:
+            raise RuntimeError(
+                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
+                "outside of regions, after backward."
+            )
+        self._done.append(self._present())
+        self._begin_step()
+
+    def _headline(self) -> str:
+        steps = self.steps
+        if not steps:
+            return "no region has run"
+        totals = steps[-1]._headline()
+        return totals if len(steps) == 1 else f"step {len(steps) - 1}: {totals}"
+
+    def _tables(self) -> Iterator[Table]:
+        for step in self.steps[-1:]:
+            yield from step._tables()
 
     def largest(self) -> list[str]:
         """Returns lines on the regions of this step that hold most, and live still."""
@@ -184,50 +223,6 @@ class _Tracer(Observer):
                     break
 
 
-class Trace(OfThisProcess, _Tracer, Printed):
-    """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive.
-
-    Prints as :func:`ckpt_hooks.report.format_trace` writes it.
-    """
-
-    _json = ("steps",)
-    to_json = json_of
-
-    @property
-    def steps(self) -> tuple[StepTrace, ...]:
-        """The steps so far, each a :class:`StepTrace`; the last may still run."""
-        return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
-
-    def _present(self) -> StepTrace:
-        return StepTrace(tuple(region.copy() for region in self._roots), self._late, self._seconds)
-
-    def step(self) -> None:
-        """Marks the end of a step: later regions belong to the next one.
-
-        Raises:
-            RuntimeError: If a region is open.
-        """
-        opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
-        if opened:
-            raise RuntimeError(
-                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
-                "outside of regions, after backward."
-            )
-        self._done.append(self._present())
-        self._begin_step()
-
-    def _headline(self) -> str:
-        steps = self.steps
-        if not steps:
-            return "no region has run"
-        totals = steps[-1]._headline()
-        return totals if len(steps) == 1 else f"step {len(steps) - 1}: {totals}"
-
-    def _tables(self) -> Iterator[Table]:
-        for step in self.steps[-1:]:
-            yield from step._tables()
-
-
 @contextlib.contextmanager
 def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
     """Traces the regions whose forward begins in a block, on this thread: what they drop, hold and compute again.
@@ -265,31 +260,6 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
     )
     with noting_out_of_memory(found.largest), observe(found):
         yield found
-
-
-def format_trace(trace: Trace) -> str:
-    """Returns a trace as text: the regions of the latest step, and totals.
-
-    Regions alike are one line, as in ``"x12 layers.0-11 Block"``. Figures are those of one of them, times a mean.
-
-    Args:
-        trace: The trace.
-
-    Returns:
-        The text, of several lines.
-
-    Example:
-        >>> import torch
-        >>> from ckpt_hooks import checkpoint
-        >>> from ckpt_hooks.report import format_trace, trace
-        >>> x = torch.ones(256, requires_grad=True)
-        >>> with trace() as found:
-        ...     checkpoint(lambda x: x.sin().cos().exp(), x).sum().backward()
-        >>> "dropped 2.0 KiB" in format_trace(found)
-        True
-    """
-    check_is(trace, Trace, "trace", "a Trace", "Pass what `with trace() as found:` gives.")
-    return as_text(trace._headline(), trace._tables())
 
 
 def print_trace(trace: Trace) -> None:
