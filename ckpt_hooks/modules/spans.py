@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -164,7 +165,7 @@ class _Call:
         self.around = _surroundings()
         region = self.span.runner.region_of(self.parent, function, args, kwargs)
         if region is None:
-            self.leave = _nothing
+            self.leave = contextlib.nullcontext().__exit__
             return
         leave = region.__exit__  # of this entry, as a ``with`` block takes it
         region.__enter__()
@@ -174,10 +175,6 @@ class _Call:
         leave, self.leave = self.leave, None
         if leave is not None:
             leave(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-
-def _nothing(*exc_info: object) -> None:
-    pass
 
 
 def _surroundings() -> dict[str, tuple[Any, ...]]:
