@@ -26,9 +26,11 @@ FLAG = "gradient_checkpointing"
 class Taken:
     """The functions for ``gradient_checkpointing_func`` of one model, by names of modules."""
 
-    def __init__(self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None = None) -> None:
+    def __init__(
+        self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None, keep: tuple[int, int]
+    ) -> None:
         self.recorded, self.options, self.planned = recorded, options, planned
-        self.keep = 0, 0  # how many layers are left without regions, from the first and from the last
+        self.keep = keep  # how many layers are left without regions, from the first and from the last
         self._runners: dict[str, RegionRunner] = dict(planned or {})
 
     def runner(self, name: str) -> RegionRunner:

@@ -123,7 +123,8 @@ class Policy(abc.ABC):
 
     def start(self) -> PolicyFn:
         """Returns the function to ask in one region: the policy itself, unless the policy counts."""
-        return self
+        is_kept = self.count_runs()
+        return self if is_kept is None else by_count(is_kept)
 
     def count_runs(self) -> Callable[[Any], bool] | None:
         """Starts a count in one region, for a policy that goes by runs of operators alone; None for other policies.
@@ -156,6 +157,11 @@ class Policy(abc.ABC):
                 "starts a count for each region; elsewhere, call its start() for each region and pass what that returns."
             )
         return decision_of(decision, op)
+
+
+def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
+    """Returns the function to ask in one region, of one that says whether to keep the next run of an operator."""
+    return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
 
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:

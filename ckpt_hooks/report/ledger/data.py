@@ -154,7 +154,6 @@ class StepReader:
         # What was open when nodes of autograd were made: from each number of a node on.
         self._numbers: list[int] = []
         self._makers: list[_Opened] = []
-        self._origins: dict[tuple[_Opened, Maker, Origin], Origin] = {}
 
     def run(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -203,12 +202,8 @@ class StepReader:
             maker, line, opened = Maker.BACKWARD, None, self._makers[at] if at >= 0 and row.sequence >= 0 else _OUTSIDE
         elif maker is Maker.OUTSIDE and place.optimizer is not None:
             maker = Maker.OPTIMIZER
-        found = self._origins.get((opened, maker, place))
-        if found is None:
-            around = opened.origin
-            found = place._replace(maker=maker, region=around.region, module=around.module, line=line or around.line)
-            self._origins[opened, maker, place] = found
-        return found
+        around = opened.origin
+        return place._replace(maker=maker, region=around.region, module=around.module, line=line or around.line)
 
     def entered(self, region: Region, *, is_recompute: bool = False) -> None:
         maker = Maker.RECOMPUTE if is_recompute or region.in_recompute else Maker.REGION
