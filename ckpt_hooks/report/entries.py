@@ -106,8 +106,6 @@ class Waste(str, enum.Enum):
     HELD_INPUT = "input held for recompute"
     #: A region drops nothing, or next to nothing.
     SAVES_NOTHING = "drops nothing"
-    #: A region around one leaf, which drops nothing or next to nothing.
-    LEAF = "region around a leaf"
     #: A policy by which no region has kept anything.
     UNMATCHED_POLICY = "policy matches nothing"
     #: A result of forward which the program, and not the graph, holds in backward.

@@ -143,16 +143,20 @@ PLANTED = {
         lambda: stepping(Rectified, plain, "5"),  # whose result nothing else keeps
     ),
     "a leaf that saves its result": (
-        Waste.LEAF,
+        Waste.SAVES_NOTHING,
         lambda: stepping(Rectified, plain, "*.relu"),
         lambda: stepping(Rectified, plain, "5.relu"),
     ),
     "a recorded leaf": (
-        Waste.LEAF,
+        Waste.SAVES_NOTHING,
         lambda: stepping(Rectified, plain, "*.relu", recorded=True),
         lambda: stepping(Rectified, plain, "5.relu", recorded=True),
     ),
-    "a leaf that is computed again": (Waste.LEAF, lambda: stepping(Block, plain, "*.norm"), lambda: stepping(Block, plain)),
+    "a leaf that is computed again": (
+        Waste.SAVES_NOTHING,
+        lambda: stepping(Block, plain, "*.norm"),
+        lambda: stepping(Block, plain),
+    ),
     "results in a list": (Waste.HELD_OUTSIDE, *outside(recorded=False)),
     "results of blocks in a list": (Waste.HELD_OUTSIDE, *outside(recorded=True)),
 }
@@ -174,7 +178,7 @@ def test_a_waste_is_found_with_what_following_gives(name):
     before, after = ledger_of(wasting()), ledger_of(followed())
     (found,) = before.advice
     assert found.waste is waste
-    saves_its_result = waste in (Waste.LEAF, Waste.SAVES_NOTHING) and "again" not in name
+    saves_its_result = waste is Waste.SAVES_NOTHING and "again" not in name
     assert found.count == (5 if saves_its_result else 6)
     assert found.site.startswith(("test_advice_on_wastes.py:", "applying.py:", "forward.py:")), found.site
     if found.peak_nbytes:
@@ -395,7 +399,7 @@ PROMISES = {
 }
 PROMISES |= {
     f"{select}, recorded {recorded}": (
-        Waste.LEAF,
+        Waste.SAVES_NOTHING,
         *(True, 0.9),
         lambda select=select, recorded=recorded: regions_on(select, recorded),
         lambda code, recorded=recorded: regions_on(re.fullmatch(REGION, code)[1], recorded),

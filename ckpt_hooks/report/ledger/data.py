@@ -89,7 +89,6 @@ class RegionEntry:
         parent: The number of the region around; None without.
         begin: The number of changes before.
         end: The number of changes before the end of forward.
-        modules: The number of calls of modules in its forward.
         recomputes: For each recompute, the numbers of changes before its begin and its end.
         needs: The storages which backward needs, each a :class:`Hold`.
         policy: The policy on outputs to keep, in words; None without one.
@@ -104,7 +103,6 @@ class RegionEntry:
     parent: int | None
     begin: int
     end: int
-    modules: int = 0
     recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     needs: list[Hold] = dataclasses.field(default_factory=list)
     policy: str | None = None
@@ -233,8 +231,6 @@ class StepReader:
         around = self._opened[-1]
         maker = around.origin.maker if around.origin.maker in _IN_REGION else Maker.MODULE
         self._opened.append(_Opened(None, around.origin._replace(maker=maker, module=name), around.entry))
-        if around.entry is not None and maker is Maker.REGION:
-            self.entries[around.entry].modules += 1
 
     def _close(self, key: int | None) -> None:
         for at in reversed(range(1, len(self._opened))):

@@ -15,7 +15,6 @@ from .data import NEVER, Allocation, Holder, LedgerData, RegionEntry, is_forward
 _CODE = {
     Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",
     Waste.SAVES_NOTHING: "leave the region out",
-    Waste.LEAF: "leave the region out",
     Waste.HELD_OUTSIDE: "del value before backward, or clear the list or attribute that has it",
     Waste.FOREACH: "foreach=False",
 }
@@ -140,14 +139,13 @@ def _saving_nothing(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
         if dropped <= _NEXT_TO_NOTHING * sum(one.nbytes for one, _ in needed):
             idle.append(number)
     for group in _groups(entries, idle):
-        waste = Waste.LEAF if max(entries[number].modules for number in group) <= 1 else Waste.SAVES_NOTHING
         again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE and one.entry in group)
         place, edits, module = _place_of(ledger, group), [*_without(ledger, group)], entries[group[0]].module or ""
-        if waste is Waste.LEAF and (block := up_to_number(module)) and block != module:
+        if (block := up_to_number(module)) and block != module:
             edits = [edit for edit in edits if edit[2] < 0] + [*_with_blocks(ledger, block)]
-            yield _advice(ledger, waste, place, edits, 0, _region_for(block))
+            yield _advice(ledger, Waste.SAVES_NOTHING, place, edits, 0, _region_for(block))
         else:
-            yield _advice(ledger, waste, place, edits, again)
+            yield _advice(ledger, Waste.SAVES_NOTHING, place, edits, again)
 
 
 def _with_blocks(ledger: LedgerData, block: str) -> Iterator[_Edit]:
