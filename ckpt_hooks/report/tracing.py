@@ -13,7 +13,7 @@ from ckpt_hooks._core.holdings import Holding, Reason, Saved
 from ckpt_hooks._core.misuse import OfThisProcess, check_is, checked_flag
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
-from ckpt_hooks._torch.profiling import named_range
+from ckpt_hooks._torch.profiling import profiler_range
 
 from .formatting import Printed, Table, json_of, noting_out_of_memory
 from .steps import RegionTrace, StepTrace, largest_of
@@ -209,7 +209,7 @@ class Trace(OfThisProcess, Observer, Printed):
 
     def _begin_range(self, region: Region, what: str) -> None:
         if self._ranges:
-            opened = named_range(f"{what} of region {region.module or '/'.join(region.path)}")
+            opened = profiler_range(f"{what} of region {region.module or '/'.join(region.path)}")
             opened.__enter__()
             self._running.ranges.append((region.id, opened))
 
@@ -234,8 +234,7 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
     Args:
         operators: Whether operators are counted, at some 20 us an operator.
         profiler_ranges: Whether forward and recomputes of a region are ranges of ``torch.profiler``, as in
-            ``"recompute of region layers.0"``, and so named in snapshots of CUDA's memory (``torch.cuda.memory._snapshot``,
-            ``user_metadata``).
+            ``"recompute of region layers.0"``.
 
     Yields:
         The :class:`Trace`. It grows as regions run.
