@@ -63,8 +63,6 @@ class _Entry(weakref.ref[Any]):
 
 
 class _Entered(threading.local):
-    """A thread's open regions, and the region about to be entered."""
-
     def __init__(self) -> None:
         self.open: list[_Entry] = []
         self.next: _Entry | None = None

@@ -174,7 +174,6 @@ class Frame(abc.ABC):
 
 
 def is_in_recompute(frame: Frame | None) -> bool:
-    """Whether a frame, or a frame around, is being recomputed."""
     while frame is not None and not frame.recomputing:
         frame = frame.parent
     return frame is not None

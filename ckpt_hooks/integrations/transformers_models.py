@@ -70,7 +70,6 @@ class TakenSwitch:
             vars(owner)[SWITCH] = self
 
     def remove(self) -> None:
-        """Gives the place back."""
         owner = self._owner()
         if owner is not None and vars(owner).get(SWITCH) is self:
             del vars(owner)[SWITCH]

@@ -33,7 +33,6 @@ class SpanModules(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The classes of both ends."""
         return " to ".join(dict.fromkeys(type(one).__name__ for one in (self.first, self.last)))
 
 
@@ -129,7 +128,6 @@ class RegionSpan:
         return result
 
     def _call(self) -> _Call | None:
-        """Returns the innermost call of the parent on this thread."""
         return next((call for call in reversed(_calls.open) if call.span is self and self.is_active), None)
 
 

@@ -114,7 +114,6 @@ class Decisions:
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
     def finish(self) -> None:
-        """Ends a region; warns of what did not come."""
         if self.seen is not None:
             _warn_of_unseen(self.policy, self.seen)
         if self.names is not None:
