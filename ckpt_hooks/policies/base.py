@@ -198,22 +198,11 @@ class OpsPolicy(Policy):
     ) -> None:
         self.title, self._ops, self._decision, self.meaning = title, frozenset(ops), decision, meaning
         self._names = frozenset(names)
-        self.expects, self._views = frozenset(), []
         if expected:
-            self.has_views = True
             ignored = (Kind.IGNORED, Kind.RANGE)
-            views = {op for op in self._ops if (facts := facts_of(op)).is_never_kept or facts.kind in ignored}
-            self._views, self.expects = sorted(map(str, views)), self._ops - views
-
-    def warn_of_views(self) -> OpsPolicy:
-        """Warns of views named by the user; returns the policy."""
-        if self._views:
-            warn_user(
-                f"{self!r} names views, which are not kept: {', '.join(self._views)}. Views run again in each recompute; they "
-                "take no memory and share that of their input. Leave them out, and name the operator that computes what is to "
-                "be kept."
+            self.expects = frozenset(
+                op for op in ops if not (facts := facts_of(op)).is_never_kept and facts.kind not in ignored
             )
-        return self
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
@@ -341,7 +330,6 @@ def _from_ops(ops: Collection[Any], argument: str, as_torch: bool) -> Policy:
         if len(_lists) >= _MOST_LISTS:
             _lists.clear()
         known = _lists[key] = saving(checked)
-        return known.warn_of_views()
     return known
 
 
