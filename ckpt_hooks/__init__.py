@@ -1,7 +1,7 @@
 """Activation checkpointing for PyTorch: exact, lean, and a drop-in for ``torch.utils.checkpoint``.
 
-``CheckpointFunction``, ``check_backward_validity``, ``detach_variable``, ``DefaultDeviceType``, ``get_device_states`` and
-``set_device_states`` are torch's own, for code which imports these names from here. No region of this package uses them.
+``CheckpointFunction``, ``check_backward_validity`` and ``detach_variable`` are torch's own, for code which imports these names
+from here. No region of this package has a part in torch's reentrant engine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from ._tensors.refilling import register_finder as _register_finder
 
 if _TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
-    from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
     from torch.utils.checkpoint import check_backward_validity as check_backward_validity
     from torch.utils.checkpoint import detach_variable as detach_variable
-    from torch.utils.checkpoint import get_device_states as get_device_states
-    from torch.utils.checkpoint import set_device_states as set_device_states
 
     from . import errors as errors
     from . import policies as policies
@@ -37,6 +34,7 @@ if _TYPE_CHECKING:
     from ._core.frame import is_recomputing
     from ._core.scopes import GraphExecGroup
     from ._function.options import noop_context_fn
+    from .device_states import DefaultDeviceType, get_device_states, set_device_states
     from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing, span
@@ -62,6 +60,7 @@ __all__ = [
     "BudgetTooSmallError",
     "CheckpointError",
     "CheckpointPolicy",
+    "DefaultDeviceType",
     "DeterminismError",
     "GraphExecGroup",
     "InternalError",
@@ -80,6 +79,7 @@ __all__ = [
     "enable_in_transformers",
     "every",
     "format_saved_residuals",
+    "get_device_states",
     "is_recomputing",
     "memory_ledger",
     "noop_context_fn",
@@ -92,6 +92,7 @@ __all__ = [
     "saved_tensors_report",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
+    "set_device_states",
     "span",
     "trace",
     "track_rng",
@@ -110,6 +111,7 @@ __getattr__, __dir__ = _names_of(
         "._core.frame": "is_recomputing",
         "._core.scopes": "GraphExecGroup",
         "._function.options": "noop_context_fn",
+        ".device_states": "DefaultDeviceType get_device_states set_device_states",
         ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",
         ".integrations": "enable_in_transformers patch_torch",
         ".modules": "apply_checkpointing checkpoint_module every remove_checkpointing span",
@@ -121,7 +123,6 @@ __getattr__, __dir__ = _names_of(
         "saved_tensors_report trace",
         ".report.debug": "set_checkpoint_debug_enabled",
         ".selective": "SAC_IGNORED_OPS create_selective_checkpoint_contexts",
-        "torch.utils.checkpoint": "CheckpointFunction DefaultDeviceType check_backward_validity detach_variable "
-        "get_device_states set_device_states",
+        "torch.utils.checkpoint": "CheckpointFunction check_backward_validity detach_variable",
     },
 )

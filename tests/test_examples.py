@@ -133,5 +133,9 @@ MODULES = ["ckpt_hooks", *(name for _, name, _ in pkgutil.walk_packages(ckpt_hoo
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_of_docstrings_run(module):
     torch.manual_seed(0)
-    failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    default = ckpt_hooks.DefaultDeviceType._default_device_type
+    try:
+        failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    finally:
+        ckpt_hooks.DefaultDeviceType._default_device_type = default
     assert failed == 0

@@ -16,11 +16,8 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 
-# What torch.utils.checkpoint exports and this package hands through: the reentrant engine, and states of devices.
-HANDED_THROUGH = {
-    *("CheckpointFunction", "check_backward_validity", "detach_variable"),
-    *("DefaultDeviceType", "get_device_states", "set_device_states"),
-}
+# What torch.utils.checkpoint exports and this package hands through: the reentrant engine.
+REENTRANT = {"CheckpointFunction", "check_backward_validity", "detach_variable"}
 
 
 def test_all_is_sorted_and_true():
@@ -40,14 +37,14 @@ def public_names_of_torch():
 def test_names_of_torch_are_there():
     """Code written for ``torch.utils.checkpoint`` finds its names."""
     names = public_names_of_torch()
-    assert names - set(ckpt_hooks.__all__) == HANDED_THROUGH
+    assert names - set(ckpt_hooks.__all__) == REENTRANT
     for name in names:
         assert getattr(ckpt_hooks, name) is not None
         assert name in dir(ckpt_hooks)
 
 
-@pytest.mark.parametrize("name", sorted(HANDED_THROUGH))
-def test_names_handed_through_are_torchs_own(name):
+@pytest.mark.parametrize("name", sorted(REENTRANT))
+def test_names_of_the_reentrant_engine_are_torchs_own(name):
     assert getattr(ckpt_hooks, name) is getattr(torch.utils.checkpoint, name)
     assert name not in vars(ckpt_hooks)
     assert name not in ckpt_hooks.__all__
@@ -67,10 +64,10 @@ def test_the_reentrant_engine_in_a_program():
 
 
 @pytest.mark.slow
-def test_names_handed_through_are_not_asked_for_on_import():
+def test_the_reentrant_engine_is_not_asked_for_on_import():
     program = (
         "import torch.utils.checkpoint as theirs\n"
-        f"for name in {sorted(HANDED_THROUGH)}:\n"
+        f"for name in {sorted(REENTRANT)}:\n"
         "    delattr(theirs, name)\n"
         "import ckpt_hooks\n"
         "assert 'CheckpointFunction' in dir(ckpt_hooks)\n"
@@ -83,7 +80,7 @@ def test_names_handed_through_are_not_asked_for_on_import():
 def test_names_that_are_not_there():
     with pytest.raises(AttributeError, match="module 'ckpt_hooks' has no attribute 'nothing'"):
         _ = ckpt_hooks.nothing
-    assert {"checkpoint", *HANDED_THROUGH, "__version__"} <= set(dir(ckpt_hooks))
+    assert {"checkpoint", *REENTRANT, "__version__"} <= set(dir(ckpt_hooks))
     assert sorted(dir(ckpt_hooks)) == dir(ckpt_hooks)
 
 
@@ -127,7 +124,7 @@ def test_type_checkers_see_the_names_found_when_asked_for(package):
             start = package.__name__ if node.level else ""
             module = ".".join(filter(None, (start, node.module)))
             seen[alias.asname or alias.name] = module
-    assert {*package.__all__, *(HANDED_THROUGH if package is ckpt_hooks else ())} <= {*seen}
+    assert {*package.__all__, *(REENTRANT if package is ckpt_hooks else ())} <= {*seen}
     for name, module in seen.items():
         assert getattr(package, name) is getattr(importlib.import_module(module), name)
         assert name in dir(package)

@@ -801,6 +801,10 @@ def debug_in_a_block(value):
         pass
 
 
+def set_states(**options):
+    ckpt_hooks.set_device_states([0], [torch.get_rng_state()], **options)
+
+
 def policy_in_a_plain_region():
     recorded._has_warned = False  # tests begin as if it had been said
     checkpoint(name="outer")(lambda x: checkpoint(name="inner", policy=policies.dots_saveable)(block)(x.sin()))(leaf(3).float())
@@ -896,6 +900,7 @@ CALLS = {
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
+        r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
         r"Write `with checkpoint_region\(\):`, or `checkpoint\(\.\.\.\)\(function": lambda: checkpoint(name="x").__enter__(),
         "got 'GELU'. Make a module of the class first: `GELU": lambda: checkpoint()(nn.GELU),
@@ -1076,6 +1081,11 @@ CALLS = {
         # Reports and plans
         "device should be one of cpu, but got 'cuda:0'": lambda: memory_ledger(lambda: torch.ones(2)).on("cuda:0"),
         "compare got no ledgers": compare,
+        "device should be a device type without an index, but got 'gpuu'": (
+            lambda: ckpt_hooks.DefaultDeviceType.set_device_type("gpuu")
+        ),
+        "device_type should be a device type .* but got 'gpu'": lambda: set_states(device_type="gpu"),
+        r"device_type should be a type of devices with states.* torch\.set_rng_state": lambda: set_states(device_type="cpu"),
         "max_rows should be a positive integer": lambda: ckpt_hooks.format_saved_residuals(
             ckpt_hooks.saved_residuals(torch.sin, leaf(2)), max_rows=0
         ),
@@ -1446,6 +1456,16 @@ FIXES = {
         save_only_these_names,
         r"ckpt_hooks\.policies\.nothing_saveable",
         lambda: checkpoint_region(policy=policies.nothing_saveable)(block)(x),
+    ),
+    "a type of devices": (
+        lambda: set_states(device_type="gpu"),
+        "that torch.device knows, as 'cuda'",
+        lambda: ckpt_hooks.set_device_states([], [], device_type="cuda") is None,
+    ),
+    "states of the host": (
+        lambda: set_states(),
+        r"write torch\.set_rng_state\(state\)",
+        lambda: torch.set_rng_state(torch.get_rng_state()) is None,
     ),
     "a list of modules": (
         lambda: apply_checkpointing(Marked(), "layers.*.none"),

@@ -207,6 +207,11 @@ CASES = {
     "format_saved_residuals": Case(
         ckpt_hooks.format_saved_residuals, lambda: {"report": ckpt_hooks.saved_residuals(block, x())}
     ),
+    "DefaultDeviceType.set_device_type": Case(ckpt_hooks.DefaultDeviceType.set_device_type, lambda: {"device": "cpu"}),
+    "get_device_states": Case(lambda arg: None, lambda: {"arg": x()}, lambda arg: ckpt_hooks.get_device_states(arg)),
+    "set_device_states": Case(
+        ckpt_hooks.set_device_states, lambda: {"devices": [], "states": [torch.get_rng_state()], "device_type": "cpu"}
+    ),
     "plan_memory": Case(plan_memory, lambda: {"model": model(), "step": step, "memory_budget": 0.5, "blocks": "*"}),
     "Plan.apply": Case(Plan.apply, lambda: {"model": plan()[0]}, lambda model: plan()[1].apply(model).undo()),
     "Plan.add": Case(Plan.add, lambda: {"step": step, "model": plan()[0]}, lambda step, model: plan()[1].add(step, model)),
@@ -254,6 +259,8 @@ TAKEN = {
     ("memory_ledger", "step", "None"): "a block",
     ("checkpoint_sequential", "input", "*"): "the argument of the first function, which is its affair",
     ("create_selective_checkpoint_contexts", "allow_cache_entry_mutation", "*"): "torch's, and means nothing here",
+    ("get_device_states", "arg", "*"): "tensors are looked for in whatever comes",
+    ("set_device_states", "device_type", "None"): "the default one",
     ("*", "path", "None"): "no file",
     ("*", "path", "a string"): "a file",
     ("checkpoint_sequential", "use_reentrant", "None"): "the default",
@@ -287,6 +294,7 @@ NOT_CALLED = {
         "GraphExecGroup",
         "is_recomputing",
         "noop_context_fn",
+        "DefaultDeviceType",
         "SelectiveCheckpointContext",
         "CheckpointPolicy",
     ),
@@ -325,6 +333,7 @@ DRAW = {"MemoryLedger.plot", "Picture.save", "compare", "ParetoFront.plot"}
 @pytest.mark.parametrize(("name", "argument"), list(arguments()))
 def test_eight_wrong_values(name, argument, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ckpt_hooks.DefaultDeviceType, "_default_device_type", None)
     case = CASES[name]
     use = case.use or case.of
     if name in DRAW:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks.device_states import get_device_states, set_device_states
 
 _CONTAINERS = (list, dict, set, collections.deque)
 
@@ -148,7 +148,7 @@ class _Streams:
         self._host = torch.get_rng_state()
         devices = [one for one in (*model.parameters(), *model.buffers()) if one.device.type not in ("cpu", "meta")]
         self._device_type = devices[0].device.type if devices else None
-        self._devices = torch.utils.checkpoint.get_device_states(*devices) if devices else ([], [])
+        self._devices = get_device_states(*devices) if devices else ([], [])
         self._python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -156,7 +156,7 @@ class _Streams:
     def put_back(self) -> None:
         torch.set_rng_state(self._host)
         if self._device_type is not None:
-            torch.utils.checkpoint.set_device_states(*self._devices, device_type=self._device_type)
+            set_device_states(*self._devices, device_type=self._device_type)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)

@@ -1,0 +1,113 @@
+"""Random state of devices, under the names of ``torch.utils.checkpoint``.
+
+The engine captures every generator, whatever the arguments (:mod:`ckpt_hooks._ambient.streams`), and needs none of these
+functions. They serve code which manages device state by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ._core.misuse import integer_in, wrong
+
+__all__ = ["DefaultDeviceType", "get_device_states", "set_device_states"]
+
+
+class DefaultDeviceType:
+    """The device type :func:`set_device_states` assumes if none is given.
+
+    Example:
+        >>> from ckpt_hooks import DefaultDeviceType
+        >>> DefaultDeviceType.set_device_type("cuda")
+        >>> DefaultDeviceType.get_device_type()
+        'cuda'
+    """
+
+    _default_device_type: str | None = None
+
+    @staticmethod
+    def set_device_type(device: str = "cuda") -> None:
+        """Sets the default device type of the process.
+
+        Args:
+            device: A device type, without an index.
+
+        Raises:
+            ValueError: If torch knows no such type.
+        """
+        DefaultDeviceType._default_device_type = _checked_type(device, "device")
+
+    @staticmethod
+    def get_device_type() -> str:
+        """Returns the default device type: as set, else the machine's accelerator, else ``"cpu"``."""
+        if DefaultDeviceType._default_device_type is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            DefaultDeviceType._default_device_type = "cpu" if accelerator is None else accelerator.type
+        return DefaultDeviceType._default_device_type
+
+
+def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
+    """Returns the random state of each accelerator device which holds a tensor of the arguments.
+
+    Args:
+        *args: Anything; tensors are found in nested lists, tuples and dicts.
+
+    Returns:
+        Indices of the devices, one a tensor as in torch, and their states. Among tensors of several accelerator types CUDA
+        counts, else the type met first: an index does not say its type.
+    """
+    devices = [
+        leaf.device for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
+    ]
+    if not devices:
+        return [], []
+    device_type = "cuda" if any(device.type == "cuda" for device in devices) else devices[0].type
+    module = getattr(torch, device_type)
+    indices = [0 if device.index is None else device.index for device in devices if device.type == device_type]
+    states = []
+    for index in indices:
+        with module.device(index):
+            states.append(module.get_rng_state())
+    return indices, states
+
+
+def set_device_states(devices: Sequence[int], states: Iterable[torch.Tensor], *, device_type: str | None = None) -> None:
+    """Sets the random state of devices.
+
+    Args:
+        devices: Indices of the devices.
+        states: One state a device, as :func:`get_device_states` gives them.
+        device_type: Type of the devices; :class:`DefaultDeviceType`'s where none is given.
+
+    Raises:
+        TypeError: If ``devices`` or ``states`` has something else in it. No state is set then.
+        ValueError: If there is no such type of devices, or it has no states.
+    """
+    kind = DefaultDeviceType.get_device_type() if device_type is None else _checked_type(device_type, "device_type")
+    indices, found = ([*one] if isinstance(one, Iterable) else [None] for one in (devices, states))
+    if None in map(integer_in, indices) or not all(isinstance(one, torch.Tensor) for one in found):
+        wanted, advice = "indices of devices, and a state for each", "Pass both as get_device_states gives them."
+        raise wrong((devices, states), "devices and states", wanted, advice)
+    if kind == "meta" or not indices:
+        return
+    module: Any = getattr(torch, kind, None)
+    if not hasattr(module, "set_rng_state"):
+        wanted, advice = "a type of devices with states", "For the host write torch.set_rng_state(state)."
+        raise wrong(kind, "device_type", wanted, advice, ValueError)
+    for index, state in zip(indices, found, strict=False):
+        with module.device(index):
+            module.set_rng_state(state)
+
+
+def _checked_type(device: Any, name: str) -> str:
+    try:
+        found = torch.device(device).type if isinstance(device, str) else None
+    except RuntimeError:
+        found = None
+    if found is None or found != device:
+        raise wrong(device, name, "a device type without an index", "Pass one that torch.device knows, as 'cuda'.", ValueError)
+    return found
