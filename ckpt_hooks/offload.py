@@ -110,12 +110,10 @@ class _Waiting(threading.local):
         self.traced: list[bool] = []
 
     def add(self, saved: Moved) -> None:
-        """Has a tensor wait."""
         self.saved.append(weakref.ref(saved))
         self.sequence = sequence_number()
 
     def send(self, shared: Shared) -> None:
-        """Sends the waiting tensors, which are complete."""
         waiting, self.saved = self.saved, []
         for reference in waiting:
             saved = reference()

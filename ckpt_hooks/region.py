@@ -33,7 +33,6 @@ from ._recorded.traced_regions import traced_name, traced_region, warn_of_instan
 from ._torch.compiling import skipped
 from ._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from .policies.base import Policy, policy_from
-from .report.entries import PrintedHoldings
 
 __all__ = ["checkpoint_name", "checkpoint_region"]
 
@@ -64,8 +63,6 @@ class _Entry(weakref.ref[Any]):
 
 
 class _Entered(threading.local):
-    """A thread's open regions, and the region about to be entered."""
-
     def __init__(self) -> None:
         self.open: list[_Entry] = []
         self.next: _Entry | None = None
@@ -189,7 +186,7 @@ class _Exit:
         return leave
 
 
-class checkpoint_region(PrintedHoldings, metaclass=NeedsParentheses):  # noqa: N801 -- used like a function
+class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like a function
     """Runs a block without keeping its activations; backward replays the operators it needs.
 
     ::

@@ -180,27 +180,10 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
                 f"{context!r} of type {type(context).__name__}. Where there is nothing to do, return contextlib.nullcontext()."
             )
     if type(forward) in _SELECTIVE or type(recompute) in _SELECTIVE:
-        kinds = [(_is_forward(context), type(context) is PolicyContext) for context in contexts]
-        are_of_two_calls = kinds[0][0] is True and kinds[1] == (False, kinds[0][1])
         raise TypeError(
             "context_fn should return both contexts of one call of create_selective_checkpoint_contexts, the one for forward "
-            f"first, but returned {_in_words(forward)} and {_in_words(recompute)}"
-            f"{', of two calls' if are_of_two_calls else ''}. Return what that call returns. For "
-            "other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+            f"first, but returned a {type(forward).__name__} and a {type(recompute).__name__}, alone, exchanged or of two "
+            "calls. Return what that call returns. For other contexts around them, write checkpoint(policy=policy, "
+            "context_fn=others)(function)."
         )
     return contexts
-
-
-def _is_forward(context: Any) -> bool | None:
-    """Whether a policy's context is for forward; None for other contexts."""
-    if type(context) is PolicyContext:
-        return context.is_forward
-    return type(context) is SELECTIVE_FORWARD if type(context) in _SELECTIVE else None
-
-
-def _in_words(context: Any) -> str:
-    is_forward = _is_forward(context)
-    if is_forward is None:
-        return f"a {type(context).__name__}"
-    whose = "a " if type(context) is PolicyContext else "torch's "
-    return f"{whose}selective context for {'forward' if is_forward else 'recomputes'}"

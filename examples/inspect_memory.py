@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,6 @@ from ckpt_hooks.report import (
     Trace,
     compare,
     format_saved_residuals,
-    format_trace,
     saved_residuals,
     trace,
 )
@@ -104,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"argument --mode: got {unknown[0]!r}, expected one or more of {','.join(MODES)}, with --plot {BUDGET}SIZE"
         )
+    if values.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --plot: pictures need matplotlib, which is absent. Write `pip install 'ckpt_hooks[plot]'`.")
     if values.plot:
         compare(values.plot, **{mode: ledger_of(mode) for mode in modes})
         return
@@ -113,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for mode in modes:
         print(f"== {mode} ==\n{format_saved_residuals(residuals_of(mode), max_rows=values.rows)}\n")
-        print(f"{format_trace(trace_of(mode))}\n")
+        print(f"{trace_of(mode)}\n")
 
 
 if __name__ == "__main__":

@@ -63,12 +63,6 @@ class PreTrainedModel(nn.Module):
     def is_gradient_checkpointing(self):
         return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 
-    def enable_input_require_grads(self):
-        self._require_grads_hook = self.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
-
-    def disable_input_require_grads(self):
-        self._require_grads_hook.remove()
-
     def save_pretrained(self):
         """Marks the base of all models."""
 
@@ -117,16 +111,8 @@ class TorchCaller(StackModel):
         x = self.embedding(ids)
         for layer in self.layers:
             on = self.gradient_checkpointing and self.training
-            x = torch_checkpoint.checkpoint(layer, x) if on else layer(x, scale=2.0)
+            x = torch_checkpoint.checkpoint(layer, x, 2.0) if on else layer(x, scale=2.0)
         return x
-
-
-class CallerWithoutList(TorchCaller):
-    """One whose layers are no module list."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*self.layers)
 
 
 class Unsupported(Model):
@@ -143,28 +129,12 @@ class NothingToSwitch(StackModel):
 
 
 class OldModel(nn.Module):
-    """A model of before 4.35: it calls torch's checkpoint, reentrant, and the switch takes no function."""
+    """A model of before 4.35, whose switch takes no function."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.embedding = nn.Embedding(6, 4)
-        self.layers = nn.ModuleList(PlainLayer() for _ in range(5))
-        self.gradient_checkpointing = False
+    gradient_checkpointing = False
 
     def _set_gradient_checkpointing(self, module, value=False):
         module.gradient_checkpointing = value
-
-    def gradient_checkpointing_enable(self):
-        self._set_gradient_checkpointing(self, value=True)
-
-    def gradient_checkpointing_disable(self):
-        self._set_gradient_checkpointing(self, value=False)
-
-    forward = StackModel.forward
-
-    def _gradient_checkpointing_func(self, function, *args):
-        return torch_checkpoint.checkpoint(function, *args)
 
 
 class OfPeft(nn.Module):

@@ -15,13 +15,12 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks import CheckpointError
-from ckpt_hooks.integrations import enable_in_transformers
+from ckpt_hooks.integrations import enable_in_transformers, patch_torch
 from ckpt_hooks.policies import dots_saveable
 from tests.fake_transformers import (
     Layer,
     Model,
     OfPeft,
-    OldModel,
     PreTrainedModel,
     StackModel,
     TorchCaller,
@@ -48,7 +47,7 @@ def attributes(model):
     return {name: {**vars(module)} for name, module in model.named_modules()}
 
 
-@pytest.mark.parametrize("kind", [Model, StackModel, TorchCaller])
+@pytest.mark.parametrize("kind", [Model, StackModel])
 @pytest.mark.parametrize("policy", [None, dots_saveable])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_step_is_bitwise_the_same(kind, recorded, policy):
@@ -102,18 +101,17 @@ def test_a_switch_that_counts_layers_is_asked_to():
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("kind", [Model, TorchCaller])
-def test_the_first_and_the_last_layers_are_left_without_regions(kind, recorded):
-    model = kind()
+def test_the_first_and_the_last_layers_are_left_without_regions(recorded):
+    model = Model()
     expected, before = trained(model), attributes(model)
     handle = enable_in_transformers(model, keep_first=1, keep_last=2, recorded=recorded)
     for _ in range(2):
         assert handle.regions == ("layers.1", "layers.2")
-        assert str(handle).splitlines()[0] == f"{kind.__name__}, 2 regions, layers.0,3-4 kept"
+        assert str(handle).splitlines()[0] == "Model, 2 regions, layers.0,3-4 kept"
         assert_same(trained(model), expected)
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=torch.utils.checkpoint.checkpoint)
     model._set_gradient_checkpointing(enable=False)
-    assert (handle.regions, str(handle)) == ((), f"{kind.__name__}, switched off")
+    assert (handle.regions, str(handle)) == ((), "Model, switched off")
     handle.undo()
     assert attributes(model) == before
 
@@ -131,10 +129,23 @@ def test_an_earlier_switch_is_as_it_was():
     assert attributes(model) == before
 
 
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
+def test_a_module_that_calls_torchs_checkpoint_is_for_a_patch():
+    model, frames = TorchCaller(), Frames()
+    expected, before = trained(model), attributes(model)
+    with pytest.raises(ValueError, match=r"Call .* within `ckpt_hooks\.patch_torch\(reentrant=True\)`"):
+        enable_in_transformers(model)
+    assert attributes(model) == before
+    model.gradient_checkpointing = True
+    with patch_torch(reentrant=True), frames:
+        assert_same(trained(model), expected)
+    assert len(frames.frames) == 5
+
+
 # The model's own switch, while ours is in force
 
 
-@pytest.mark.parametrize("kind", [Model, StackModel, TorchCaller])
+@pytest.mark.parametrize("kind", [Model, StackModel])
 @pytest.mark.parametrize("wrap", [lambda model: model, OfPeft])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_the_models_own_switch_turns_these_regions_on_and_off(kind, wrap, recorded):
@@ -146,7 +157,7 @@ def test_the_models_own_switch_turns_these_regions_on_and_off(kind, wrap, record
     with frames:
         for step in range(1, 4):
             outer.gradient_checkpointing_enable({"use_reentrant": step == 2})
-            assert outer.is_gradient_checkpointing == (kind is not TorchCaller)  # whose layers are regions by their forward
+            assert outer.is_gradient_checkpointing
             assert handle.regions == names
             assert_same(trained(model), expected)
             assert len(frames.frames) == 5 * step
@@ -183,9 +194,8 @@ def test_the_switch_of_a_model_inside():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("kind", [Model, TorchCaller])
-def test_the_switch_of_a_copy_is_its_own(kind, copied):
-    model, frames = kind(), Frames()
+def test_the_switch_of_a_copy_is_its_own(copied):
+    model, frames = Model(), Frames()
     expected = trained(model)
     handle = enable_in_transformers(model)
     names = handle.regions
@@ -215,10 +225,9 @@ def test_a_switch_put_there_by_the_program_comes_back():
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("kind", [Model, TorchCaller])
-def test_enabled_anew_while_switched_off(kind, order):
+def test_enabled_anew_while_switched_off(order):
     """The second call undoes the first."""
-    model = kind()
+    model = Model()
     before = attributes(model)
     handles = [enable_in_transformers(model)]
     model.gradient_checkpointing_disable()
@@ -238,7 +247,6 @@ def test_what_fails_leaves_the_model_as_it_was():
 
     for model, options, error in [
         (Failing(), {}, NotImplementedError),
-        (Failing(), {"input_require_grads": True}, NotImplementedError),
         (StackModel(), {"every_n_layers": 2}, ValueError),
         (Model(), {"determinism_check": "all"}, ValueError),
         (Model(), {"recorded": True, "early_stop": False}, ValueError),
@@ -277,13 +285,10 @@ def test_a_frozen_part_below_keeps_nothing():
         return [p.grad for p in model.parameters() if p.requires_grad]
 
     expected = gradients()
-    for asked in (False, True):
-        before = attributes(model)
-        with enable_in_transformers(model, input_require_grads=asked), frames:
-            assert model.embedding(IDS).requires_grad is asked
-            assert_same(gradients(), expected)
+    with enable_in_transformers(model), frames:
         assert not model.embedding(IDS).requires_grad
-        assert attributes(model) == before
+        assert_same(gradients(), expected)
+    assert frames.frames
 
 
 def test_a_model_of_peft():
@@ -292,34 +297,6 @@ def test_a_model_of_peft():
     with enable_in_transformers(model) as handle:
         assert handle.regions[0] == "layers.0"
         assert "_gradient_checkpointing_func" not in vars(model)
-    assert attributes(model) == before
-
-
-# What is no such model
-
-
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
-@pytest.mark.parametrize("policy", [None, dots_saveable])
-def test_a_switch_that_takes_no_function_runs_under_a_patch(policy):
-    model, frames = OldModel(), Frames()
-    expected, before, ours = trained(model), attributes(model), torch.utils.checkpoint.checkpoint
-    with enable_in_transformers(model, policy=policy) as handle, frames:
-        assert handle.regions == ("",)
-        assert_same(trained(model), expected)
-    assert len(frames.frames) == 5
-    assert attributes(model) == before
-    assert torch.utils.checkpoint.checkpoint is ours
-    with frames:
-        trained(model)
-    assert len(frames.frames) == 5
-
-
-@pytest.mark.parametrize("options", [{"recorded": True}, {"every_n_layers": 2}, {"early_stop": False}])
-def test_what_a_patch_cannot_do(options):
-    model = OldModel()
-    before = attributes(model)
-    with pytest.raises(RuntimeError, match="The public switch, under patch_torch, takes policy alone"):
-        enable_in_transformers(model, **options)
     assert attributes(model) == before
 
 

@@ -1072,7 +1072,9 @@ CALLS = {
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),
         "switches nothing on": lambda: enable_in_transformers(fake.NothingToSwitch()),
         "knows no layers": lambda: enable_in_transformers(fake.StackModel(), every_n_layers=2),
-        "has no list of layers": lambda: enable_in_transformers(fake.CallerWithoutList()),
+        r"TorchCaller calls torch\.utils\.checkpoint itself. Call .*patch_torch": lambda: enable_in_transformers(
+            fake.TorchCaller()
+        ),
         "Leave out policy, every_n_layers": lambda: enable_in_transformers(fake.Model(), plan=3, every_n_layers=2),
         "name. enable_in_transformers takes": lambda: enable_in_transformers(fake.Model(), name="x"),
         "every_n_layers should be a positive integer": lambda: enable_in_transformers(fake.Model(), every_n_layers=0),
@@ -1111,7 +1113,7 @@ CALLS = {
     },
     RuntimeError: {
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
-        "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel(), recorded=True),
+        "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
         "is a region by enable_in_transformers already": lambda: enable_in_transformers(enabled(enable_in_transformers)),
         "is a region by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },

@@ -180,7 +180,6 @@ CASES = {
     ),
     "track_rng": Case(ckpt_hooks.track_rng, lambda: {"source": "python"}, entered(ckpt_hooks.track_rng)),
     "trace": Case(trace, dict, entered(trace)),
-    "format_trace": Case(ckpt_hooks.report.format_trace, lambda: {"trace": traced()}),
     "print_trace": Case(ckpt_hooks.print_trace, lambda: {"trace": traced()}),
     "memory_ledger": Case(memory_ledger, lambda: {"step": lambda: None}, lambda step: memory_ledger(step)),
     "MemoryLedger.on": Case(MemoryLedger.on, lambda: {"device": "cpu"}, lambda device: ledger().on(device)),

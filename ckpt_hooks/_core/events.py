@@ -174,18 +174,9 @@ class Watch:
             weakref.ref(frame),
         )
 
-    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         for observer in self.observers:
             getattr(observer, event)(self.region, *args, **kwargs)
-
-    def entered(self) -> None:
-        self._tell("entered")
-
-    def exited(self, error: BaseException | None) -> None:
-        self._tell("exited", error)
-
-    def ran(self, operator: Operator) -> None:
-        self._tell("ran", operator)
 
     def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
         """Returns the tensor's position, a negative one without a handle."""
@@ -196,7 +187,7 @@ class Watch:
             self._fates[position] = fate
         info = self.tensors[position] = info_of(tensor, self.observers)
         saved = Saved(self.region.path, position, fate, info.shape, info.dtype, info.nbytes, made_by)
-        self._tell("saved", saved, info)
+        self.tell("saved", saved, info)
         return position
 
     def kept(self, position: int | None, packed: Kept, tensor: torch.Tensor) -> Kept:
@@ -213,10 +204,10 @@ class Watch:
     def let_go(self, position: int) -> None:
         self._fates.pop(position, None)
         self.tensors.pop(position, None)
-        self._tell("let_go", position)
+        self.tell("let_go", position)
 
     def restored(self, position: int, tensor: torch.Tensor) -> None:
-        self._tell("restored", position, info_of(tensor, self.observers))
+        self.tell("restored", position, info_of(tensor, self.observers))
 
     def settle(self) -> None:
         """Sends fates changed since, and the frame's holdings: the outermost region has ended."""
@@ -226,18 +217,9 @@ class Watch:
         for saved in frame.saved():
             if self._fates.get(saved.position, saved.fate) is not saved.fate:
                 self._fates[saved.position] = saved.fate
-                self._tell("settled", saved.position, saved.fate)
+                self.tell("settled", saved.position, saved.fate)
         holdings = frame.held()
         for holding in holdings:
             if holding.storage is not None:
                 tell_when_freed(holding.storage, self.observers)
-        self._tell("held", holdings)
-
-    def moved(self, nbytes: int, *, to_host: bool) -> None:
-        self._tell("moved", nbytes, to_host=to_host)
-
-    def recomputing(self, *, in_order: bool) -> None:
-        self._tell("recomputing", in_order=in_order)
-
-    def recomputed(self, error: BaseException | None) -> None:
-        self._tell("recomputed", error)
+        self.tell("held", holdings)

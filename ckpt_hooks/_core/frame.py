@@ -152,7 +152,7 @@ class Frame(abc.ABC):
         watch = self.watch
         if watch is None:
             return recompute(*args)
-        watch.recomputing(in_order=in_order)
+        watch.tell("recomputing", in_order=in_order)
         error: BaseException | None = None
         try:
             return recompute(*args)
@@ -160,7 +160,7 @@ class Frame(abc.ABC):
             error = found
             raise
         finally:
-            watch.recomputed(error)
+            watch.tell("recomputed", error)
             del error  # its traceback has this call, which would keep it alive in turn
 
     def keep_pass(self, opened: Any, scope: Scope) -> None:
@@ -174,7 +174,6 @@ class Frame(abc.ABC):
 
 
 def is_in_recompute(frame: Frame | None) -> bool:
-    """Whether a frame, or a frame around, is being recomputed."""
     while frame is not None and not frame.recomputing:
         frame = frame.parent
     return frame is not None

@@ -209,7 +209,6 @@ class Saved(NamedTuple):
 
 
 def cause_of_kept(packed: Kept) -> Cause:
-    """Returns the reason for a tensor that stands in the graph itself."""
     cause: Cause = getattr(packed, "cause", _INPUT)
     return _PARAMETER if is_kept_anyway(packed[0]) else cause
 

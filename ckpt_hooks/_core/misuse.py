@@ -270,12 +270,10 @@ def checked_part(value: Any, name: str, advice: str, *, is_below: bool = False) 
 
 
 def flag_or_none(value: Any, name: str) -> bool | None:
-    """Returns an option which may be None besides as a boolean, as :func:`checked_flag` does."""
     return None if value is None else checked_flag(value, name, or_none=True)
 
 
 def reentrant_error(value: Any) -> Exception:
-    """Returns the error for a ``use_reentrant`` other than None or False."""
     if isinstance(value, int) and value == 1:
         return Misuse.REENTRANT.error(kind=ValueError)
     return wrong(value, "use_reentrant", "None or False", "Leave it out, or pass use_reentrant=False.")

@@ -89,7 +89,6 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _active_modes() -> Iterator[Any]:
-    """Goes through the dispatch modes of this thread, from the outermost."""
     return map(dispatch_mode_at, range(num_dispatch_modes()))
 
 
@@ -125,7 +124,6 @@ def is_quiet(mode: Any) -> bool:
 
 
 def leave_modes(count: int) -> None:
-    """Takes the innermost dispatch modes off this thread, all but the first ``count``."""
     while num_dispatch_modes() > count:
         mode = pop_dispatch_mode(None)
         if is_quiet(mode):

@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,10 +22,6 @@ _next_number = itertools.count(1).__next__
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
 # The identity of what is numbered, by the number.
 _identities: dict[int, int] = {}
-
-
-class _Told(Protocol):
-    def freed(self, storage: int) -> None: ...
 
 
 # Observers, by the number of the storage.
@@ -73,6 +69,6 @@ def address_of(storage: int | None) -> int:
     return 0 if found is None else address_in(found)
 
 
-def tell_when_freed(storage: int, observers: Iterable[_Told]) -> None:
+def tell_when_freed(storage: int, observers: Iterable[Any]) -> None:
     """Registers observers to hear when a storage is freed, each once. Observers are held weakly."""
     _audience.setdefault(storage, weakref.WeakSet()).update(observers)

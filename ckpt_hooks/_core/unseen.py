@@ -59,7 +59,6 @@ def _divert() -> None:
 
 
 def _watching() -> list[WatchesUnseen]:
-    """Returns the watching modes of this thread, outermost first."""
     modes = map(dispatch_mode_at, range(num_dispatch_modes()))
     return [mode for mode in modes if isinstance(mode, WatchesUnseen) and not (mode.paused or mode.is_in_function)]
 

@@ -250,7 +250,7 @@ class FunctionFrame(Frame):
         self._keeps_all = False
         self._finish: Callable[[], None] | None = None  # what is to be called when forward has ended
         if self.watch is not None:  # before any memory is taken
-            self.watch.entered()
+            self.watch.tell("entered")
         inside = None if parent is None else (parent, self.path)
         try:
             if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
@@ -465,7 +465,7 @@ class FunctionFrame(Frame):
 
     def _tell_exited(self, error: BaseException | None) -> None:
         if self.watch is not None:
-            self.watch.exited(error)
+            self.watch.tell("exited", error)
 
     def note_inside(self, labels: Sequence[Label | None], path: RegionPath) -> Sequence[int]:
         collector = self.collector

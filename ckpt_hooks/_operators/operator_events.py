@@ -50,20 +50,19 @@ class OperatorWatch(QuietDispatchMode):
         inputs = _tensors_in((args, kwargs))
         written = set(map(id, _tensors_in(facts.written_in(args, kwargs))))
         is_asked_in_task = not is_again and graph_task_id() == watch.task
-        watch.ran(
-            Operator(
-                name=facts.full_name,
-                inputs=tuple(info_of(tensor, observers) for tensor in inputs),
-                outputs=tuple(info_of(tensor, observers) for tensor in _tensors_in(output)),
-                site=None if self._replayed is not None else site_of(sys._getframe(1)),
-                in_recompute=is_again,
-                is_asked_about=facts.is_asked_about and is_asked_in_task and not (is_cast_again or is_compiled_code_running()),
-                is_view=facts.is_view or facts.is_never_kept,
-                writes=tuple(position for position, tensor in enumerate(inputs) if id(tensor) in written),
-                reads_shape_only=(facts.is_like or facts.is_uninitialized) and bool(inputs),
-                seconds=seconds,
-            )
+        ran = Operator(
+            name=facts.full_name,
+            inputs=tuple(info_of(tensor, observers) for tensor in inputs),
+            outputs=tuple(info_of(tensor, observers) for tensor in _tensors_in(output)),
+            site=None if self._replayed is not None else site_of(sys._getframe(1)),
+            in_recompute=is_again,
+            is_asked_about=facts.is_asked_about and is_asked_in_task and not (is_cast_again or is_compiled_code_running()),
+            is_view=facts.is_view or facts.is_never_kept,
+            writes=tuple(position for position, tensor in enumerate(inputs) if id(tensor) in written),
+            reads_shape_only=(facts.is_like or facts.is_uninitialized) and bool(inputs),
+            seconds=seconds,
         )
+        watch.tell("ran", ran)
         return output
 
 

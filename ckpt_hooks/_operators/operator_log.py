@@ -33,7 +33,7 @@ _NOTHING = object()
 
 
 class Entry:
-    __slots__ = ("args", "grad", "kwargs", "mark", "operator", "output", "place", "training")
+    __slots__ = ("args", "grad", "kwargs", "mark", "operator", "output", "place")
 
     operator: Any
     # Kinds of arguments and result: a tuple (dtype, shape, device) for a tensor, a list for several values, a number or the
@@ -44,7 +44,6 @@ class Entry:
     grad: bool  # whether a tensor among the positional arguments requires grad
     mark: int  # what the log counted when the operator began
     place: Place
-    training: bool | None  # of the module of the place
 
     def kinds(self) -> tuple[Any, Any, Any]:
         return self.args, self.kwargs, self.output
@@ -104,12 +103,9 @@ class OperatorLog(QuietDispatchMode):
                 grad = grad or (isinstance(value, _Tensor) and value.requires_grad)
         entry.args, entry.grad = noted, grad
         entry.kwargs = {name: _kind_of(value) for name, value in kwargs.items()} if kwargs else {}
-        entry.place = place = place_of(sys._getframe(1))
-        module = None if place[2] is None else place[2]()
-        entry.training = None if module is None else module.training
+        entry.place = place_of(sys._getframe(1))
         entry.mark = 0 if self._count is None else self._count()
         entry.output = _NOTHING
-        del module
         self.entries.append(entry)
         output = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if kind is _WRITES:

@@ -421,7 +421,7 @@ class RecordedFrame(ReplayedFrame):
         self.release = release
         stack.innermost = self
         if self.watch is not None:
-            self.watch.entered()
+            self.watch.tell("entered")
         return self
 
     def returns(self, result: Any) -> None:
@@ -464,7 +464,7 @@ class RecordedFrame(ReplayedFrame):
 
     def _tell(self, tape: Tape, error: BaseException | None) -> None:
         if self.watch is not None:
-            self.watch.exited(error)
+            self.watch.tell("exited", error)
             tape.watched = (*tape.watched, self.watch)
         if self.outer is None and error is None:
             for watch in tape.watched:

@@ -49,7 +49,7 @@ class Offloaded:
         self._watch = batch.watch or (None if frame is None else frame.watch)
         self._sent: Sent = transfers.send(tensor, stream, max_stash_size)
         if self._watch is not None:
-            self._watch.moved(tensor.nbytes, to_host=True)
+            self._watch.tell("moved", tensor.nbytes, to_host=True)
 
     def __del__(self) -> None:
         if hasattr(self, "_sent"):  # not where sending failed
@@ -66,7 +66,7 @@ class Offloaded:
     def _fetch(self) -> Arrival:
         arrival = self._transfers.fetch(self._sent)
         if self._watch is not None:
-            self._watch.moved(arrival.tensor.nbytes, to_host=False)
+            self._watch.tell("moved", arrival.tensor.nbytes, to_host=False)
         set_versions((arrival.tensor,), (self._version,))
         return arrival
 

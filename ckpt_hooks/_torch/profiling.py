@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,22 +21,6 @@ NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._
 
 # Whether a profiler runs on this thread: a second one is an error. 2.11 to 2.15. Goes with a public way.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-
-@contextlib.contextmanager
-def named_range(name: str) -> Iterator[None]:
-    """Names a block in the profiler, and its allocations in snapshots of CUDA's memory, as ``user_metadata``."""
-    # The names of snapshots are private to torch, in 2.11 to 2.15. Goes with a public way.
-    with profiler_range(name):
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            yield
-            return
-        before = torch._C._cuda_getMemoryMetadata()
-        torch._C._cuda_setMemoryMetadata(name)
-        try:
-            yield
-        finally:
-            torch._C._cuda_setMemoryMetadata(before)
 
 
 # Two profilers on two threads end the process in torch's own code (2.11 to 2.15).

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from torch.nn import Module, ModuleList
+from torch.nn import Module
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import described_as, wrong
-from ckpt_hooks.modules import apply_checkpointing, every
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_of
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
 from ckpt_hooks.modules.selecting import ends_of
@@ -27,9 +26,11 @@ FLAG = "gradient_checkpointing"
 class Taken:
     """The functions for ``gradient_checkpointing_func`` of one model, by names of modules."""
 
-    def __init__(self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None = None) -> None:
+    def __init__(
+        self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None, keep: tuple[int, int]
+    ) -> None:
         self.recorded, self.options, self.planned = recorded, options, planned
-        self.keep = 0, 0  # how many layers are left without regions, from the first and from the last
+        self.keep = keep  # how many layers are left without regions, from the first and from the last
         self._runners: dict[str, RegionRunner] = dict(planned or {})
 
     def runner(self, name: str) -> RegionRunner:
@@ -69,12 +70,8 @@ class TakenSwitch:
             vars(owner)[SWITCH] = self
 
     def remove(self) -> None:
-        """Gives the place back, and makes the layers of modules that call torch's checkpoint plain."""
         owner = self._owner()
-        if owner is None:
-            return
-        _make_plain(_layers_of(_callers(owner.modules())))
-        if vars(owner).get(SWITCH) is self:
+        if owner is not None and vars(owner).get(SWITCH) is self:
             del vars(owner)[SWITCH]
             if self._before is not None:
                 vars(owner)[SWITCH] = self._before
@@ -82,13 +79,11 @@ class TakenSwitch:
     def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         """Switches the regions on or off, as the method of Transformers does; the function given is left out."""
         # ``every_n_layers`` of 1 stands for the number that the regions were made with.
-        owner = self._owner()
-        if owner is None:
+        owner, taken = self._owner(), self.taken
+        switch = None if owner is None else switch_of(owner)
+        if owner is None or switch is None:
             return
-        switch, taken = switch_of(owner), self.taken
         flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
-        if switch is None:
-            return
         runner = taken.runner(self._name or type(owner).__name__)
         n = self._n if every_n_layers == 1 else every_n_layers
         if enable:
@@ -98,62 +93,16 @@ class TakenSwitch:
             switch(owner, enable=False, gradient_checkpointing_func=runner)
         for name, module in flagged.items():
             setattr(module, FUNCTION, taken.runner(self._path(name) or type(owner).__name__))
-        callers = _callers(flagged.values())
-        for name, module in flagged.items():
-            if module in callers or (taken.planned is not None and self._path(name) not in taken.planned):
+            if taken.planned is not None and self._path(name) not in taken.planned:
                 setattr(module, FLAG, False)
-        entries = _layers_of(callers)
-        _make_plain(entries)
-        if enable and entries and taken.planned is None:
-            select = every(n, of=lambda name, module: module in entries)
-            apply_checkpointing(owner, select, recorded=taken.recorded, **taken.options)
-        self.kept = self._keep(owner, entries) if enable else ()
-
-    def _keep(self, owner: Module, entries: set[Module]) -> list[str]:
-        """Leaves the first and the last layers without regions; returns their names."""
-        on = [
-            (name, module)
-            for name, module in owner.named_modules()
-            if (region_forward_of(module) if module in entries else getattr(module, FLAG, False) and calls_function(module))
-        ]
-        kept = ends_of(on, *self.taken.keep)
+        on = [(name, one) for name, one in flagged.items() if getattr(one, FLAG) and calls_function(one)]
+        kept = ends_of(on, *taken.keep) if enable else []
         for _, module in kept:
-            if module in entries:
-                _make_plain([module])
-            else:
-                setattr(module, FLAG, False)
-        return [self._path(name) for name, _ in kept]
+            setattr(module, FLAG, False)
+        self.kept = [self._path(name) for name, _ in kept]
 
     def _path(self, name: str) -> str:
         return ".".join(part for part in (self._name, name) if part)
-
-    def entries_on(self) -> Iterator[str]:
-        """Yields the names of regions among the layers of modules that call torch's checkpoint themselves."""
-        owner = self._owner()
-        entries = set() if owner is None else _layers_of(_callers(owner.modules()))
-        for name, module in owner.named_modules() if owner is not None and entries else ():
-            if module in entries and region_forward_of(module) is not None:
-                yield self._path(name)
-
-
-def _callers(modules: Iterable[Module]) -> list[Module]:
-    """Returns the modules with a flag that call torch's checkpoint themselves."""
-    return [module for module in modules if hasattr(module, FLAG) and calls_torch(module)]
-
-
-def _listed_in(module: Module) -> list[Module]:
-    return [entry for child in module.children() if isinstance(child, ModuleList) for entry in child]
-
-
-def _layers_of(callers: Iterable[Module]) -> set[Module]:
-    return {entry for module in callers for entry in _listed_in(module)}
-
-
-def _make_plain(entries: Iterable[Module]) -> None:
-    for entry in entries:
-        forward = region_forward_of(entry)
-        if forward is not None:
-            forward.remove()
 
 
 #: Options of torch's checkpoint that change nothing for regions of this package.
@@ -206,19 +155,20 @@ def switch_of(owner: Module) -> Callable[..., Any] | None:
 
 
 def check_support(owner: Any, flagged: dict[str, Module]) -> None:
-    """Refuses a model without layers to switch on, or with regions of this package."""
+    """Refuses a model without a switch or layers to switch on, or with regions of this package."""
     name, advice = type(owner).__name__, "Write `ckpt_hooks.apply_checkpointing(model, layers)`."
+    if switch_of(owner) is None:
+        raise RuntimeError(f"The method {SWITCH} of {name} takes no gradient_checkpointing_func, new in 4.35. {advice}")
     if not getattr(owner, "supports_gradient_checkpointing", True):
         raise ValueError(f"{name} does not support the checkpointing switch of Transformers. {advice}")
-    if not any(calls_function(module) or calls_torch(module) for module in flagged.values()):
-        raise ValueError(f"The checkpointing switch of Transformers switches nothing on in {name}. {advice}")
-    for module in _callers(flagged.values()):
-        if not _listed_in(module):
+    for module in flagged.values():
+        if calls_torch(module):
             raise ValueError(
-                f"{type(module).__name__} in {name} calls torch.utils.checkpoint itself, and has no list of layers. Call the "
-                "model's public switch within `ckpt_hooks.integrations.patch_torch()`, or write "
-                "`ckpt_hooks.apply_checkpointing(model, layers)`."
+                f"{type(module).__name__} in {name} calls torch.utils.checkpoint itself. Call the model's public switch within "
+                "`ckpt_hooks.patch_torch(reentrant=True)`, or write `ckpt_hooks.apply_checkpointing(model, layers)`."
             )
+    if not any(map(calls_function, flagged.values())):
+        raise ValueError(f"The checkpointing switch of Transformers switches nothing on in {name}. {advice}")
     for path, module in flagged.items():
         if region_forward_of(module) is not None:
             raise RuntimeError(

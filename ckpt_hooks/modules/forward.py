@@ -143,7 +143,7 @@ class RegionForward:
         own = vars(module)
         self.replaced = own.get("forward")
         own["forward"] = self
-        own[_REPLICATE] = _Replication(self)
+        own[_REPLICATE] = self.replicate
 
     def remove(self, one: object = None) -> None:
         """Takes the region away, the parts of one span, or all."""
@@ -201,22 +201,10 @@ class RegionForward:
         self._reference = weakref.ref(module)
 
 
-class _Replication:
-    """Stands in a module's attributes for the method by which DataParallel copies the module."""
-
-    __slots__ = ("forward",)
-
-    def __init__(self, forward: RegionForward) -> None:
-        self.forward = forward
-
-    def __call__(self) -> Module:
-        return self.forward.replicate()
-
-
 def region_forward_of(module: Module) -> RegionForward | None:
     """Returns the object which makes a module's calls regions, under other objects of the kind maybe; None without."""
-    found = vars(module).get(_REPLICATE)
-    return found.forward if type(found) is _Replication else None
+    found = getattr(vars(module).get(_REPLICATE), "__self__", None)
+    return found if type(found) is RegionForward else None
 
 
 def region_forward_for(module: Module) -> RegionForward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -32,7 +33,6 @@ class SpanModules(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The classes of both ends."""
         return " to ".join(dict.fromkeys(type(one).__name__ for one in (self.first, self.last)))
 
 
@@ -128,7 +128,6 @@ class RegionSpan:
         return result
 
     def _call(self) -> _Call | None:
-        """Returns the innermost call of the parent on this thread."""
         return next((call for call in reversed(_calls.open) if call.span is self and self.is_active), None)
 
 
@@ -164,7 +163,7 @@ class _Call:
         self.around = _surroundings()
         region = self.span.runner.region_of(self.parent, function, args, kwargs)
         if region is None:
-            self.leave = _nothing
+            self.leave = contextlib.nullcontext().__exit__
             return
         leave = region.__exit__  # of this entry, as a ``with`` block takes it
         region.__enter__()
@@ -174,10 +173,6 @@ class _Call:
         leave, self.leave = self.leave, None
         if leave is not None:
             leave(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-
-def _nothing(*exc_info: object) -> None:
-    pass
 
 
 def _surroundings() -> dict[str, tuple[Any, ...]]:

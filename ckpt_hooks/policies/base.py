@@ -123,7 +123,8 @@ class Policy(abc.ABC):
 
     def start(self) -> PolicyFn:
         """Returns the function to ask in one region: the policy itself, unless the policy counts."""
-        return self
+        is_kept = self.count_runs()
+        return self if is_kept is None else by_count(is_kept)
 
     def count_runs(self) -> Callable[[Any], bool] | None:
         """Starts a count in one region, for a policy that goes by runs of operators alone; None for other policies.
@@ -156,6 +157,11 @@ class Policy(abc.ABC):
                 "starts a count for each region; elsewhere, call its start() for each region and pass what that returns."
             )
         return decision_of(decision, op)
+
+
+def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
+    """Returns the function to ask in one region, of one that says whether to keep the next run of an operator."""
+    return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
 
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
@@ -192,22 +198,11 @@ class OpsPolicy(Policy):
     ) -> None:
         self.title, self._ops, self._decision, self.meaning = title, frozenset(ops), decision, meaning
         self._names = frozenset(names)
-        self.expects, self._views = frozenset(), []
         if expected:
-            self.has_views = True
             ignored = (Kind.IGNORED, Kind.RANGE)
-            views = {op for op in self._ops if (facts := facts_of(op)).is_never_kept or facts.kind in ignored}
-            self._views, self.expects = sorted(map(str, views)), self._ops - views
-
-    def warn_of_views(self) -> OpsPolicy:
-        """Warns of views named by the user; returns the policy."""
-        if self._views:
-            warn_user(
-                f"{self!r} names views, which are not kept: {', '.join(self._views)}. Views run again in each recompute; they "
-                "take no memory and share that of their input. Leave them out, and name the operator that computes what is to "
-                "be kept."
+            self.expects = frozenset(
+                op for op in ops if not (facts := facts_of(op)).is_never_kept and facts.kind not in ignored
             )
-        return self
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
@@ -335,7 +330,6 @@ def _from_ops(ops: Collection[Any], argument: str, as_torch: bool) -> Policy:
         if len(_lists) >= _MOST_LISTS:
             _lists.clear()
         known = _lists[key] = saving(checked)
-        return known.warn_of_views()
     return known
 
 

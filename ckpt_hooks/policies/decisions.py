@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Final
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -18,7 +17,7 @@ from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._torch.functions import OVERLOAD
 
-from .base import Policy, decision_of
+from .base import Policy, by_count, decision_of
 from .context import SelectiveCheckpointContext
 
 RECOMPUTE: Final = 0
@@ -56,7 +55,7 @@ class Decisions:
         self.policy = policy
         # Tells whether to keep the next run of an operator of decision ``ASK``, where the policy only counts runs.
         self.is_kept = policy.count_runs()
-        self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else partial(_by_count, self.is_kept)
+        self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else by_count(self.is_kept)
         self._num_asked = 0
         # Operators which ran, and names given to tensors, where the policy expects some.
         self.seen: set[Any] | None = set() if policy.expects else None
@@ -91,7 +90,9 @@ class Decisions:
             known = self.of(facts)
         if known == AS_TORCH:
             if not is_compiled_code_running():
-                self.ask_as_torch(context, facts, args, kwargs, output)
+                answer = decision_of(context.consult(self._asks, facts.operator, args, kwargs, output, None), facts.operator)
+                if answer in _MUSTS and facts.is_never_kept:
+                    self.policy.warn_of_view(facts.operator)
             return RECOMPUTE
         if known == ASK:
             if is_compiled_code_running():
@@ -106,12 +107,6 @@ class Decisions:
             return SAVE
         return known
 
-    def ask_as_torch(self, context: SelectiveCheckpointContext, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
-        """Asks the policy about an operator which runs again whatever the answer, as torch does."""
-        answer = decision_of(context.consult(self._asks, facts.operator, args, kwargs, output, None), facts.operator)
-        if answer in _MUSTS and facts.is_never_kept:
-            self.policy.warn_of_view(facts.operator)
-
     def of_name(self, name: str) -> int:
         if self.names is not None:
             self.names.add(name)
@@ -119,15 +114,10 @@ class Decisions:
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
     def finish(self) -> None:
-        """Ends a region; warns of what did not come."""
         if self.seen is not None:
             _warn_of_unseen(self.policy, self.seen)
         if self.names is not None:
             _warn_of_unheard(self.policy, frozenset(self.names))
-
-
-def _by_count(is_kept: Callable[[Any], bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:
@@ -199,15 +189,10 @@ def _quoted(names: Iterable[str]) -> str:
 def _is_slip(one: str, other: str) -> bool:
     """Whether two names differ in case, signs, one letter too many, or two letters exchanged; never for a digit."""
     one, other = ("".join(filter(str.isalnum, name)).lower() for name in (one, other))
-    if one == other:
-        return True
-    shorter, longer = sorted((one, other), key=len)
-    if len(longer) == len(shorter) + 1:
-        return any(not letter.isdigit() and shorter == longer[:at] + longer[at + 1 :] for at, letter in enumerate(longer))
-    if len(longer) != len(shorter):
-        return False
-    places = [at for at, (letter, another) in enumerate(zip(one, other, strict=True)) if letter != another]
-    if len(places) != 2 or places[1] != places[0] + 1:
-        return False
-    pair, exchanged = one[places[0] : places[1] + 1], other[places[0] : places[1] + 1]
-    return pair == exchanged[::-1] and not pair.isdigit()
+
+    def without_one(name: str) -> set[str]:
+        return {name[:at] + name[at + 1 :] for at, letter in enumerate(name) if not letter.isdigit()}
+
+    pairs = [(at, one[at : at + 2]) for at in range(len(one) - 1)]
+    exchanged = {one[:at] + pair[::-1] + one[at + 2 :] for at, pair in pairs if not pair.isdigit()}
+    return one == other or one in without_one(other) or other in without_one(one) | exchanged

@@ -14,10 +14,9 @@ from ckpt_hooks._core.call_sites import called_modules, warn_user
 from ckpt_hooks._core.misuse import check_is, check_module, checked_integer, wrong
 from ckpt_hooks._torch.modes import MODULE_CALL
 
-from .base import Policy, PolicyFn, checked_operators, makes_policies
+from .base import Policy, checked_operators, makes_policies
 
 _NO_RUNS = frozenset[int]()
-_SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 #: A submodule's name, and an operator's.
 _Key = tuple[str, str]
@@ -56,11 +55,7 @@ class _SaveIndices(Policy):
         return "\n".join((repr(self), *lines))
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
-        return None if str(op) in self._operators else _RECOMPUTE
-
-    def start(self) -> PolicyFn:
-        is_kept = self.count_runs()
-        return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
+        return None if str(op) in self._operators else CheckpointPolicy.PREFER_RECOMPUTE
 
     def count_runs(self) -> Callable[[Any], bool]:
         root = self._root() or called_modules(sys._getframe(1))[0]

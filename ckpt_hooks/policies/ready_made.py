@@ -204,7 +204,7 @@ def save_ops(*ops: Any) -> Policy:
         >>> save_ops(torch.ops.aten.mm.default)
         <save_ops: keeps the outputs of aten.mm.default>
     """
-    return saving(checked_operators(ops, "ops")).warn_of_views()
+    return saving(checked_operators(ops, "ops"))
 
 
 @makes_policies
@@ -219,7 +219,7 @@ def offload_ops(*ops: Any) -> Policy:
     """
     checked = checked_operators(ops, "ops")
     meaning = f"moves the outputs of {in_words(checked)} to the host"
-    return OpsPolicy("offload_ops", checked, _OFFLOAD, meaning, expected=True).warn_of_views()
+    return OpsPolicy("offload_ops", checked, _OFFLOAD, meaning, expected=True)
 
 
 class _SaveEvery(Policy):

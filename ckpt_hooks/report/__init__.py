@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from .entries import Advice, Maker, Origin, Residual, Waste
     from .ledger import MemoryLedger, memory_ledger
-    from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Need, Phase, RegionEntry
+    from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Phase, RegionEntry
     from .ledger.pictures import Picture, compare
     from .residuals import (
         SavedResiduals,
@@ -20,20 +20,18 @@ if TYPE_CHECKING:
         saved_residuals,
         saved_tensors_report,
     )
-    from .steps import Drift, RegionTrace, StepTrace
-    from .tracing import Trace, format_trace, print_trace, trace
+    from .steps import RegionTrace, StepTrace
+    from .tracing import Trace, print_trace, trace
 
 __all__ = [
     "Advice",
     "Allocation",
     "Change",
-    "Drift",
     "Hold",
     "Holder",
     "LedgerPeak",
     "Maker",
     "MemoryLedger",
-    "Need",
     "Origin",
     "Phase",
     "Picture",
@@ -47,7 +45,6 @@ __all__ = [
     "Waste",
     "compare",
     "format_saved_residuals",
-    "format_trace",
     "memory_ledger",
     "print_saved_residuals",
     "print_trace",
@@ -62,10 +59,10 @@ __getattr__, __dir__ = names_of(
         "ckpt_hooks._core.holdings": "Reason",
         ".entries": "Advice Maker Origin Residual Waste",
         ".ledger": "MemoryLedger memory_ledger",
-        ".ledger.data": "Allocation Change Hold Holder LedgerPeak Need Phase RegionEntry",
+        ".ledger.data": "Allocation Change Hold Holder LedgerPeak Phase RegionEntry",
         ".ledger.pictures": "Picture compare",
         ".residuals": "SavedResiduals format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
-        ".steps": "Drift RegionTrace StepTrace",
-        ".tracing": "Trace format_trace print_trace trace",
+        ".steps": "RegionTrace StepTrace",
+        ".tracing": "Trace print_trace trace",
     },
 )

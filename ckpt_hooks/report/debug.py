@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._core.call_sites import module_in_words, module_names, outermost_module
+from ckpt_hooks._core.call_sites import module_names, outermost_module
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._operators.facts import facts_of, routing_advice, same_operator
@@ -87,27 +87,28 @@ class OperatorLogs:
             words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         else:
             words = _divergence_in_words(divergence, forward, recompute, names)
-        before = _up_to(divergence, forward, recompute) if error.index >= 0 else []
+        before: Sequence[Entry] = recompute if error.index >= 0 else []
+        if divergence is not None:  # up to there, and the first of it if forward ran the same operator
+            start, end, found, end_found = divergence
+            is_same = start < end and found < end_found and _same_operator(forward[start], recompute[found])
+            before = before[: found + int(is_same)]
         choices = [entry for entry in before if facts_of(entry.operator).chooses(entry.args, entry.kwargs)]
+        lines = list(dict.fromkeys(" at ".join(filter(None, (str(entry.operator), entry.site()))) for entry in choices))
+        more = [] if len(lines) <= _MOST else [f"{len(lines) - _MOST} more"]
+        advice = routing_advice(lines[:_MOST] + more) if lines else ""
         region = f"region {'/'.join(error.region)!r}: " if error.region else ""
         explained = rebuild_error(
             type(error),
             f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved "
             "during the original forward and during recomputation differ. The error has both logs whole, "
             f"{len(forward)} operators of forward and {len(recompute)} of the recompute: print(*error.operators, sep='\\n'), "
-            f"and likewise error.recomputed_operators.\n\n{error}{_choices_in_words(choices)}",
+            f"and likewise error.recomputed_operators.\n\n{error}{advice}",
             vars(error),
         )
         explained.routing = tuple(dict.fromkeys(str(entry.operator) for entry in choices))
         explained.operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in forward)
         explained.recomputed_operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in recompute)
         return explained
-
-
-def _choices_in_words(choices: Sequence[Entry]) -> str:
-    lines = list(dict.fromkeys(" at ".join(filter(None, (str(entry.operator), entry.site()))) for entry in choices))
-    more = [] if len(lines) <= _MOST else [f"{len(lines) - _MOST} more"]
-    return routing_advice(lines[:_MOST] + more) if lines else ""
 
 
 class _Divergence(NamedTuple):
@@ -140,14 +141,6 @@ def _first_divergence(forward: Sequence[Entry], recompute: Sequence[Entry], *, i
             return divergence
         first = first or (None if moved else divergence)
         place, found = divergence.end, divergence.end_found
-
-
-def _up_to(divergence: _Divergence | None, forward: Sequence[Entry], recompute: Sequence[Entry]) -> Sequence[Entry]:
-    """Returns the recompute's operators up to a divergence, and the first of it if forward ran the same operator there."""
-    if divergence is None:
-        return recompute
-    start, end, found, end_found = divergence
-    return recompute[: found + int(start < end and found < end_found and _same_operator(forward[start], recompute[found]))]
 
 
 def _same_kinds(one: Entry, other: Entry) -> bool:
@@ -220,30 +213,10 @@ def _divergence_in_words(
         words = "nothing more\n" if entry is None else f"{entry.in_words()}\n    at {entry.line(names)}\n"
         runs += f"  {name}{', next' if is_next and entry is not None else ''}: {words}"
     return (
-        f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{runs}{_modes(one, forward, recompute, names)}"
+        f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{runs}"
         f"Operators around it in forward:\n{_around(forward, place, end)}"
         f"Operators around it in the recompute:\n{_around(recompute, found, end_found)}"
     )
-
-
-def _modes(one: Entry | None, forward: Sequence[Entry], recompute: Sequence[Entry], names: Mapping[int, str]) -> str:
-    """Returns a sentence on a module in another mode in the recompute than in forward, the module of an operator first."""
-    modes = {entry.place[2]: entry.training for entry in forward if entry.training is not None}
-    found = {entry.place[2]: entry.training for entry in recompute if entry.training is not None}
-    references = sorted(modes, key=lambda reference: one is None or reference is not one.place[2])
-    for reference in references:
-        module = None if reference is None else reference()
-        if module is None:
-            continue
-        # A module in evaluation mode may run no operator, as dropout does.
-        now = found.get(reference, module.training if one is not None and reference is one.place[2] else modes[reference])
-        if now != modes[reference]:
-            before, after = ("training" if mode else "evaluation" for mode in (modes[reference], now))
-            return (
-                f"{module_in_words(module, names)} was in {before} mode in forward, and is in {after} mode in the recompute: "
-                "call train() and eval() after backward.\n"
-            )
-    return ""
 
 
 def _around(entries: Sequence[Entry], start: int, end: int) -> str:

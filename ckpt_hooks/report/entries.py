@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._core.holdings import Holding, Reason
+from ckpt_hooks._core.holdings import Reason
 
-from .formatting import Printed, Table, alike, count_of, format_bytes, json_of, times
+from .formatting import Table, format_bytes, json_of
 
 
 class Maker(str, enum.Enum):
@@ -106,14 +106,10 @@ class Waste(str, enum.Enum):
     HELD_INPUT = "input held for recompute"
     #: A region drops nothing, or next to nothing.
     SAVES_NOTHING = "drops nothing"
-    #: A region around one leaf, which drops nothing or next to nothing.
-    LEAF = "region around a leaf"
     #: A policy by which no region has kept anything.
     UNMATCHED_POLICY = "policy matches nothing"
     #: A result of forward which the program, and not the graph, holds in backward.
     HELD_OUTSIDE = "result held in backward"
-    #: Regions in regions in regions.
-    NESTED = "nested three times"
     #: Results for all parameters at once, in a step of an optimizer.
     FOREACH = "optimizer on lists"
 
@@ -177,33 +173,3 @@ REMEDIES: dict[Reason | None, str] = {
     Reason.GRADIENT: "the optimizer's step in hooks of backward, with zero_grad()",
     Reason.BACKWARD: "fewer samples at a time",
 }
-
-
-class PrintedHoldings(Printed):
-    """A region, which prints as a table of what it holds."""
-
-    _name: str
-
-    def kept(self) -> list[Holding]:
-        raise NotImplementedError
-
-    def _headline(self) -> str:
-        sizes: dict[object, int] = {}
-        for holding in self.kept():
-            parts = holding.parts or ((holding.storage, holding.storage_nbytes),)
-            sizes.update((storage, size) if storage is not None else (id(holding), holding.nbytes) for storage, size in parts)
-        holds = f"{format_bytes(sum(sizes.values()))} in {count_of(len(sizes), 'storage')}" if sizes else "nothing"
-        return f"{self._name!r} holds {holds}"
-
-    def _tables(self) -> Iterator[Table]:
-        rows = [
-            [
-                format_bytes(group[0].nbytes * len(group)),
-                times(group),
-                group[0].description,
-                group[0].reason.value,
-                group[0].why,
-            ]
-            for group in alike(self.kept(), lambda holding: (holding.description, holding[:3]))
-        ]
-        yield Table(["bytes", "", "tensor", "reason", "why"], rows, (0, 1), (4,))

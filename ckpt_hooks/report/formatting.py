@@ -19,7 +19,6 @@ T = TypeVar("T")
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _DIGITS = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
 _GAP = "  "
-_LONGEST = 4000  # characters of a name with numbers: Python reads no longer one
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), 127)}  # names of the user's may have them
 _LEAST = 16  # characters of a cell that is cut
 
@@ -188,7 +187,7 @@ def fold_names(names: Iterable[str]) -> str:
     distinct = list(dict.fromkeys(names))
     if len(distinct) < 2:
         return "".join(distinct)
-    is_of_one_pattern = len(set(map(name_pattern, distinct))) == 1 and len(distinct[0]) < _LONGEST
+    is_of_one_pattern = len(set(map(name_pattern, distinct))) == 1
     numbers = list(zip(*(map(int, _DIGITS.findall(name)) for name in distinct), strict=True)) if is_of_one_pattern else [()]
     if math.prod(len(set(column)) for column in numbers) != len(distinct):  # not all combinations are there
         return f"{distinct[0]} ... {distinct[-1]}"

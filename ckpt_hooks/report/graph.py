@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import LEAF_NODE, attributes_of, is_packed, node_number, packed_of, saved_in, sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
-from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway, storage_of
+from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 
 from .entries import NOWHERE, Origin, Residual
 
@@ -131,8 +131,6 @@ class OperatorNotes(QuietDispatchMode):
 
 _ORDER = {reason: place for place, reason in enumerate(Reason)}
 _NOT_HELD = frozenset({Reason.DROPPED, Reason.LOST})
-# Without the constructor: half the cost.
-_new_entry: Callable[[Any], Residual] = functools.partial(tuple.__new__, Residual)
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
@@ -144,12 +142,10 @@ class GraphReader:
         # The claims on each storage, by its number, or a number below zero for memory without a storage to be seen.
         self._claims: dict[int, list[Residual]] = {}
         self._sizes: dict[int, int] = {}
-        self._numbers: dict[int, tuple[int | None, int]] = {}
         self._dropped: list[tuple[int | None, Residual]] = []
         self._read: set[tuple[int, int]] = set()  # handles, by frame and position
         self._is_exact = True  # whether all of what is dropped is known, but for storages
         self._frames: dict[int, Frame] = {}
-        self._names: dict[type, tuple[str, ...]] = {}  # of nodes, by their class
         self._node: Any = None  # which is read
         self._views: list[torch.Size] | None = None  # the shapes of its views of parameters, once asked for
 
@@ -178,7 +174,7 @@ class GraphReader:
         if not (found or attributes):
             return
         origin = self._notes.nodes.get(node_number(node), NOWHERE)
-        name = self._names.get(type(node)) or self._names.setdefault(type(node), (node.name(),))
+        name = (node.name(),)
         for saved in found:
             self._read_saved(saved, origin, name)
         for attribute, value in attributes.items():
@@ -229,7 +225,7 @@ class GraphReader:
             made = self._notes.made.get(storage, NOWHERE)
             operator, site, module = made.operator or operator, made.line or site, made.module or module
         region = format_path(frame.path)
-        entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, ()))
+        entry = Residual(saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name)
         self._dropped.append((storage, entry))
 
     def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
@@ -262,16 +258,12 @@ class GraphReader:
                 for part in parts:
                     self._claim(part, reason, origin, name, region, why)
                 return
-        address = storage_of(tensor)
-        storage, size = None, 0
-        if address is not None:
-            storage, size = self._numbers.get(address) or self._numbers.setdefault(address, storage_and_size(tensor))
         if tensor.requires_grad and is_kept_anyway(tensor):
             reason = Reason.PARAMETER
         shape = None if tensor.is_nested else tensor.shape
         nbytes, dtype, device = tensor.nbytes, tensor.dtype, tensor.device
-        entry = _new_entry((reason, nbytes, shape, dtype, device, why, None, None, None, None, region, name, ()))
-        self._add(storage, size, entry, origin)
+        entry = Residual(reason, nbytes, shape, dtype, device, why, region=region, saved_by=name)
+        self._add(*storage_and_size(tensor), entry, origin)
 
     def _claim_holding(self, holding: Holding, region: tuple[str, ...], origin: Origin, name: tuple[str, ...] = ()) -> None:
         reason, why, nbytes, _, _, shape, dtype, device, _ = holding

@@ -1,4 +1,4 @@
-"""What a trace found: steps, their regions, what changes from step to step, and tables. Plain values, no tensors."""
+"""What a trace found: steps, their regions, and tables. Plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from ckpt_hooks._core.holdings import Reason
 
@@ -14,8 +14,8 @@ from .entries import REMEDIES, Advice, Waste, table_of_advice
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 
 
-@dataclasses.dataclass(repr=False)
-class RegionTrace(Printed):
+@dataclasses.dataclass
+class RegionTrace:
     """One entry of a region, in forward.
 
     A storage counts once a step, for the first region which reports it.
@@ -57,14 +57,6 @@ class RegionTrace(Printed):
     dropped_by: dict[str, int] = dataclasses.field(default_factory=dict)
 
     to_json = json_of
-
-    def _headline(self) -> str:
-        held = format_bytes(sum(self.held_bytes.values()))
-        recomputes = count_of(self.recomputes, "recompute")
-        return f"{_label([self])}, dropped {format_bytes(self.dropped_bytes)}, held {held}, {recomputes}"
-
-    def _tables(self) -> Iterator[Table]:
-        return _tables_of_step([self], self.held_bytes)
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields the region and all regions inside, each before those inside."""
@@ -119,7 +111,15 @@ class StepTrace(Printed):
             if region.operators is not None and region.recomputed_operators is not None:
                 self.operators = (self.operators or 0) + region.operators
                 self.recomputed_operators = (self.recomputed_operators or 0) + region.recomputed_operators
-        self.held_bytes, self.advice = dict(held.most_common()), unmatched_policies(self.walk())
+        self.held_bytes = dict(held.most_common())
+        self.advice = unmatched_policies(
+            Asked(
+                region.policy,
+                any(region.held_bytes.get(reason.value) for reason in _KEPT) or region.offloaded_bytes > 0,
+                *(region.dropped_bytes, region.module or region.name, region.site, region.dropped_by),
+            )
+            for region in self.walk()
+        )
 
     def _headline(self) -> str:
         parts = [
@@ -136,7 +136,8 @@ class StepTrace(Printed):
         return ", ".join(parts)
 
     def _tables(self) -> Iterator[Table]:
-        yield from _tables_of_step(self.regions, self.held_bytes)
+        yield Table(_HEADER, [*_rows_of(self.regions, "")], _NUMBERS, (0,))
+        yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in self.held_bytes.items()], (0,))
         yield table_of_advice(self.advice)
 
     def walk(self) -> Iterator[RegionTrace]:
@@ -144,59 +145,30 @@ class StepTrace(Printed):
         return (inner for region in self.regions for inner in region.walk())
 
 
-@dataclasses.dataclass(frozen=True)
-class Drift:
-    """A figure of a region which changes from step to step.
-
-    Attributes:
-        name: The region's name.
-        module: The region's module; None without one.
-        figure: The name of an attribute of :class:`RegionTrace`, or ``"entries"`` for the number of such regions.
-        values: The figure in each step.
-    """
-
-    name: str
-    module: str | None
-    figure: str
-    values: tuple[int, ...]
-
-    to_json = json_of
+_KEPT = (Reason.POLICY, Reason.NAME)
 
 
-_FIGURES = ("dropped_bytes", "held_bytes", "offloaded_bytes", "recomputes", "operators", "recomputed_operators")
+class Asked(NamedTuple):
+    """What a region did under its policy."""
+
+    policy: str | None
+    keeps: bool  # or moves to the host
+    dropped_bytes: int
+    where: str
+    site: str | None
+    dropped_by: Mapping[str, int] = {}  # by operator, where these are counted
 
 
-def drift_of(steps: Sequence[StepTrace]) -> tuple[Drift, ...]:
-    """Returns the figures which change from step to step, summed over entries of the same region."""
-    sums: dict[tuple[Any, ...], list[collections.Counter[str]]] = {}
-    for number, step in enumerate(steps):
-        for region in step.walk():
-            key = region.name, region.module, region.path, region.site, region.kind
-            counts = sums.setdefault(key, [collections.Counter() for _ in steps])[number]
-            counts["entries"] += 1
-            for figure in _FIGURES:
-                value = getattr(region, figure)
-                counts[figure] += sum(value.values()) if isinstance(value, dict) else value or 0
-    return tuple(
-        Drift(key[0], key[1], figure, values)
-        for key, counts in sums.items()
-        for figure in ("entries", *_FIGURES)
-        if len(set(values := tuple(count[figure] for count in counts))) > 1
-    )
-
-
-def unmatched_policies(regions: Iterable[RegionTrace]) -> tuple[Advice, ...]:
+def unmatched_policies(regions: Iterable[Asked]) -> tuple[Advice, ...]:
     """Returns advice on policies by which no region has kept anything."""
     found = []
     for group in alike((region for region in regions if region.policy), lambda region: region.policy):
-        kept = sum(region.held_bytes.get(reason.value, 0) for region in group for reason in (Reason.POLICY, Reason.NAME))
-        dropped = sum(region.dropped_bytes for region in group)
-        words = group[0].policy or ""
-        if kept or not dropped or any(region.offloaded_bytes for region in group) or words.startswith("<nothing_saveable"):
+        words, dropped = group[0].policy or "", sum(region.dropped_bytes for region in group)
+        if not dropped or any(region.keeps for region in group) or words.startswith("<nothing_saveable"):
             continue
         operator, nbytes = _nearest(words, [region.dropped_by for region in group])
         code = f"policy=[torch.ops.{operator}]" if operator else "name operators that run: trace(operators=True) lists them"
-        where = fold_names(dict.fromkeys(region.module or region.name for region in group))
+        where = fold_names(dict.fromkeys(region.where for region in group))
         found.append(Advice(Waste.UNMATCHED_POLICY, f"{where}, {words}", len(group), group[0].site, 0, nbytes, code))
     return tuple(found)
 
@@ -216,8 +188,6 @@ def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | N
 
 _HEADER = ("region", "dropped", "held", "to host", "recomputes", "ms each", "operators", "again", "line", "kind")
 _NUMBERS = range(1, 8)
-_MOST = 20  # changes from step to step in a report
-_LATEST = 8  # steps of a change
 _LARGEST = 5  # regions in a note
 
 
@@ -237,11 +207,6 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
         words = format_bytes(size(group)), _label(group), group[0].site or "", ", ".join(held)
         lines.append("  ".join(words) + (f": {remedy}" if remedy else ""))
     return lines
-
-
-def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
-    yield Table(_HEADER, [*_rows_of(regions, "")], _NUMBERS, (0,))
-    yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in held_bytes.items()], (0,))
 
 
 def _rows_of(regions: Sequence[RegionTrace], indent: str) -> Iterator[list[str]]:
@@ -271,23 +236,8 @@ def _signature(region: RegionTrace) -> object:
     )
 
 
-def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
+def _label(group: Sequence[RegionTrace]) -> str:
     """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``; a name that both have once."""
     modules = fold_names(region.module or "" for region in group)
     names = fold_names(region.name for region in group)
     return " ".join(filter(None, (times(group), modules if modules != names else "", names)))
-
-
-def table_of_drift(drift: Sequence[Drift]) -> Table:
-    """Returns a table of what changes from step to step."""
-
-    def key(change: Drift) -> object:
-        return name_pattern(change.module or ""), name_pattern(change.name), change.figure, change.values
-
-    rows: list[list[str]] = []
-    for group in alike(drift, key):
-        figure, values = group[0].figure, group[0].values
-        shown = [format_bytes(value) if figure.endswith("bytes") else str(value) for value in values[-_LATEST:]]
-        rows.append([_label(group), figure, " ".join(["..."] * (len(values) > _LATEST) + shown)])
-    more = f"and {len(rows) - _MOST} more" if len(rows) > _MOST else ""
-    return Table(["region", "changes", "from step to step"], rows[:_MOST], (), (0,), "", more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,12 +13,10 @@ from ckpt_hooks._core.holdings import Holding, Reason, Saved
 from ckpt_hooks._core.misuse import OfThisProcess, check_is, checked_flag
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
-from ckpt_hooks._torch.profiling import named_range
+from ckpt_hooks._torch.profiling import profiler_range
 
-from .formatting import Printed, Table, as_text, format_bytes, json_of, noting_out_of_memory
-from .steps import Drift, RegionTrace, StepTrace, drift_of, largest_of, table_of_drift
-
-_logger = logging.getLogger("ckpt_hooks")
+from .formatting import Printed, Table, json_of, noting_out_of_memory
+from .steps import RegionTrace, StepTrace, largest_of
 
 
 class _Running(threading.local):
@@ -28,10 +25,15 @@ class _Running(threading.local):
         self.ranges: list[tuple[int, Any]] = []
 
 
-class _Tracer(Observer):
-    def __init__(self, *, operators: bool, log: bool, profiler_ranges: bool) -> None:
+class Trace(OfThisProcess, Observer, Printed):
+    """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive."""
+
+    _json = ("steps",)
+    to_json = json_of
+
+    def __init__(self, *, operators: bool, profiler_ranges: bool) -> None:
         self.wants_operators = operators
-        self._log, self._ranges = log, profiler_ranges
+        self._ranges = profiler_ranges
         self._lock = threading.Lock()
         self._running = _Running()
         self._done: list[StepTrace] = []
@@ -49,6 +51,40 @@ class _Tracer(Observer):
         self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of those that are freed and counted
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
         self._late, self._seconds = 0, 0.0
+
+    @property
+    def steps(self) -> tuple[StepTrace, ...]:
+        """The steps so far, each a :class:`StepTrace`; the last may still run."""
+        return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
+
+    def _present(self) -> StepTrace:
+        return StepTrace(tuple(region.copy() for region in self._roots), self._late, self._seconds)
+
+    def step(self) -> None:
+        """Marks the end of a step: later regions belong to the next one.
+
+        Raises:
+            RuntimeError: If a region is open.
+        """
+        opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
+        if opened:
+            raise RuntimeError(
+                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
+                "outside of regions, after backward."
+            )
+        self._done.append(self._present())
+        self._begin_step()
+
+    def _headline(self) -> str:
+        steps = self.steps
+        if not steps:
+            return "no region has run"
+        totals = steps[-1]._headline()
+        return totals if len(steps) == 1 else f"step {len(steps) - 1}: {totals}"
+
+    def _tables(self) -> Iterator[Table]:
+        for step in self.steps[-1:]:
+            yield from step._tables()
 
     def largest(self) -> list[str]:
         """Returns lines on the regions of this step that hold most, and live still."""
@@ -168,17 +204,12 @@ class _Tracer(Observer):
                 entry.recompute_seconds += seconds
             elif not region.in_recompute:
                 self._late += 1
-        if self._log:
-            dropped = "" if entry is None else f", which had dropped {format_bytes(entry.dropped_bytes)}"
-            outcome = "" if error is None or not isinstance(error, Exception) else f", ended by {type(error).__name__}"
-            words = f"{'/'.join(region.path)!r}{f' of module {region.module}' if region.module else ''}"
-            _logger.debug("recomputed region %s in %.3f ms%s%s", words, seconds * 1e3, dropped, outcome)
 
     # Ranges of the profiler
 
     def _begin_range(self, region: Region, what: str) -> None:
         if self._ranges:
-            opened = named_range(f"{what} of region {region.module or '/'.join(region.path)}")
+            opened = profiler_range(f"{what} of region {region.module or '/'.join(region.path)}")
             opened.__enter__()
             self._running.ranges.append((region.id, opened))
 
@@ -192,59 +223,8 @@ class _Tracer(Observer):
                     break
 
 
-class Trace(OfThisProcess, _Tracer, Printed):
-    """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive.
-
-    Prints as :func:`ckpt_hooks.report.format_trace` writes it.
-    """
-
-    _json = "steps", "drift"
-    to_json = json_of
-
-    @property
-    def steps(self) -> tuple[StepTrace, ...]:
-        """The steps so far, each a :class:`StepTrace`; the last may still run."""
-        return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
-
-    def _present(self) -> StepTrace:
-        return StepTrace(tuple(region.copy() for region in self._roots), self._late, self._seconds)
-
-    def step(self) -> None:
-        """Marks the end of a step: later regions belong to the next one.
-
-        Raises:
-            RuntimeError: If a region is open.
-        """
-        opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
-        if opened:
-            raise RuntimeError(
-                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
-                "outside of regions, after backward."
-            )
-        self._done.append(self._present())
-        self._begin_step()
-
-    @property
-    def drift(self) -> tuple[Drift, ...]:
-        """The figures of regions which change from step to step, each a :class:`Drift`."""
-        return drift_of(self.steps)
-
-    def _headline(self) -> str:
-        steps = self.steps
-        if not steps:
-            return "no region has run"
-        totals = steps[-1]._headline()
-        return totals if len(steps) == 1 else f"step {len(steps) - 1}: {totals}"
-
-    def _tables(self) -> Iterator[Table]:
-        steps = self.steps
-        if steps:
-            yield from steps[-1]._tables()
-            yield table_of_drift(drift_of(steps))
-
-
 @contextlib.contextmanager
-def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
+def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
     """Traces the regions whose forward begins in a block, on this thread: what they drop, hold and compute again.
 
     Backward may run in the block or behind it. An accelerator's ``torch.OutOfMemoryError`` which leaves the block gets a note:
@@ -253,11 +233,8 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
 
     Args:
         operators: Whether operators are counted, at some 20 us an operator.
-        log: Whether each recompute is logged, to the logger ``ckpt_hooks`` at the level DEBUG: name, time, bytes. The logger's
-            level is looked at when the block begins.
         profiler_ranges: Whether forward and recomputes of a region are ranges of ``torch.profiler``, as in
-            ``"recompute of region layers.0"``, and so named in snapshots of CUDA's memory (``torch.cuda.memory._snapshot``,
-            ``user_metadata``).
+            ``"recompute of region layers.0"``.
 
     Yields:
         The :class:`Trace`. It grows as regions run.
@@ -278,36 +255,10 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
     """
     found = Trace(
         operators=checked_flag(operators, "operators"),
-        log=checked_flag(log, "log") and _logger.isEnabledFor(logging.DEBUG),
         profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges"),
     )
     with noting_out_of_memory(found.largest), observe(found):
         yield found
-
-
-def format_trace(trace: Trace) -> str:
-    """Returns a trace as text: the regions of the latest step, totals, and what changes from step to step.
-
-    Regions alike are one line, as in ``"x12 layers.0-11 Block"``. Figures are those of one of them, times a mean.
-
-    Args:
-        trace: The trace.
-
-    Returns:
-        The text, of several lines.
-
-    Example:
-        >>> import torch
-        >>> from ckpt_hooks import checkpoint
-        >>> from ckpt_hooks.report import format_trace, trace
-        >>> x = torch.ones(256, requires_grad=True)
-        >>> with trace() as found:
-        ...     checkpoint(lambda x: x.sin().cos().exp(), x).sum().backward()
-        >>> "dropped 2.0 KiB" in format_trace(found)
-        True
-    """
-    check_is(trace, Trace, "trace", "a Trace", "Pass what `with trace() as found:` gives.")
-    return as_text(trace._headline(), trace._tables())
 
 
 def print_trace(trace: Trace) -> None:

@@ -124,26 +124,6 @@ def keeping(kept, recorded):
     return call if recorded else call_function
 
 
-def nested(levels):
-    torch.manual_seed(0)
-    blocks, data = nn.ModuleList(Block() for _ in range(4)), torch.randn(ROWS, WIDTH)
-
-    def of(function, number):
-        return (lambda x: checkpoint(function, x)) if number < levels else function
-
-    def pair(first, second):
-        one, two = of(first, 2), of(second, 2)
-        return of(lambda x: two(one(x)), 1)
-
-    def step():
-        one, two = pair(*blocks[:2]), pair(*blocks[2:])
-        of(lambda x: two(one(x)), 0)(data.requires_grad_() * 1.0).sum().backward()
-        blocks.zero_grad()
-        data.grad = None
-
-    return step
-
-
 def outside(recorded):
     return lambda: stepping(Block, keeping([], recorded)), lambda: stepping(Block, keeping(None, recorded))
 
@@ -163,19 +143,22 @@ PLANTED = {
         lambda: stepping(Rectified, plain, "5"),  # whose result nothing else keeps
     ),
     "a leaf that saves its result": (
-        Waste.LEAF,
+        Waste.SAVES_NOTHING,
         lambda: stepping(Rectified, plain, "*.relu"),
         lambda: stepping(Rectified, plain, "5.relu"),
     ),
     "a recorded leaf": (
-        Waste.LEAF,
+        Waste.SAVES_NOTHING,
         lambda: stepping(Rectified, plain, "*.relu", recorded=True),
         lambda: stepping(Rectified, plain, "5.relu", recorded=True),
     ),
-    "a leaf that is computed again": (Waste.LEAF, lambda: stepping(Block, plain, "*.norm"), lambda: stepping(Block, plain)),
+    "a leaf that is computed again": (
+        Waste.SAVES_NOTHING,
+        lambda: stepping(Block, plain, "*.norm"),
+        lambda: stepping(Block, plain),
+    ),
     "results in a list": (Waste.HELD_OUTSIDE, *outside(recorded=False)),
     "results of blocks in a list": (Waste.HELD_OUTSIDE, *outside(recorded=True)),
-    "three levels": (Waste.NESTED, lambda: nested(3), lambda: nested(2)),
 }
 
 
@@ -195,10 +178,10 @@ def test_a_waste_is_found_with_what_following_gives(name):
     before, after = ledger_of(wasting()), ledger_of(followed())
     (found,) = before.advice
     assert found.waste is waste
-    saves_its_result = waste in (Waste.LEAF, Waste.SAVES_NOTHING) and "again" not in name
-    assert found.count == (4 if waste is Waste.NESTED else 5 if saves_its_result else 6)
+    saves_its_result = waste is Waste.SAVES_NOTHING and "again" not in name
+    assert found.count == (5 if saves_its_result else 6)
     assert found.site.startswith(("test_advice_on_wastes.py:", "applying.py:", "forward.py:")), found.site
-    if waste is not Waste.NESTED and found.peak_nbytes:
+    if found.peak_nbytes:
         assert found.peak_nbytes == pytest.approx(before.peak.nbytes - after.peak.nbytes, rel=0.01)
     else:
         assert before.peak.nbytes <= after.peak.nbytes * 1.0001
@@ -416,7 +399,7 @@ PROMISES = {
 }
 PROMISES |= {
     f"{select}, recorded {recorded}": (
-        Waste.LEAF,
+        Waste.SAVES_NOTHING,
         *(True, 0.9),
         lambda select=select, recorded=recorded: regions_on(select, recorded),
         lambda code, recorded=recorded: regions_on(re.fullmatch(REGION, code)[1], recorded),

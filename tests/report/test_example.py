@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import compare_memory
 import inspect_memory
@@ -48,3 +49,11 @@ def test_a_budget_needs_a_picture(capsys):
     with pytest.raises(SystemExit):
         inspect_memory.main(["--mode", "budget:0.4"])
     assert "with --plot budget:SIZE" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(inspect_memory, "ledger_of", None)
+    with pytest.raises(SystemExit):
+        inspect_memory.main(["--plot", "steps.png"])
+    assert "pip install 'ckpt_hooks[plot]'" in capsys.readouterr().err

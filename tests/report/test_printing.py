@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ckpt_hooks
-from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, policies
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region
 from ckpt_hooks.report import format_saved_residuals, saved_residuals, saved_tensors_report, trace
 from tests.fake_transformers import Model as Transformer
 from tests.measure import leaf
@@ -46,17 +46,12 @@ def reports():
         live = saved_tensors_report(loss, known=(model, x))
         loss.backward()
         traced.step()
-    region = checkpoint_region(policy=policies.dots_saveable, name="all of it")
-    with region:
-        loss = Model()(x).sum()
     transformer = Transformer()
     found = {
         "saved_residuals": saved_residuals(model, x),
         "saved_tensors_report": live,
         "trace": traced,
         "step of a trace": traced.steps[0],
-        "region of a trace": traced.steps[0].regions[0],
-        "region": region,
         "apply_checkpointing": apply_checkpointing(Model(), nn.Sequential),
         "enable_in_transformers": ckpt_hooks.enable_in_transformers(transformer),
     }
@@ -72,8 +67,6 @@ KINDS = [
     "saved_tensors_report",
     "trace",
     "step of a trace",
-    "region of a trace",
-    "region",
     "apply_checkpointing",
     "enable_in_transformers",
 ]
@@ -131,10 +124,9 @@ def test_tensors_in_one_storage_have_a_row_for_each_shape():
         (["block.1", "head\n"], "block.1 ... head\\n"),
         (["blk.1", "head.2"], "blk.1 ... head.2"),
         (["layers.1", "layers.*"], "layers.1 ... layers.*"),
-        (["1" * 5000, "2" * 5000], "1" * 5000 + " ... " + "2" * 5000),
         (["layers.0", "layers.1", "layers.3"], "layers.0-1,3"),
     ],
-    ids=["newline", "two patterns", "star", "long numbers", "one pattern"],
+    ids=["newline", "two patterns", "star", "one pattern"],
 )
 def test_names_of_regions_that_share_a_storage_are_folded_if_they_are_of_one_pattern(names, folded):
     def function(x):

@@ -49,10 +49,6 @@ class Hold:
         return self.reason is Reason.DROPPED
 
 
-#: A storage which backward needs of a region.
-Need = Hold
-
-
 @dataclasses.dataclass
 class Allocation:
     """Memory allocated in a step.
@@ -79,17 +75,6 @@ class Allocation:
     entry: int | None = None
     requires_grad: bool = False
 
-    def is_alive_at(self, change: int) -> bool:
-        """Whether the memory is in use after a change."""
-        return self.born <= change and (self.freed is None or change < self.freed)
-
-    def reason_at(self, change: int) -> Reason | None:
-        """Returns the reason for the use of the memory after a change; None where no region and no backward is the reason."""
-        reasons = {hold.reason for hold in self.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)}
-        if self.is_gradient:
-            reasons.add(Reason.GRADIENT)
-        return next((reason for reason in Reason if reason in reasons), None)
-
 
 @dataclasses.dataclass
 class RegionEntry:
@@ -104,7 +89,6 @@ class RegionEntry:
         parent: The number of the region around; None without.
         begin: The number of changes before.
         end: The number of changes before the end of forward.
-        modules: The number of calls of modules in its forward.
         recomputes: For each recompute, the numbers of changes before its begin and its end.
         needs: The storages which backward needs, each a :class:`Hold`.
         policy: The policy on outputs to keep, in words; None without one.
@@ -119,7 +103,6 @@ class RegionEntry:
     parent: int | None
     begin: int
     end: int
-    modules: int = 0
     recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     needs: list[Hold] = dataclasses.field(default_factory=list)
     policy: str | None = None
@@ -169,7 +152,6 @@ class StepReader:
         # What was open when nodes of autograd were made: from each number of a node on.
         self._numbers: list[int] = []
         self._makers: list[_Opened] = []
-        self._origins: dict[tuple[_Opened, Maker, Origin], Origin] = {}
 
     def run(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -218,12 +200,8 @@ class StepReader:
             maker, line, opened = Maker.BACKWARD, None, self._makers[at] if at >= 0 and row.sequence >= 0 else _OUTSIDE
         elif maker is Maker.OUTSIDE and place.optimizer is not None:
             maker = Maker.OPTIMIZER
-        found = self._origins.get((opened, maker, place))
-        if found is None:
-            around = opened.origin
-            found = place._replace(maker=maker, region=around.region, module=around.module, line=line or around.line)
-            self._origins[opened, maker, place] = found
-        return found
+        around = opened.origin
+        return place._replace(maker=maker, region=around.region, module=around.module, line=line or around.line)
 
     def entered(self, region: Region, *, is_recompute: bool = False) -> None:
         maker = Maker.RECOMPUTE if is_recompute or region.in_recompute else Maker.REGION
@@ -253,8 +231,6 @@ class StepReader:
         around = self._opened[-1]
         maker = around.origin.maker if around.origin.maker in _IN_REGION else Maker.MODULE
         self._opened.append(_Opened(None, around.origin._replace(maker=maker, module=name), around.entry))
-        if around.entry is not None and maker is Maker.REGION:
-            self.entries[around.entry].modules += 1
 
     def _close(self, key: int | None) -> None:
         for at in reversed(range(1, len(self._opened))):
@@ -427,10 +403,14 @@ class LedgerData:
             raise wrong(change, "change", wanted, "Pass -1 for the begin.", TypeError if number is None else ValueError)
         sizes: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
         counts: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
-        for allocation in self.allocations:
-            if allocation.is_alive_at(change):
-                key = allocation.origin, allocation.reason_at(change)
-                sizes[key] += allocation.nbytes
+        for one in self.allocations:
+            if one.born <= change and (one.freed is None or change < one.freed):
+                reasons = {
+                    hold.reason for hold in one.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)
+                }
+                reasons |= {Reason.GRADIENT} if one.is_gradient else set()
+                key = one.origin, next((reason for reason in Reason if reason in reasons), None)
+                sizes[key] += one.nbytes
                 counts[key] += 1
         return tuple(Holder(nbytes, counts[key], *key) for key, nbytes in sizes.most_common())
 

@@ -56,7 +56,6 @@ class Marks:
         self.is_open = True  # frames keep their observers, and may tell more when the ledger has been taken
 
     def range_of(self, event: str, *args: Any) -> Any:
-        """Returns a new mark's range of the profiler, to be entered."""
         name = f"{_PREFIX}{self._next()}"
         is_own = threading.get_ident() == self._thread
         self.by_name[name] = Mark(event, args, sequence_number() if is_own else None)
@@ -175,7 +174,6 @@ class OlderMemory:
 
 
 def _leaves_and_others() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yields every tensor that Python knows, with its gradient."""
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor):
             gradient = None

@@ -8,16 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks.report.entries import NOWHERE, REMEDIES, Advice, Maker, Origin, Waste
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern, up_to_number
-from ckpt_hooks.report.steps import RegionTrace, unmatched_policies
+from ckpt_hooks.report.steps import Asked, unmatched_policies
 
 from .data import NEVER, Allocation, Holder, LedgerData, RegionEntry, is_forward
 
 _CODE = {
     Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",
     Waste.SAVES_NOTHING: "leave the region out",
-    Waste.LEAF: "leave the region out",
     Waste.HELD_OUTSIDE: "del value before backward, or clear the list or attribute that has it",
-    Waste.NESTED: "leave out the innermost region, if the peak allows",
     Waste.FOREACH: "foreach=False",
 }
 
@@ -28,7 +26,6 @@ _LEAST = 0.01
 _SHARES = {Waste.HELD_INPUT: 0.05, Waste.HELD_OUTSIDE: 0.05, Waste.FOREACH: 0.05}
 #: A region that drops at most this part of what its backward needs drops next to nothing: a norm's statistics, say.
 _NEXT_TO_NOTHING = 0.05
-_DEEP = 3
 
 #: The begin, the end (both indices of changes), and the bytes of a difference.
 _Edit = tuple[int, int, int]
@@ -40,7 +37,7 @@ def wastes_of(ledger: LedgerData) -> tuple[Advice, ...]:
     """Returns the wastes of a step, the largest first."""
     again = _LEAST * sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE)
     entries = {number: entry for number, entry in ledger.entries.items() if not entry.is_again}
-    kinds = (_held_inputs, _saving_nothing, _held_outside, _nested, _of_foreach)
+    kinds = (_held_inputs, _saving_nothing, _held_outside, _of_foreach)
     found = [advice for kind in kinds for advice in kind(ledger, entries)]
     found = [
         one
@@ -142,14 +139,13 @@ def _saving_nothing(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
         if dropped <= _NEXT_TO_NOTHING * sum(one.nbytes for one, _ in needed):
             idle.append(number)
     for group in _groups(entries, idle):
-        waste = Waste.LEAF if max(entries[number].modules for number in group) <= 1 else Waste.SAVES_NOTHING
         again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE and one.entry in group)
         place, edits, module = _place_of(ledger, group), [*_without(ledger, group)], entries[group[0]].module or ""
-        if waste is Waste.LEAF and (block := up_to_number(module)) and block != module:
+        if (block := up_to_number(module)) and block != module:
             edits = [edit for edit in edits if edit[2] < 0] + [*_with_blocks(ledger, block)]
-            yield _advice(ledger, waste, place, edits, 0, _region_for(block))
+            yield _advice(ledger, Waste.SAVES_NOTHING, place, edits, 0, _region_for(block))
         else:
-            yield _advice(ledger, waste, place, edits, again)
+            yield _advice(ledger, Waste.SAVES_NOTHING, place, edits, again)
 
 
 def _with_blocks(ledger: LedgerData, block: str) -> Iterator[_Edit]:
@@ -235,34 +231,10 @@ def _is_of_foreach(origin: Origin) -> bool:
     return (origin.operator or "").startswith("aten::_foreach_")
 
 
-def _nested(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
-    """Forwards that run in the recompute of the region around, and once more in that of the innermost region."""
-    inside, again = dict.fromkeys(ledger.entries, 0), dict.fromkeys(ledger.entries, 0)
-    for one in ledger.allocations:
-        if one.entry in inside and one.origin.maker is Maker.RECOMPUTE:
-            entry = ledger.entries[one.entry]
-            (inside if entry.begin <= one.born < entry.end else again)[one.entry] += one.nbytes
-    children: dict[int | None, list[int]] = {}
-    for number, entry in ledger.entries.items():
-        children.setdefault(entry.parent, []).append(number)
-    twice: dict[int, int] = {}
-    for number, around in ledger.entries.items():
-        forward = [child for child in children.get(number, ()) if not ledger.entries[child].is_again]
-        for begin, end in around.recomputes:  # each enters regions in forward's order
-            entered = [child for child in children.get(number, ()) if begin <= ledger.entries[child].begin < end]
-            for child, entered_first in zip(entered, forward, strict=False):
-                twice[entered_first] = min(inside[child], again[entered_first])
-    deep = [number for number, entry in entries.items() if len(entry.path) >= _DEEP]
-    for group in _groups(ledger.entries, deep):
-        yield _advice(ledger, Waste.NESTED, _place_of(ledger, group), (), sum(twice.get(one, 0) for one in group))
-
-
 def _unmatched(ledger: LedgerData, entries: _Entries) -> tuple[Advice, ...]:
     regions = []
     for one in entries.values():
         dropped = {need.allocation for need in one.needs if need.is_dropped}
         nbytes = sum(ledger.allocations[at].nbytes for at in dropped)
-        held = {Reason.POLICY.value: int(one.policy_keeps)}
-        place = one.path[-1], one.path, one.site, one.module
-        regions.append(RegionTrace("", *place, dropped_bytes=nbytes, held_bytes=held, policy=one.policy))
+        regions.append(Asked(one.policy, one.policy_keeps, nbytes, one.module or one.path[-1], one.site))
     return unmatched_policies(regions)
