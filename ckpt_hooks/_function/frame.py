@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from itertools import count
 from sys import getrefcount
@@ -19,7 +19,7 @@ import torch
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.positions import Position, devices_between, moves_by_itself, where_streams_are
+from ckpt_hooks._ambient.positions import Position, where_streams_are
 from ckpt_hooks._ambient.streams import seed_masks_anew
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
@@ -61,11 +61,10 @@ from .options import (
 from .reach import variables_in
 from .rerun import rerun
 from .trees import Tree
-from .words import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
+from .words import name_of_tensor, uninitialized
 
 if TYPE_CHECKING:
     from ckpt_hooks._core.events import Watch
-    from ckpt_hooks._operators.draws import DrawWatch
 
 #: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
 #: users, and the count of their holders would tell nothing.
@@ -489,12 +488,12 @@ class FunctionFrame(Frame):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
-                return Pass(self.recompute((index,)), self._made())
+                return Pass(self.observed(rerun, self, (index,)), self._made())
             if self.is_split and graph_task_id() != -1:
                 return self._open_split_pass(index)
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.recompute(None), self._made())
+                opened = Pass(self.observed(rerun, self, None), self._made())
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
@@ -503,11 +502,11 @@ class FunctionFrame(Frame):
         kept = self.passes.get(SPLIT)
         value = kept.value_at(index, self.alive) if isinstance(kept, SplitPass) else MISSING
         if not isinstance(kept, SplitPass) or value is MISSING:
-            kept = SplitPass(self.recompute(None), self._made())
+            kept = SplitPass(self.observed(rerun, self, None), self._made())
             self.passes = {SPLIT: kept}
             value = kept.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
-                return Pass(self.recompute((index,)), self._made())
+                return Pass(self.observed(rerun, self, (index,)), self._made())
         if not kept.uses.hand_out(index, value):
             kept.values[index] = MISSING
         return Pass({index: value}, kept.made)
@@ -525,7 +524,7 @@ class FunctionFrame(Frame):
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]
-            values = self.recompute(frozenset(wanted))
+            values = self.observed(rerun, self, frozenset(wanted))
             if opened.made is not None:
                 opened.made.renew()
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
@@ -534,7 +533,7 @@ class FunctionFrame(Frame):
                     opened.values[position] = values[position]
             value: torch.Tensor = opened.values[index]
             if value is MISSING and len(wanted) > 1:
-                value = self.recompute((index,))[index]
+                value = self.observed(rerun, self, (index,))[index]
             opened.values[index] = MISSING
             taken.append(index)
             if value is MISSING:
@@ -544,42 +543,6 @@ class FunctionFrame(Frame):
                     region=format_path(self.path),
                 )
             return value
-
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Brings back tensors, of all living handles if None: an entry for each handle, up to the last one wanted.
-
-        Under the frame's lock; leaves the frame as it was, whether it returns or raises. MISSING stands for a tensor not
-        wanted, or modified in the course of the recompute, which has to be asked for alone.
-        """
-        watch = _draw_watch() if is_beside_drawing_thread() else None
-        values, moved_otherwise = (
-            rerun(self, wanted, watch) if self.watch is None else self.observed(rerun, self, wanted, watch)
-        )
-        if moved_otherwise:
-            self._check_draws(moved_otherwise, watch, wanted)
-        return values
-
-    def _check_draws(self, moved: set[torch.device], watch: DrawWatch | None, wanted: Collection[int] | None) -> None:
-        """Raises unless another thread has moved the streams of some devices, from which this function does not draw."""
-        region, is_proven, group = format_path(self.path), watch is not None, torch.distributed
-        if watch is None:
-            # One more rerun on this rank alone would run the region's collectives without the other ranks.
-            if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-                raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
-
-            watch = _draw_watch()
-            rerun(self, wanted, watch, compares=False)
-        if watch.unknown is not None or moved & watch.devices:
-            raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
-        # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
-        positions = self.positions or {}
-        begin, where = positions.get(-1), where_streams_are()
-        in_forward: set[torch.device] = set().union(
-            *(devices_between(begin, position, where) for position in positions.values())
-        )
-        if not (is_proven or moved <= in_forward or moves_by_itself(moved)):
-            raise draws_error(region)
-        warn_of_drawing_thread()
 
     def _made(self) -> Made | None:
         """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
@@ -616,12 +579,6 @@ class FunctionFrame(Frame):
 
     def owners(self) -> list[Frame]:
         return owners_in(self.arguments, Frame, (Tree,))
-
-
-def _draw_watch() -> DrawWatch:
-    from ckpt_hooks._operators.draws import DrawWatch
-
-    return DrawWatch()
 
 
 # --------------------------------------------------------------------------------------------------------------- TorchScript
