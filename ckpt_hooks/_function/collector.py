@@ -70,26 +70,6 @@ def ends_small(result: Any, facts: Sequence[Any]) -> bool:
 class Collector:
     """The values of one rerun: for each tensor saved so far the tensor, or :data:`MISSING` if not wanted."""
 
-    __slots__ = (
-        "_around",
-        "_detach",
-        "_end",
-        "_exchanged",
-        "_handled",
-        "_lent",
-        "done",
-        "doubt",
-        "early_stop",
-        "frame",
-        "last",
-        "marks",
-        "moved_otherwise",
-        "values",
-        "versions",
-        "wanted",
-        "without_grad",
-    )
-
     def __init__(self, frame: Any, wanted: Collection[int] | None) -> None:
         self._detach = detach_past_modes if frame.contexts is not None and only_quiet_modes() else torch.Tensor.detach
         self.frame, self.wanted = frame, wanted  # None for all living handles

@@ -86,30 +86,13 @@ _UNHELD = next(map(getrefcount, [_FIRST + 1]))
 class Pass:
     """The values which a recompute brought back for one frame in one scope."""
 
-    __slots__ = ("made", "taken", "values")
+    __slots__ = ("made", "taken", "uses", "values")
 
-    def __init__(self, values: list[torch.Tensor] | dict[int, torch.Tensor], made: Made | None = None) -> None:
+    def __init__(self, values: Any, made: Made | None, uses: Uses | None = None) -> None:
         # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
-        self.values: Any = values
-        self.made = made
+        self.values = values
+        self.made, self.uses = made, uses  # the latter for the two parts of a backward
         self.taken: list[int] = []  # indices in the order of their taking
-
-
-class SplitPass(Pass):
-    """The values of one frame for the two parts of a backward, which lie apart from the values handed out."""
-
-    __slots__ = ("uses",)
-
-    def __init__(self, values: list[torch.Tensor], made: Made | None) -> None:
-        Pass.__init__(self, values, made)
-        self.uses = Uses()
-
-    def value_at(self, index: int, alive: Callable[[], list[bool]]) -> torch.Tensor:
-        """Returns a value; :data:`MISSING` if it is not there, or a backward has written to its memory."""
-        if self.uses.is_next_part():  # once in each backward
-            self.values = [value if lives else MISSING for value, lives in zip(self.values, alive(), strict=False)]
-        value: torch.Tensor = self.values[index] if index < len(self.values) else MISSING
-        return value if value is MISSING or self.uses.is_untouched(index, value) else MISSING
 
 
 @skipped
@@ -188,7 +171,6 @@ class FunctionFrame(Frame):
         "facts",
         "fingerprints",
         "function",
-        "is_split",
         "marks",
         "modes",
         "num_nodes",
@@ -232,7 +214,6 @@ class FunctionFrame(Frame):
         self.modes: list[str] | None = None  # names of the user's dispatch modes around forward, where values are compared
         self.state: Journal | None = None
         self.collector: Any = None  # of the running rerun
-        self.is_split = options.split_backward  # whether values stay for a second backward
         self.marks: list[Mark] = []  # of the regions inside, in forward
         # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether it works
         # on small tensors in the end.
@@ -272,14 +253,23 @@ class FunctionFrame(Frame):
         try:
             if self.options.check.fingerprint is not None or (paused is not None and not only_quiet_modes()):
                 self._compare_values()
-            if not self._capture():
+            context, preserve_rng_state = copy_context(), self.options.preserve_rng_state
+            self.variables, others = variables_in(context) if context else ((), ())
+            is_needed, with_buffers = bool(self.variables), self.options.preserve_buffers
+            objects = (*self.arguments.objects, *others)
+            state = journal_of(self.function, objects, preserve_buffers=with_buffers, is_needed=is_needed)
+            if state is False:  # a lazy module has not made its parameters yet
                 if self.contexts is not None:
                     raise uninitialized(format_path(self.path))
                 self._keeps_all = True  # this once
                 return self
+            self.state, generators = state, () if state is None else state.generators
+            self.ambient = _ambient.capture(preserve_rng_state=preserve_rng_state, generators=generators)
             self.current = capture_current()
-            if self.options.preserve_rng_state:
+            if preserve_rng_state:
                 self.positions = {}
+                if state is not None and (recurrent := [layer for tree in state.trees for layer in tree.recurrent]):
+                    seed_masks_anew(recurrent)
             self._open()
             self._first_node = sequence_number()
         except BaseException as error:
@@ -312,23 +302,6 @@ class FunctionFrame(Frame):
         if check is not self.options.check:
             self.options = dataclasses.replace(self.options, check=check)
         self.modes = None if check.fingerprint is None else modes
-
-    def _capture(self) -> bool:
-        """Notes what the function finds besides arguments; returns False if a lazy module has not made parameters yet."""
-        options, context = self.options, copy_context()
-        self.variables, others = variables_in(context) if context else ((), ())
-        objects = (*self.arguments.objects, *others)
-        state = journal_of(self.function, objects, preserve_buffers=options.preserve_buffers, is_needed=bool(self.variables))
-        if state is False:
-            return False
-        self.state = state
-        self.ambient = _ambient.capture(
-            preserve_rng_state=options.preserve_rng_state, generators=() if state is None else state.generators
-        )
-        recurrent = [] if state is None else [layer for tree in state.trees for layer in tree.recurrent]
-        if recurrent and options.preserve_rng_state:
-            seed_masks_anew(recurrent)
-        return True
 
     def _open(self) -> None:
         """Makes this the innermost frame of the thread, with its pack hook."""
@@ -443,10 +416,7 @@ class FunctionFrame(Frame):
         if stack.innermost is self:  # else the caller rewinds the thread
             close_frame(self)
         try:
-            if error is None:
-                self._settle(failed=False)
-            else:
-                close(error, functools.partial(self._settle, failed=True))
+            close(error, functools.partial(self._settle, failed=error is not None))
         except BaseException as found:
             close(found, functools.partial(self._tell_exited, found))
             raise
@@ -489,7 +459,7 @@ class FunctionFrame(Frame):
         with self._lock:
             if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
                 return Pass(self.observed(rerun, self, (index,)), self._made())
-            if self.is_split and graph_task_id() != -1:
+            if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
@@ -499,10 +469,14 @@ class FunctionFrame(Frame):
 
     def _open_split_pass(self, index: int) -> Pass:
         """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
-        kept = self.passes.get(SPLIT)
-        value = kept.value_at(index, self.alive) if isinstance(kept, SplitPass) else MISSING
-        if not isinstance(kept, SplitPass) or value is MISSING:
-            kept = SplitPass(self.observed(rerun, self, None), self._made())
+        kept: Any = self.passes.get(SPLIT)
+        value: torch.Tensor = MISSING
+        if kept is not None:
+            if kept.uses.is_next_part():  # once in each backward
+                kept.values = [one if lives else MISSING for one, lives in zip(kept.values, self.alive(), strict=False)]
+            value = kept.values[index] if index < len(kept.values) else MISSING
+        if value is MISSING or not kept.uses.is_untouched(index, value):  # a backward may have written to its memory
+            kept = Pass(self.observed(rerun, self, None), self._made(), Uses())
             self.passes = {SPLIT: kept}
             value = kept.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
@@ -611,21 +585,17 @@ def _keeping(frame: Frame) -> Callable[[torch.Tensor], Kept]:
 @skipped
 def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
     frame: Any = stack.innermost
-    if frame is None or frame.kind != "function":
-        return call(function, *args, **kwargs)
     hooks = top_saved_tensors_hooks(False) if torch.is_grad_enabled() else None
-    if hooks is not None and not are_of_frame(hooks):
-        hooks = None
-    if hooks is not None:
-        if frame.recomputing:
-            push_saved_tensors_hooks(_without_graph, hooks[1])
-        else:
-            push_saved_tensors_hooks(_keeping(frame), unpack_kept)
+    if frame is None or frame.kind != "function" or hooks is None or not are_of_frame(hooks):
+        return call(function, *args, **kwargs)
+    if frame.recomputing:
+        push_saved_tensors_hooks(_without_graph, hooks[1])
+    else:
+        push_saved_tensors_hooks(_keeping(frame), unpack_kept)
     try:
         return call(function, *args, **kwargs)
     finally:
-        if hooks is not None:
-            pop_saved_tensors_hooks()
+        pop_saved_tensors_hooks()
 
 
 @functools.cache
