@@ -66,8 +66,7 @@ from ckpt_hooks import (
 from ckpt_hooks._core.misuse import Misuse
 from ckpt_hooks._core.mutation import Why, _Change
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._function import words
-from ckpt_hooks._function.frame import FunctionFrame
+from ckpt_hooks._function import frame, words
 from ckpt_hooks._recorded import frame as recorded
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.offload import offload_saved_tensors
@@ -588,7 +587,7 @@ def groups_in_groups():
 @says(InternalError, "This is a bug in ckpt_hooks")
 def a_bug():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FunctionFrame, "recompute", lambda frame, wanted: [MISSING] * len(frame.numbers))
+        patch.setattr(frame, "rerun", lambda frame, wanted: [MISSING] * len(frame.numbers))
         backward(checkpoint(lambda x: x.sin().cos(), leaf(3)))
 
 

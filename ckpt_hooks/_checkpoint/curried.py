@@ -109,7 +109,8 @@ def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
     found = _classes.get(kind)
     if found is None:
         try:  # as a class statement does, with the metaclass of both
-            found = types.new_class(f"Checkpointed{kind.__name__}", (CheckpointedModule, kind), exec_body=_fill)
+            name, bases = f"Checkpointed{kind.__name__}", (CheckpointedModule, kind)
+            found = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__slots__=()))
         except TypeError as error:
             raise TypeError(
                 f"checkpoint(...) got a module of the class {kind.__qualname__}, of which it can make no subclass ({error}). "
@@ -118,10 +119,6 @@ def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
         found.__module__, found.__qualname__ = kind.__module__, found.__name__
         _classes[kind] = found
     return found
-
-
-def _fill(namespace: dict[str, Any]) -> None:
-    namespace["__slots__"] = ()
 
 
 def checkpointed_module(module: Module, region: Curried) -> Module:

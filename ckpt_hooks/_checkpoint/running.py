@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -42,7 +41,13 @@ def run(
     if not torch.is_grad_enabled():
         result = function(*args, **kwargs)
     elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-        result = _run_plainly(function, args, kwargs, context_fn)
+        # Keeping everything. A transform hides saved tensors from hooks. A tracer would write down the work of a recompute: the
+        # values returned by a replay come from below the tracer, as constants, and a rerun draws random numbers anew.
+        if is_any_transform_active():
+            warn_of_transform(stacklevel=4)
+        around = None if context_fn is noop_context_fn else without_policy(call_context_fn(context_fn)[0])
+        with around or nullcontext():
+            result = function(*args, **kwargs)
     else:
         watch_fused_steps()
         mark = mark_thread()
@@ -59,20 +64,6 @@ def run(
     return result
 
 
-def _run_plainly(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Callable[[], ContextPair]
-) -> Any:
-    """Calls the function of a region which keeps everything, in the user's context for forward."""
-    # A transform hides saved tensors from hooks. A tracer would write down the work of a recompute: the values returned by a
-    # replay come from below the tracer, as constants, and a rerun draws random numbers anew.
-    if is_any_transform_active():
-        warn_of_transform(stacklevel=5)
-    if context_fn is noop_context_fn:
-        return function(*args, **kwargs)
-    with without_policy(call_context_fn(context_fn)[0]) or nullcontext():
-        return function(*args, **kwargs)
-
-
 def frame_of_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -84,9 +75,11 @@ def frame_of_call(
     """Returns the frame of a call, to be entered around the call: a recorded one under a policy."""
     contexts = None
     if context_fn is not noop_context_fn:
-        frame, contexts = _under_policy()(function, options, call_context_fn(context_fn))
-        if frame is not None:
-            return frame
+        from ckpt_hooks.selective import frame_under_policy  # others need no recorded frames
+
+        recorded, contexts = frame_under_policy(function, options, call_context_fn(context_fn))
+        if recorded is not None:
+            return recorded
     if not (options.debug if settings.debug is None else settings.debug):
         return FunctionFrame(function, args, kwargs, options, contexts, settings)
     from ckpt_hooks.report.debug import OperatorLogs
@@ -96,10 +89,3 @@ def frame_of_call(
     frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
     frame.explain = logs.explain
     return frame
-
-
-@functools.cache  # others need no recorded frames, and an import costs 0.5 us when it has nothing left to do
-def _under_policy() -> Callable[..., tuple[Any, ContextPair | None]]:
-    from ckpt_hooks.selective import frame_under_policy
-
-    return frame_under_policy

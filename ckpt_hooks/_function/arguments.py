@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks._core.descriptions import RegionPath, describe_kind, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
 from ckpt_hooks._core.mutation import GONE, Why, mutated, num_fused_steps, stepped_since
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
-from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, is_theirs, layout_of, restore_layout, tensor_in
+from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, is_theirs, restore_layout
 from ckpt_hooks._torch.autograd import (
     SavedTensor,
     has_tangent,
@@ -30,10 +29,11 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of, weak_storage
+from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
+from .notes import Memory
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
@@ -52,16 +52,9 @@ class Restored(NamedTuple):
     lost: list[tuple[torch.Tensor, int]]  # those of which forward's memory is gone, with a version that none has
 
 
-_PLAIN_ONLY, _NONE_ONLY = frozenset({torch.Tensor}), frozenset({type(None)})
-_NOT_MOVED: Sequence[int] = ()
-_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
-_NO_KWARGS: dict[str, Any] = {}
-_NO_STAND_INS: dict[int, torch.Tensor] = {}
-_NOTHING_LOST: list[tuple[torch.Tensor, int]] = []
-_NO_OBJECTS: tuple[Any, ...] = ()
-_NO_FLAGS: dict[int, bool] = {}
-_NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
-_NO_ORIGINS: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+# What most arguments have of what is rare: never filled.
+_NONE: dict[Any, Any] = {}
+_NONE_LOST: list[tuple[torch.Tensor, int]] = []
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Version, and whether grad is required; -1 and None where that is not to be had.
@@ -85,92 +78,11 @@ def _facts_slowly(tensor: torch.Tensor) -> _Facts:
         return version, None
 
 
-class _Whereabouts:
-    """Where tensors are in memory, since they may get other memory (``tensor.data = other``)."""
-
-    __slots__ = ("_layouts", "_storages")
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        types = set(map(type, tensors))
-        self._storages: Sequence[Any] = ()
-        self._layouts: Sequence[Any] = ()
-        if types <= _NONE_ONLY or is_jit_tracing():
-            return
-        try:
-            if types == _PLAIN_ONLY:
-                self._storages, self._layouts = list(map(_storage, tensors)), list(map(layout_of, tensors))
-                return
-        except (NotImplementedError, RuntimeError):  # a sparse one, say
-            pass
-        told = [one if type(one) in _TENSOR_TYPES and is_dense(one) else None for one in tensors]
-        # Of a parameter a weak reference, since frameworks free these.
-        self._storages = [None if one is None else _storage_or_reference(one) for one in told]
-        self._layouts = [None if one is None else layout_of(one) for one in told]
-
-    def elsewhere(self, tensors: Sequence[Any]) -> Sequence[int]:
-        """Returns the positions of tensors that have other memory by now."""
-        storages = self._storages
-        try:
-            if not storages or (list(map(_storage, tensors)) == storages and list(map(layout_of, tensors)) == self._layouts):
-                return _NOT_MOVED
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # of a reference or of none
-            pass
-        pairs = enumerate(zip(storages, tensors, strict=True))
-        return [at for at, (storage, one) in pairs if storage is not None and one is not None and self._has_left(at, one)]
-
-    def _has_left(self, position: int, tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) != _address_of(self._storages[position]) or layout_of(tensor) != self._layouts[position]
-
-    def tensor(self, position: int, now: torch.Tensor) -> torch.Tensor | None:
-        """Returns a tensor where one was, given what it is now; None if the memory is gone."""
-        return tensor_in(self._storages[position], self._layouts[position], is_inference=now.is_inference())
-
-    def stand_in(self, found: Restored, positions: Iterable[int]) -> Restored:
-        """Returns tensors for a rerun with stand-ins for those that have other memory than in forward."""
-        # They are not given theirs for the rerun: on another thread somebody may use them.
-        tensors = list(found.tensors)
-        found = Restored((), {**found.stand_ins}, {**found.lent}, [])
-        for position in positions:
-            tensor = tensors[position]
-            if tensor is None or is_theirs(tensor, self._layouts[position]):
-                continue
-            stand_in = found.stand_ins.get(id(tensor))
-            if stand_in is None:
-                if (memory := self.tensor(position, tensor)) is None:
-                    found.lost.append((tensor, GONE))
-                    continue
-                stand_in = _dressed_as(tensor, memory, requires_grad=tensor.requires_grad)
-                if version_of(tensor) >= 0:
-                    set_versions((stand_in,), (tensor._version,))
-                found.stand_ins[id(tensor)], found.lent[id(stand_in)] = stand_in, tensor
-            tensors[position] = stand_in
-        return found._replace(tensors=tensors)
-
-    def put_back(self, tensors: Sequence[Any], found: Restored) -> None:
-        """Gives tensors their memory after a rerun in which the function gave them another."""
-        for position in self.elsewhere(tensors):
-            tensor, given = tensors[position], found.tensors[position]
-            if id(tensor) == id(given) and not is_theirs(tensor, self._layouts[position]):
-                memory = self.tensor(position, tensor)
-                if memory is not None:
-                    past_all_modes(tensor, setattr, tensor, "data", memory)
-
-
-def _storage_or_reference(tensor: torch.Tensor) -> torch.UntypedStorage | StorageWeakRef:
-    return weak_storage(tensor) if type(tensor) is torch.nn.Parameter else tensor.untyped_storage()
-
-
-def _address_of(storage: torch.UntypedStorage | StorageWeakRef) -> int:
-    address: int = storage.cdata if isinstance(storage, StorageWeakRef) else storage._cdata
-    return address
-
-
-def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
-    return {
-        position: tensor.stride()
-        for position, tensor in enumerate(tensors)
-        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
-    }
+def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
+    """Returns where a tensor is, which may get other memory (``tensor.data = other``); None where that cannot be told."""
+    if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
+        return None
+    return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # frameworks free parameters
 
 
 def _dressed_as(tensor: torch.Tensor, data: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
@@ -178,19 +90,6 @@ def _dressed_as(tensor: torch.Tensor, data: torch.Tensor, *, requires_grad: bool
     made = as_kind(data, type(tensor))
     made.__dict__.update(tensor.__dict__)
     return made.requires_grad_(requires_grad)
-
-
-def _with_flags(tensors: Sequence[torch.Tensor | None], flags: dict[int, bool]) -> list[torch.Tensor | None]:
-    """Returns tensors, with aliases for the positions in ``flags``, whose ``requires_grad`` is as when forward began."""
-    aliases: dict[int, torch.Tensor] = {}
-    tensors = list(tensors)
-    for position, flag in flags.items():
-        tensor = tensors[position]
-        assert tensor is not None
-        if id(tensor) not in aliases:
-            aliases[id(tensor)] = _dressed_as(tensor, tensor.detach(), requires_grad=flag)
-        tensors[position] = aliases[id(tensor)]
-    return tensors
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
@@ -278,27 +177,6 @@ def _path_at(captured: tuple[list[Any], dict[str, Any]] | None, position: int) -
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = (
-        "_captured",
-        "_containers",
-        "_facts",
-        "_flags",
-        "_foreign",
-        "_hooked",
-        "_ids",
-        "_kept_facts",
-        "_memory",
-        "_moved",
-        "_origins",
-        "_saved",
-        "_steps",
-        "_storages",
-        "_strides",
-        "_tensors",
-        "live",
-        "objects",
-    )
-
     #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
     #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
@@ -315,7 +193,7 @@ class Arguments:
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
     _kept_facts: list[_Facts]
     # Of tensors that are kept: where their content was when forward began, and which ones the function has given other memory.
-    _memory: _Whereabouts
+    _memory: Sequence[Memory | None]
     _moved: Sequence[int]
     # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
     # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
@@ -341,7 +219,7 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
         if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
             self._captured = None
-            self.objects = _NO_OBJECTS
+            self.objects = ()
             tensors: Sequence[torch.Tensor] = args
         else:
             capture = Capture()
@@ -361,20 +239,25 @@ class Arguments:
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._strides = _strides_of(tensors)
+            self._strides = {
+                position: tensor.stride()
+                for position, tensor in enumerate(tensors)
+                if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
+            }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
             self._foreign = not UNPACKS.get(hooks[1], False)
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
-        self._memory = _Whereabouts(self._tensors)
-        self._moved = _NOT_MOVED
+        # While TorchScript traces, sizes are tensors.
+        self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
+        self._moved = ()
         self._steps = num_fused_steps()
-        self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, _NO_ORIGINS
+        self._flags, self._hooked, self._origins = _NONE, (), _NONE
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
-        self._moved = self._memory.elsewhere(self._tensors)
+        self._moved = self._elsewhere()
         if self.live is not None:
             self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
             self.live = None
@@ -394,39 +277,19 @@ class Arguments:
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
-        for origin in self._origins.values():
-            if origin[1] == id(tensor):
-                break
-        else:
+        origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None)
+        if origin is None:
             alias = counted_detach(tensor)
             if position in self._moved:
-                memory = self._memory.tensor(position, tensor)
+                noted = self._memory[position]
+                memory = None if noted is None else noted.tensor()
                 alias = alias if memory is None else memory
                 set_versions((alias,), (tensor._version,))
             origin = weakref.ref(tensor), id(tensor), alias
             if tensor._backward_hooks:
                 self._hooked = [*self._hooked, weakref.ref(tensor._backward_hooks)]
-        if not self._origins:
-            self._origins = {}
-        self._origins[position] = origin
+        self._origins = {**self._origins, position: origin}
         return origin[2]
-
-    def _with_origins(self, kept: Sequence[torch.Tensor | None]) -> Restored:
-        """Returns tensors with originals or stand-ins in place of aliases."""
-        tensors: list[torch.Tensor | None] = list(kept)
-        stand_ins: dict[int, torch.Tensor] = {}
-        lent: dict[int, torch.Tensor] = {}
-        for position, (reference, number, alias) in self._origins.items():
-            tensor = reference()
-            if tensor is None or storage_of(tensor) != storage_of(alias):  # given another storage
-                stand_in = stand_ins.get(number)
-                if stand_in is None:
-                    stand_in = stand_ins[number] = alias_with_history(alias, alias._version)
-                if tensor is not None:
-                    lent[id(stand_in)] = tensor
-                tensor = stand_in
-            tensors[position] = tensor
-        return Restored(tensors, stand_ins, lent, _NOTHING_LOST)
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
         """Notes tensors whose ``requires_grad`` was changed by the function, by ``requires_grad_``, say."""
@@ -435,8 +298,45 @@ class Arguments:
                 self._flags = {position: bool(before[1]), **self._flags}
                 self._kept_facts[position] = before[0], found[1]
 
-    def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
+    def _elsewhere(self) -> Sequence[int]:
+        """Returns the positions of tensors that have other memory by now."""
+        pairs = enumerate(zip(self._memory, self._tensors, strict=True))
+        return [at for at, (noted, one) in pairs if noted is not None and one is not None and not noted.holds(one)]
+
+    def _stand_in(self, elsewhere: Collection[int]) -> Restored:
+        """Returns tensors with stand-ins for those that are not, or no more, what they were when forward began."""
+        tensors, lost = list(self._tensors), list[tuple[torch.Tensor, int]]()
+        stand_ins, lent, aliases = dict[int, torch.Tensor](), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        for position, flag in self._flags.items():  # which require grad, or not, as then
+            tensor = tensors[position]
+            assert tensor is not None
+            if id(tensor) not in aliases:
+                aliases[id(tensor)] = _dressed_as(tensor, tensor.detach(), requires_grad=flag)
+            tensors[position] = aliases[id(tensor)]
+        for position, (reference, number, alias) in self._origins.items():
+            tensor = reference()
+            if tensor is None or storage_of(tensor) != storage_of(alias):  # given another storage
+                if (stand_in := stand_ins.get(number)) is None:
+                    stand_in = stand_ins[number] = alias_with_history(alias, alias._version)
+                if tensor is not None:
+                    lent[id(stand_in)] = tensor
+                tensor = stand_in
+            tensors[position] = tensor
+        # Those that have other memory are not given theirs for the rerun: on another thread somebody may use them.
+        for position in sorted({*elsewhere, *self._moved} - {*self._flags, *self._origins}):
+            tensor, noted = tensors[position], self._memory[position]
+            if tensor is None or noted is None or is_theirs(tensor, noted.layout):
+                continue
+            if (stand_in := stand_ins.get(id(tensor))) is None:
+                if (memory := noted.tensor()) is None:
+                    lost.append((tensor, GONE))
+                    continue
+                stand_in = _dressed_as(tensor, memory, requires_grad=tensor.requires_grad)
+                if version_of(tensor) >= 0:
+                    set_versions((stand_in,), (tensor._version,))
+                stand_ins[id(tensor)], lent[id(stand_in)] = stand_in, tensor
+            tensors[position] = stand_in
+        return Restored(tensors, stand_ins, lent, lost)
 
     def restore(self, frame: Frame, handed_out: list[HandedOut]) -> Restored:
         """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
@@ -447,21 +347,21 @@ class Arguments:
             if now != self._kept_facts:
                 self._raise_changed(format_path(frame.path))
         if self._steps != num_fused_steps():
-            self._look_for_steps(format_path(frame.path))
-        if self._flags:
-            kept = _with_flags(kept, self._flags)
-        found = self._with_origins(kept) if self._origins else Restored(kept, _NO_STAND_INS, _NO_STAND_INS, _NOTHING_LOST)
-        positions = self._memory.elsewhere(self._tensors)
-        if positions or self._moved:
-            found = self._memory.stand_in(found, sorted({*positions, *self._moved} - {*self._flags, *self._origins}))
+            for position, one in enumerate(self._tensors):
+                if one is not None and stepped_since(one, self._steps):
+                    self._raise_modified(position, one, format_path(frame.path))
+        elsewhere = self._elsewhere()
+        are_other = elsewhere or self._moved or self._flags or self._origins
+        found = self._stand_in(elsewhere) if are_other else Restored(kept, _NONE, _NONE, _NONE_LOST)
         if self._saved is None:
             return found
         kept, stand_ins = found.tensors, found.stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
-        if self.live is not None and self._are_as_they_were(self.live):
-            tensors = self.live
+        live = self.live
+        if live is not None and _facts_of_all(live) == self._facts and tuple(map(storage_of, live)) == self._storages:
+            tensors = live
         else:
             tensors, stand_ins = [], {**stand_ins}
             for position, saved in enumerate(self._saved):
@@ -484,13 +384,18 @@ class Arguments:
         return Restored(tensors, stand_ins, found.lent, found.lost)
 
     def put_memory_back(self, found: Restored) -> None:
-        """Gives tensors the memory from before a rerun, in which the function gave them other memory."""
-        self._memory.put_back(self._tensors, found)
+        """Gives tensors their memory after a rerun in which the function gave them another."""
+        for position in self._elsewhere():
+            tensor, noted = found.tensors[position], self._memory[position]
+            if tensor is None or tensor is not self._tensors[position] or noted is None or is_theirs(tensor, noted.layout):
+                continue
+            if (memory := noted.tensor()) is not None:
+                past_all_modes(tensor, setattr, tensor, "data", memory)
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
         if self._captured is None:
-            return tensors, _NO_KWARGS
+            return tensors, _NONE
         built = {} if loan is None else loan.by_identity(self._containers)
         args, kwargs = self._captured
         return (
@@ -535,11 +440,6 @@ class Arguments:
     def path_of(self, tensor: torch.Tensor) -> str | None:
         """Returns the place of a tensor that is kept; None if it is none of these."""
         return next((_path_at(self._captured, at) for at, one in enumerate(self._tensors) if one is tensor), None)
-
-    def _look_for_steps(self, region: tuple[str, ...]) -> None:
-        for position, tensor in enumerate(self._tensors):
-            if tensor is not None and stepped_since(tensor, self._steps):
-                self._raise_modified(position, tensor, region)
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]

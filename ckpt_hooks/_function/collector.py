@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain, count, repeat
-from operator import mul
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, repeat
+from typing import Any
 
 import torch
 
@@ -46,15 +45,14 @@ from ckpt_hooks.errors import CheckpointError, MutationError
 
 from .words import draws_error, name_of_tensor
 
-_copy = unseen(stand_in_for)
+PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]
 
-R = TypeVar("R")
+_copy = unseen(stand_in_for)
 
 # A stop costs as much as eight operators on tensors of a few numbers: 6% of a step of a chain of ten. Where a region ends on
 # tensors of at most so many numbers, operators which make at most so many nodes are run instead.
 _SMALL = 512
 _MOST_LEFT = 2
-_NONE_LENT: dict[int, torch.Tensor] = {}
 _PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
 
 
@@ -72,42 +70,20 @@ def ends_small(result: Any, facts: Sequence[Any]) -> bool:
 class Collector:
     """The values of one rerun: for each tensor saved so far the tensor, or :data:`MISSING` if not wanted."""
 
-    __slots__ = (
-        "_around",
-        "_detach",
-        "_end",
-        "_handled",
-        "_may_return",
-        "done",
-        "doubt",
-        "early_stop",
-        "frame",
-        "last",
-        "lent",
-        "marks",
-        "moved_otherwise",
-        "values",
-        "versions",
-        "wanted",
-        "watches_draws",
-        "without_grad",
-    )
-
-    def __init__(self, frame: Any, wanted: Collection[int] | None, *, may_return: bool) -> None:
+    def __init__(self, frame: Any, wanted: Collection[int] | None) -> None:
         self._detach = detach_past_modes if frame.contexts is not None and only_quiet_modes() else torch.Tensor.detach
         self.frame, self.wanted = frame, wanted  # None for all living handles
         # A rerun in the middle of forward must not do what forward has not done yet.
         self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
-        self.lent = _NONE_LENT  # by the number of a tensor with other memory during the rerun: what to keep
-        self.watches_draws = False  # whether draws are compared with those of forward
+        self._lent: dict[int, torch.Tensor] = {}
+        self._exchanged: frozenset[int | None] = frozenset()
         # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.
         self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
         self.last = -1  # the number of the last tensor wanted
         self.done = False  # whether the rerun was told to end, or may go on though nothing of it is wanted any more
-        self._may_return = may_return  # a watch of draws does not reach beyond the last value
         # The exceptions in whose handling the rerun began, and was told to end.
         self._around = sys.exc_info()[1]
         self._handled: BaseException | None = None
@@ -115,21 +91,114 @@ class Collector:
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
+    def hook(
+        self, lent: dict[int, torch.Tensor], exchanged: frozenset[int | None], *, may_return: bool, watches_draws: bool
+    ) -> PackHook:
+        """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
+
+        Given what to keep, by the number of a tensor with other memory during the rerun, and storages with other content.
+        """
+        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack). It
+        # may keep the hook for long, so this does not refer to the frame.
+        frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
+        append, append_without_grad = values.append, self.without_grad.append
+        self._lent, self._exchanged, is_special = lent, exchanged, bool(lent or exchanged)
+        # Whether each tensor is wanted, up to the last one that is.
+        asked = frame.alive()
+        final = -1  # the tensor that forward saved last
+        if self.wanted is None:
+            final = len(asked) - 1
+            if may_return and frame.num_nodes >= 0:
+                self._end = sequence_number() + frame.num_nodes
+        else:
+            asked = [lives and index in self.wanted for index, lives in enumerate(asked)]
+        while asked and not asked[-1]:
+            asked.pop()
+        self.last = len(asked) - 1
+        stop = len(asked) if self.early_stop else -1
+        next_is_wanted = chain(asked, repeat(None)).__next__
+        unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
+        positions = frame.positions if watches_draws else None
+        where = where_streams_are(watched=positions is not None, begin=positions and positions[-1][0])
+        position = where[0]
+
+        def fill(tensor: torch.Tensor) -> int | torch.Tensor:
+            nonlocal position, unfinished
+            if position != where[0]:
+                position = where[0]
+                self._compare_draws((position, where[1]), where)
+            is_wanted = next_is_wanted()
+            if is_wanted is None:  # past the last one
+                append(MISSING)
+                if self.early_stop:
+                    if unfinished != sequence_number():
+                        self._finish(tensor)
+                elif self.frame.complete and len(values) > len(self.frame.numbers):
+                    raise StopRecompute
+                return tensor.detach()
+            requires_grad = tensor.requires_grad
+            if not requires_grad:
+                index = len(values)
+                append_without_grad(index)
+                if index != final:
+                    unfinished = sequence_number()
+            if not is_wanted:
+                append(MISSING)
+                return detach(tensor) if requires_grad and not tensor.is_leaf else tensor
+            if is_special or marks or type(tensor) is not plain:
+                append(self._value_of(tensor))
+            else:
+                # To take the history off all values at once at the end of the rerun was no faster: each needs a holder.
+                append(detach(tensor) if requires_grad else tensor)
+            number = len(values)
+            if number == stop and unfinished != sequence_number():
+                self._finish(tensor)
+            return number
+
+        return fill
+
+    def _value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what to keep of a tensor."""
+        is_argument = bool(self.marks) and len(self.values) < sum(self.marks[-1][:2])  # of a region inside
+        if not is_argument and id(tensor) in self._lent:
+            # It has other memory during the rerun, and autograd would find it with the present one.
+            tensor = self._lent[id(tensor)]
+            return self._detach(tensor) if tensor.requires_grad else tensor
+        if tensor.requires_grad:
+            return self._detach(tensor)
+        if self._exchanged and storage_of(tensor) in self._exchanged:  # with the content of forward during the rerun only
+            return _copy(tensor)
+        # An alias: FSDP frees a parameter by another storage, and functions do, and the value would be empty.
+        return self._detach(tensor) if type(tensor) is not torch.Tensor or is_argument else tensor
+
+    def watching(self, hook: PackHook, lost: Sequence[tuple[torch.Tensor, int]]) -> PackHook:
+        """Returns a pack hook for a rerun that may write and read otherwise than forward."""
+        # The version of each value is noted, for forward's is higher where a dispatch mode is around the rerun alone: under a
+        # mode ``torch.nn.functional.linear`` adds its bias out of place, without a mode in place. Values in memory of lost
+        # tensors, of which no version tells, are not trusted.
+        versions: list[int] = []
+        self.versions = versions
+        errors = {storage_of(tensor): functools.partial(self.mutated, tensor, version) for tensor, version in lost}
+
+        def watch(tensor: torch.Tensor) -> int | torch.Tensor:
+            versions.append(version_of(tensor))
+            if errors and (found := errors.get(storage_of(tensor))) is not None:
+                self.distrust(found)
+            return hook(tensor)
+
+        return watch
+
     def _compare_draws(self, position: Position, where: Where) -> None:
         """Distrusts the present value, and later ones, if the rerun has drawn other random numbers than forward had by then."""
         positions, index = self.frame.positions or {}, len(self.values)
         if index > self.last or positions.get(index) == position:
             return
         expected = positions[max(one for one in positions if one <= index)]
-        if expected != position and not self._may_be_of_others(expected, position, where):
-            self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
-
-    def _may_be_of_others(self, expected: Position, position: Position, where: Where) -> bool:
-        """Whether another thread may have drawn: then it is looked into when the rerun has ended."""
-        if not are_other_threads_alive():
-            return False
-        self.moved_otherwise |= devices_between(expected, position, where)
-        return True
+        if expected != position:
+            if are_other_threads_alive():  # which may have drawn: that is looked into when the rerun has ended
+                self.moved_otherwise |= devices_between(expected, position, where)
+            else:
+                self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
         """Marks the present value and later ones as wrong, with the error for each, and stops a rerun that stops early."""
@@ -138,88 +207,8 @@ class Collector:
             self.doubt = self.last + 1 - trusted, error
             self.last = trusted - 1
             if self.early_stop:
-                self._stop()
-
-    def hook(self, exchanged: frozenset[int | None]) -> Callable[[torch.Tensor], int | torch.Tensor]:
-        """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
-
-        Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied. In place of a
-        tensor with other memory during the rerun the one in :attr:`lent` is kept: autograd would find it with the present one.
-        """
-        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
-        values, wanted = self.values, self.wanted
-        alive = self.frame.alive()
-        final = len(alive) - 1 if wanted is None else -1
-        if wanted is not None:
-            alive = [lives and index in wanted for index, lives in enumerate(alive)]
-        while alive and not alive[-1]:
-            alive.pop()
-        self.last = len(alive) - 1
-        asked: list[int] = list(map(mul, alive, count(1)))  # the number of each value that is wanted, from 1 on
-        stop = asked[-1] if asked and self.early_stop else -1
-        next_asked = chain(asked, repeat(None)).__next__
-        append, append_without_grad = values.append, self.without_grad.append
-        plain, detach, marks, lent = torch.Tensor, self._detach, self.marks, self.lent
-        detach_value = self._detach_lent if lent else detach
-        unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
-        positions = self.frame.positions if self.watches_draws else None
-        here = where = where_streams_are(watched=positions is not None, begin=positions and positions[-1][0])
-        # Where forward drew nothing so far, one look at the last value tells as much as one at each: at the first number alone,
-        # for seeds set before the region and in it differ in the second.
-        begin = here[0] if stop != -1 and positions is not None and len(positions) == 1 else None
-        if begin is not None:
-            where = where_streams_are(watched=False)
-        position = where[0]
-        if self._may_return and wanted is None and self.frame.num_nodes >= 0:
-            self._end = sequence_number() + self.frame.num_nodes
-
-        def fill(tensor: torch.Tensor) -> int | torch.Tensor:
-            nonlocal position, unfinished
-            if position != where[0]:
-                position = where[0]
-                self._compare_draws((position, where[1]), where)
-            step = next_asked()
-            if step:
-                # To take the history off all values at once at the end of the rerun was no faster: each needs a holder.
-                value = tensor
-                if tensor.requires_grad:
-                    value = detach_value(tensor)
-                else:
-                    index = len(values)
-                    append_without_grad(index)
-                    if index != final:
-                        unfinished = sequence_number()
-                    is_argument = marks and index < sum(marks[-1][:2])  # of a region inside
-                    if lent and id(tensor) in lent and not is_argument:
-                        value = lent[id(tensor)]
-                    elif exchanged and storage_of(tensor) in exchanged:
-                        value = _copy(tensor)
-                    elif type(tensor) is not plain or is_argument:
-                        # An alias: FSDP frees a parameter by another storage, and functions do, and the value would be empty.
-                        value = detach(tensor)
-                append(value)
-                if step == stop:
-                    if begin is not None and begin != here[0] and not self._may_be_of_others((begin, 0), (here[0], 0), here):
-                        raise draws_error(format_path(self.frame.path))
-                    if unfinished != sequence_number():
-                        self._finish(tensor)
-                return step
-            if step is None:
-                return self._past_last(tensor, unfinished)
-            append(MISSING)
-            if tensor.requires_grad:
-                return tensor if tensor.is_leaf else detach(tensor)
-            index = len(values) - 1
-            append_without_grad(index)
-            if index != final:
-                unfinished = sequence_number()
-            return tensor
-
-        return fill
-
-    def _detach_lent(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_argument = self.marks and len(self.values) < sum(self.marks[-1][:2])
-        return self._detach(tensor if is_argument else self.lent.get(id(tensor), tensor))
+                self._end = -1
+                self._finish(None)
 
     def mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         """Returns the error for a tensor that was written to since forward; later forwards copy it, where they can."""
@@ -228,55 +217,23 @@ class Collector:
         name = frame.arguments.path_of(tensor) or name_of_tensor(tensor, frame.function)
         return mutated(why, format_path(frame.path), tensor, version, name=name)
 
-    def noting_versions(self, hook: Callable[[torch.Tensor], R]) -> Callable[[torch.Tensor], R]:
-        """Returns a pack hook which notes the version of each saved value, for comparison where forward's version is higher."""
-        # Forward's is higher where a dispatch mode is around the rerun alone: under a mode ``torch.nn.functional.linear`` adds
-        # its bias out of place, without a mode in place.
-        versions = self.versions = []
-
-        def note(tensor: torch.Tensor) -> R:
-            versions.append(version_of(tensor))
-            return hook(tensor)
-
-        return note
-
-    def doubting(
-        self, hook: Callable[[torch.Tensor], R], lost: Iterable[tuple[torch.Tensor, int]]
-    ) -> Callable[[torch.Tensor], R]:
-        """Returns a pack hook which distrusts values in the memory of some tensors, of which no version tells."""
-        errors = {storage_of(tensor): functools.partial(self.mutated, tensor, version) for tensor, version in lost}
-
-        def doubt(tensor: torch.Tensor) -> R:
-            if (found := errors.get(storage_of(tensor))) is not None:
-                self.distrust(found)
-            return hook(tensor)
-
-        return doubt
-
-    def _finish(self, tensor: torch.Tensor) -> None:
-        """Stops a rerun that has all its values, unless next to nothing is left to run."""
+    def _finish(self, tensor: torch.Tensor | None) -> None:
+        """Stops a rerun that has all its values, the last one saved with a tensor, unless next to nothing is left to run."""
+        if not self.done:  # the first time counts
+            handled = sys.exc_info()[1]
+            self.done, self._handled = True, None if handled is self._around else handled
         # Left over are at most as many operators as nodes, and the operator which saves the tensor, if that is not its result.
-        self._end_well()
         left = self._end - sequence_number()
         if self.frame.ends_small:
             returns = 0 <= left <= _MOST_LEFT
         else:
-            node = None if left else tensor.grad_fn
+            node = None if left or tensor is None else tensor.grad_fn
             returns = node is not None and node_number(node) == self._end - 1
         # The other ranks would wait for a rank whose last operator is a collective that they do not run again.
         group = torch.distributed
         if not returns or (group.is_available() and group.is_initialized()):
-            self._stop()
-
-    def _stop(self) -> None:
-        self._end_well()
-        self._end = -1  # for a function that swallows the stop to be met with it again
-        raise StopRecompute
-
-    def _end_well(self) -> None:
-        if not self.done:  # the first time counts
-            handled = sys.exc_info()[1]
-            self.done, self._handled = True, None if handled is self._around else handled
+            self._end = -1  # for a function that swallows the stop to be met with it again
+            raise StopRecompute
 
     def was_done_before(self, error: BaseException) -> bool:
         """Whether the rerun was told to end before an exception came, and not by a region that the exception left."""
@@ -287,18 +244,8 @@ class Collector:
             earlier = earlier.__context__
         return self.done
 
-    def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
-        self.values.append(MISSING)
-        if self.early_stop:
-            if unfinished != sequence_number():
-                self._finish(tensor)
-        elif self.frame.complete and len(self.values) > len(self.frame.numbers):
-            raise StopRecompute
-        return tensor.detach()
-
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
-        if self.lent:
-            self.lent.clear()
+        self._lent = {}
         del self.frame, self.doubt, self._around, self._handled

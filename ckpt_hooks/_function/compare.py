@@ -126,22 +126,19 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
 def _first_difference(
     collector: Collector, fingerprint: Callable[[torch.Tensor], Any], expected: list[Any]
 ) -> tuple[int | None, list[Any]]:
-    from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint
+    from ckpt_hooks._tensors.determinism import first_difference, may_be_unfilled
 
     found = [
         None if one is None or value is MISSING else fingerprint(value)
         for one, value in zip(expected, collector.values, strict=True)
     ]
-    while (index := first_other_fingerprint(expected, found)) is not None and _is_unfilled(collector, index):
+    while (index := first_difference(expected, found)) is not None:
+        # Memory may be saved that no operator ever fills, without a sign in the operator's results.
+        is_fresh = index in collector.without_grad
+        if not (is_fresh and may_be_unfilled(node_of(collector.frame, index), collector.values[index])):
+            break
         found[index] = None
     return index, found
-
-
-def _is_unfilled(collector: Collector, index: int) -> bool:
-    """Whether a tensor is memory saved but never filled by an operator, without a sign in the operator's results."""
-    from ckpt_hooks._tensors.determinism import may_be_unfilled
-
-    return index in collector.without_grad and may_be_unfilled(node_of(collector.frame, index), collector.values[index])
 
 
 def _compare_grad(collector: Collector) -> None:
@@ -162,27 +159,15 @@ def _compare_grad(collector: Collector) -> None:
 
 def _raise_miscounted(collector: Collector) -> None:
     expected, found = len(collector.frame.numbers), len(collector.values)
-    differences = _in_words(_differences(collector))
+    message = "A different number of tensors was saved during the original forward and recomputation.\n"
+    saved, again = f"Number of tensors saved during forward: {expected}\n", f"{found} tensors"
     if found > expected:
-        raise _error(
-            collector,
-            "The function is trying to save more tensors during recomputation than during the original forward pass.\n"
-            f"Number of tensors saved during forward: {expected}\n",
-            expected,
-            f"{expected} tensors",
-            f"{found} tensors or more",
-            details=differences,
-        )
-    raise _error(
-        collector,
-        "A different number of tensors was saved during the original forward and recomputation.\n"
-        f"Number of tensors saved during forward: {expected}\n"
-        f"Number of tensors saved during recomputation: {found}\n",
-        found,
-        f"{expected} tensors",
-        f"{found} tensors",
-        details=differences,
-    )
+        message = "The function is trying to save more tensors during recomputation than during the original forward pass.\n"
+        again += " or more"
+    else:
+        saved += f"Number of tensors saved during recomputation: {found}\n"
+    index = min(expected, found)
+    raise _error(collector, message + saved, index, f"{expected} tensors", again, details=_in_words(_differences(collector)))
 
 
 def _differences(collector: Collector) -> list[tuple[int, str, str]]:

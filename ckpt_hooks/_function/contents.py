@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
+from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_plain, same_bits, same_layout
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
@@ -98,12 +98,9 @@ class Group:
         found, start = [], 0
         for tensor, memory in zip(self.tensors, self._memory, strict=True):
             part = bytearray(content[start : (start := start + len(memory))])
-            found.append(past_all_modes(tensor, _tensor_of, part, tensor.dtype, tensor.shape))
+            flat = past_all_modes(tensor, functools.partial(torch.frombuffer, part, dtype=tensor.dtype))
+            found.append(past_all_modes(tensor, flat.view, tensor.shape))
         return found
-
-
-def _tensor_of(part: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    return torch.frombuffer(part, dtype=dtype).view(shape)
 
 
 class _Small:
@@ -344,8 +341,6 @@ class Undo:
     def storages(self) -> frozenset[int | None]:
         """Returns the storages with another content in the rerun."""
         small = [one.group.storages for one, _, _, is_exchanged in self.small if is_exchanged]
-        if len(small) == 1 and not self._exchanged:
-            return small[0]
         return frozenset(storage_of(tensor) for tensor, *_ in self._exchanged).union(*small)
 
     def restore(self) -> None:
@@ -415,25 +410,22 @@ class WatchReads(QuietDispatchMode):
         fill_all((parameter, version, content, None) for parameter, version, content in self._undo)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.paused:
-            self._look_at(facts_of(func), args, kwargs)
+        facts, kwargs = facts_of(func), kwargs or {}
+        is_write = facts.kind is Kind.WRITES and not self.paused
+        written = _places_in(facts.written_in(args, kwargs)) if is_write else ()
+        if written and facts.is_repeatable:
+            self._about_to_write(written)
+        if facts.kind not in _HARMLESS and self._watched and not (self._has_read or self.paused):
+            read = _places_in((args, kwargs))
+            found = [one for place in read for one in self._watched if _overlap(one[0], place)]
+            if found:
+                self._has_read = True
+                self._collector.distrust(functools.partial(self._collector.mutated, *found[0][1:]))
+        if written:
+            self._about_to_write(written)
         output = func(*args, **kwargs)
         count_writes(func, args)
         return output
-
-    def _look_at(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
-        written = _places_in(facts.written_in(args, kwargs)) if facts.kind is Kind.WRITES else ()
-        if written and facts.is_repeatable:
-            self._about_to_write(written)
-        if facts.kind not in _HARMLESS and self._watched and not self._has_read:
-            for place in _places_in((args, kwargs)):
-                for watched, parameter, version in self._watched:
-                    if not self._has_read and _overlap(watched, place):
-                        self._has_read = True
-                        self._collector.distrust(functools.partial(self._collector.mutated, parameter, version))
-        if written:
-            self._about_to_write(written)
 
     def _about_to_write(self, written: Sequence[_Place]) -> None:
         left = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from itertools import count
 from sys import getrefcount
@@ -19,7 +19,7 @@ import torch
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.positions import Position, devices_between, moves_by_itself, where_streams_are
+from ckpt_hooks._ambient.positions import Position, where_streams_are
 from ckpt_hooks._ambient.streams import seed_masks_anew
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
@@ -61,11 +61,10 @@ from .options import (
 from .reach import variables_in
 from .rerun import rerun
 from .trees import Tree
-from .words import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
+from .words import name_of_tensor, uninitialized
 
 if TYPE_CHECKING:
     from ckpt_hooks._core.events import Watch
-    from ckpt_hooks._operators.draws import DrawWatch
 
 #: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
 #: users, and the count of their holders would tell nothing.
@@ -87,30 +86,13 @@ _UNHELD = next(map(getrefcount, [_FIRST + 1]))
 class Pass:
     """The values which a recompute brought back for one frame in one scope."""
 
-    __slots__ = ("made", "taken", "values")
+    __slots__ = ("made", "taken", "uses", "values")
 
-    def __init__(self, values: list[torch.Tensor] | dict[int, torch.Tensor], made: Made | None = None) -> None:
+    def __init__(self, values: Any, made: Made | None, uses: Uses | None = None) -> None:
         # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
-        self.values: Any = values
-        self.made = made
+        self.values = values
+        self.made, self.uses = made, uses  # the latter for the two parts of a backward
         self.taken: list[int] = []  # indices in the order of their taking
-
-
-class SplitPass(Pass):
-    """The values of one frame for the two parts of a backward, which lie apart from the values handed out."""
-
-    __slots__ = ("uses",)
-
-    def __init__(self, values: list[torch.Tensor], made: Made | None) -> None:
-        Pass.__init__(self, values, made)
-        self.uses = Uses()
-
-    def value_at(self, index: int, alive: Callable[[], list[bool]]) -> torch.Tensor:
-        """Returns a value; :data:`MISSING` if it is not there, or a backward has written to its memory."""
-        if self.uses.is_next_part():  # once in each backward
-            self.values = [value if lives else MISSING for value, lives in zip(self.values, alive(), strict=False)]
-        value: torch.Tensor = self.values[index] if index < len(self.values) else MISSING
-        return value if value is MISSING or self.uses.is_untouched(index, value) else MISSING
 
 
 @skipped
@@ -189,7 +171,6 @@ class FunctionFrame(Frame):
         "facts",
         "fingerprints",
         "function",
-        "is_split",
         "marks",
         "modes",
         "num_nodes",
@@ -233,7 +214,6 @@ class FunctionFrame(Frame):
         self.modes: list[str] | None = None  # names of the user's dispatch modes around forward, where values are compared
         self.state: Journal | None = None
         self.collector: Any = None  # of the running rerun
-        self.is_split = options.split_backward  # whether values stay for a second backward
         self.marks: list[Mark] = []  # of the regions inside, in forward
         # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether it works
         # on small tensors in the end.
@@ -273,14 +253,23 @@ class FunctionFrame(Frame):
         try:
             if self.options.check.fingerprint is not None or (paused is not None and not only_quiet_modes()):
                 self._compare_values()
-            if not self._capture():
+            context, preserve_rng_state = copy_context(), self.options.preserve_rng_state
+            self.variables, others = variables_in(context) if context else ((), ())
+            is_needed, with_buffers = bool(self.variables), self.options.preserve_buffers
+            objects = (*self.arguments.objects, *others)
+            state = journal_of(self.function, objects, preserve_buffers=with_buffers, is_needed=is_needed)
+            if state is False:  # a lazy module has not made its parameters yet
                 if self.contexts is not None:
                     raise uninitialized(format_path(self.path))
                 self._keeps_all = True  # this once
                 return self
+            self.state, generators = state, () if state is None else state.generators
+            self.ambient = _ambient.capture(preserve_rng_state=preserve_rng_state, generators=generators)
             self.current = capture_current()
-            if self.options.preserve_rng_state:
+            if preserve_rng_state:
                 self.positions = {}
+                if state is not None and (recurrent := [layer for tree in state.trees for layer in tree.recurrent]):
+                    seed_masks_anew(recurrent)
             self._open()
             self._first_node = sequence_number()
         except BaseException as error:
@@ -313,23 +302,6 @@ class FunctionFrame(Frame):
         if check is not self.options.check:
             self.options = dataclasses.replace(self.options, check=check)
         self.modes = None if check.fingerprint is None else modes
-
-    def _capture(self) -> bool:
-        """Notes what the function finds besides arguments; returns False if a lazy module has not made parameters yet."""
-        options, context = self.options, copy_context()
-        self.variables, others = variables_in(context) if context else ((), ())
-        objects = (*self.arguments.objects, *others)
-        state = journal_of(self.function, objects, preserve_buffers=options.preserve_buffers, is_needed=bool(self.variables))
-        if state is False:
-            return False
-        self.state = state
-        self.ambient = _ambient.capture(
-            preserve_rng_state=options.preserve_rng_state, generators=() if state is None else state.generators
-        )
-        recurrent = [] if state is None else [layer for tree in state.trees for layer in tree.recurrent]
-        if recurrent and options.preserve_rng_state:
-            seed_masks_anew(recurrent)
-        return True
 
     def _open(self) -> None:
         """Makes this the innermost frame of the thread, with its pack hook."""
@@ -444,10 +416,7 @@ class FunctionFrame(Frame):
         if stack.innermost is self:  # else the caller rewinds the thread
             close_frame(self)
         try:
-            if error is None:
-                self._settle(failed=False)
-            else:
-                close(error, functools.partial(self._settle, failed=True))
+            close(error, functools.partial(self._settle, failed=error is not None))
         except BaseException as found:
             close(found, functools.partial(self._tell_exited, found))
             raise
@@ -489,25 +458,29 @@ class FunctionFrame(Frame):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
-                return Pass(self.recompute((index,)), self._made())
-            if self.is_split and graph_task_id() != -1:
+                return Pass(self.observed(rerun, self, (index,)), self._made())
+            if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.recompute(None), self._made())
+                opened = Pass(self.observed(rerun, self, None), self._made())
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
     def _open_split_pass(self, index: int) -> Pass:
         """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
-        kept = self.passes.get(SPLIT)
-        value = kept.value_at(index, self.alive) if isinstance(kept, SplitPass) else MISSING
-        if not isinstance(kept, SplitPass) or value is MISSING:
-            kept = SplitPass(self.recompute(None), self._made())
+        kept: Any = self.passes.get(SPLIT)
+        value: torch.Tensor = MISSING
+        if kept is not None:
+            if kept.uses.is_next_part():  # once in each backward
+                kept.values = [one if lives else MISSING for one, lives in zip(kept.values, self.alive(), strict=False)]
+            value = kept.values[index] if index < len(kept.values) else MISSING
+        if value is MISSING or not kept.uses.is_untouched(index, value):  # a backward may have written to its memory
+            kept = Pass(self.observed(rerun, self, None), self._made(), Uses())
             self.passes = {SPLIT: kept}
             value = kept.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
-                return Pass(self.recompute((index,)), self._made())
+                return Pass(self.observed(rerun, self, (index,)), self._made())
         if not kept.uses.hand_out(index, value):
             kept.values[index] = MISSING
         return Pass({index: value}, kept.made)
@@ -525,7 +498,7 @@ class FunctionFrame(Frame):
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]
-            values = self.recompute(frozenset(wanted))
+            values = self.observed(rerun, self, frozenset(wanted))
             if opened.made is not None:
                 opened.made.renew()
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
@@ -534,7 +507,7 @@ class FunctionFrame(Frame):
                     opened.values[position] = values[position]
             value: torch.Tensor = opened.values[index]
             if value is MISSING and len(wanted) > 1:
-                value = self.recompute((index,))[index]
+                value = self.observed(rerun, self, (index,))[index]
             opened.values[index] = MISSING
             taken.append(index)
             if value is MISSING:
@@ -544,42 +517,6 @@ class FunctionFrame(Frame):
                     region=format_path(self.path),
                 )
             return value
-
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Brings back tensors, of all living handles if None: an entry for each handle, up to the last one wanted.
-
-        Under the frame's lock; leaves the frame as it was, whether it returns or raises. MISSING stands for a tensor not
-        wanted, or modified in the course of the recompute, which has to be asked for alone.
-        """
-        watch = _draw_watch() if is_beside_drawing_thread() else None
-        values, moved_otherwise = (
-            rerun(self, wanted, watch) if self.watch is None else self.observed(rerun, self, wanted, watch)
-        )
-        if moved_otherwise:
-            self._check_draws(moved_otherwise, watch, wanted)
-        return values
-
-    def _check_draws(self, moved: set[torch.device], watch: DrawWatch | None, wanted: Collection[int] | None) -> None:
-        """Raises unless another thread has moved the streams of some devices, from which this function does not draw."""
-        region, is_proven, group = format_path(self.path), watch is not None, torch.distributed
-        if watch is None:
-            # One more rerun on this rank alone would run the region's collectives without the other ranks.
-            if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-                raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
-
-            watch = _draw_watch()
-            rerun(self, wanted, watch, compares=False)
-        if watch.unknown is not None or moved & watch.devices:
-            raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
-        # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
-        positions = self.positions or {}
-        begin, where = positions.get(-1), where_streams_are()
-        in_forward: set[torch.device] = set().union(
-            *(devices_between(begin, position, where) for position in positions.values())
-        )
-        if not (is_proven or moved <= in_forward or moves_by_itself(moved)):
-            raise draws_error(region)
-        warn_of_drawing_thread()
 
     def _made(self) -> Made | None:
         """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
@@ -618,12 +555,6 @@ class FunctionFrame(Frame):
         return owners_in(self.arguments, Frame, (Tree,))
 
 
-def _draw_watch() -> DrawWatch:
-    from ckpt_hooks._operators.draws import DrawWatch
-
-    return DrawWatch()
-
-
 # --------------------------------------------------------------------------------------------------------------- TorchScript
 
 # TorchScript saves other tensors in the first calls of a function than in later ones: the first call takes notes, and later
@@ -654,21 +585,17 @@ def _keeping(frame: Frame) -> Callable[[torch.Tensor], Kept]:
 @skipped
 def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
     frame: Any = stack.innermost
-    if frame is None or frame.kind != "function":
-        return call(function, *args, **kwargs)
     hooks = top_saved_tensors_hooks(False) if torch.is_grad_enabled() else None
-    if hooks is not None and not are_of_frame(hooks):
-        hooks = None
-    if hooks is not None:
-        if frame.recomputing:
-            push_saved_tensors_hooks(_without_graph, hooks[1])
-        else:
-            push_saved_tensors_hooks(_keeping(frame), unpack_kept)
+    if frame is None or frame.kind != "function" or hooks is None or not are_of_frame(hooks):
+        return call(function, *args, **kwargs)
+    if frame.recomputing:
+        push_saved_tensors_hooks(_without_graph, hooks[1])
+    else:
+        push_saved_tensors_hooks(_keeping(frame), unpack_kept)
     try:
         return call(function, *args, **kwargs)
     finally:
-        if hooks is not None:
-            pop_saved_tensors_hooks()
+        pop_saved_tensors_hooks()
 
 
 @functools.cache

@@ -243,7 +243,6 @@ class Loan:
 
     def __init__(self, journal: Journal, stand_ins: dict[int, torch.Tensor], complain: Complain) -> None:
         self.journal, self.stand_ins, self._complain = journal, stand_ins, complain
-        self.with_buffers = journal.with_buffers
         self.held: dict[int, Any] = {}
         self.made: dict[int, Any] = {}
         self.met: dict[int, Any] = {}

@@ -182,16 +182,12 @@ def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> Con
 
 class _Both(AbstractContextManager[None]):
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._outer, self._inner = outer, inner
+        self.outer, self.inner = outer, inner
         self._entered: list[AbstractContextManager[None]] = []
         self.policy = policy_of(outer) or policy_of(inner)
 
-    def without_policy(self) -> AbstractContextManager[Any] | None:
-        outer, inner = without_policy(self._outer), without_policy(self._inner)
-        return inner if outer is None else outer if inner is None else _Both(outer, inner)
-
     def __enter__(self) -> None:
-        entered = _one_in_the_other(reusable(self._outer), reusable(self._inner))
+        entered = _one_in_the_other(reusable(self.outer), reusable(self.inner))
         entered.__enter__()
         self._entered.append(entered)
 
@@ -284,7 +280,8 @@ def policy_of(context: AbstractContextManager[Any]) -> Policy | None:
 def without_policy(context: AbstractContextManager[Any]) -> AbstractContextManager[Any] | None:
     """Returns a context without that of a policy, which a region carries out by itself; None if nothing is left."""
     if isinstance(context, _Both):
-        return context.without_policy()
+        outer, inner = without_policy(context.outer), without_policy(context.inner)
+        return inner if outer is None else outer if inner is None else _Both(outer, inner)
     return None if isinstance(context, (PolicyContext, nullcontext)) else context
 
 

@@ -198,7 +198,7 @@ class Walk:
         names, is_library = facts_of_code(function)
         noted = self._named.get(id(function)) or Note(function)
         if function.__closure__:
-            self.add(noted, CELLS, 0, CELLS.read(function, 0), levels, _is_any)
+            self.add(noted, CELLS, 0, CELLS.read(function, 0), levels, lambda kind: True)
         if names:
             # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
             part = globals_part(names)
@@ -211,10 +211,6 @@ class Walk:
                 found = self._named[id(one)] = noted if one is function else Note(one)
                 self.add(found, VARIABLES, 0, VARIABLES.read(one, 0), LEVELS - 1)
                 self.roots.append((one, found))
-
-
-def _is_any(kind: type) -> bool:
-    return True
 
 
 def _is_followed(kind: type) -> bool:
@@ -260,18 +256,14 @@ def modules_of(root: Module) -> list[Module]:
             seen.add(id(value))
             # Left out are modules around ``root`` (a trainer has the whole model) and lists with ``root`` among others (of all
             # layers). Objects of torch's classes are not looked into: the state of FSDP has all modules of a model.
-            inner, within = _modules_directly_in(value), _modules_within(value)
+            entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            inner, within = [one for one in entries if isinstance(one, Module)], _modules_within(value)
             if type(value) in _INTO or root not in within:
                 inner += [one for one in within if one not in found and not has_root(one)]
             new = [module for one in inner for module in Module.modules(one) if module not in found]
             found.update(dict.fromkeys(new))
             todo += new
     return list(found)
-
-
-def _modules_directly_in(value: Any) -> list[Module]:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [one for one in values if isinstance(one, Module)]
 
 
 def _modules_within(value: Any) -> list[Module]:

@@ -5,16 +5,23 @@ Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import functools
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.positions import are_other_threads_alive, have_several_drawn
+from ckpt_hooks._ambient.positions import (
+    are_other_threads_alive,
+    devices_between,
+    have_several_drawn,
+    moves_by_itself,
+    where_streams_are,
+)
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
@@ -26,27 +33,42 @@ from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspe
 from ckpt_hooks.errors import DeterminismError, MutationError
 
 from .arguments import HandedOut, Hooks, Restored, put_hooks_back
-from .collector import Collector
+from .collector import Collector, PackHook
 from .compare import result_of
 from .contents import WatchReads
 from .journal import Loan
 from .notes import Note
-from .words import blame, note_failure, raise_unread, raise_without_history
+from .words import (
+    blame,
+    draws_error,
+    is_beside_drawing_thread,
+    note_failure,
+    raise_unread,
+    raise_without_history,
+    warn_of_drawing_thread,
+)
+
+if TYPE_CHECKING:
+    from ckpt_hooks._operators.draws import DrawWatch
 
 _NOTHING = nullcontext()  # to enter
-_UNCHANGED: list[tuple[torch.Tensor, int]] = []
+
+#: Tensors written to since forward, with their versions then.
+Changed = Sequence[tuple[torch.Tensor, int]]
+_UNCHANGED: Changed = ()
 
 
-def rerun(
-    frame: Any, wanted: Collection[int] | None, watch: AbstractContextManager[Any] | None, *, compares: bool = True
-) -> tuple[list[torch.Tensor], set[torch.device]]:
-    """Calls the function of a frame again, under a watch of its random draws if asked for.
+def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
+    """Calls the function of a frame again; returns an entry for each handle, up to the last one wanted (of all if None).
 
-    Returns the values, none of them if these are not to be compared with forward; and the devices whose random streams have
-    moved otherwise than in forward, maybe by another thread.
+    MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
     """
-    arguments, mark, outer, next_hook = frame.arguments, mark_thread(), frame.collector, RemovableHandle.next_id
-    collector = frame.collector = Collector(frame, wanted, may_return=watch is None)
+    # Under the frame's lock. Leaves the frame as it was, whether it returns or raises. A probe watches random draws, and is not
+    # compared with forward.
+    watch = _draw_watch() if probe is None and is_beside_drawing_thread() else probe
+    arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
+    next_hook = RemovableHandle.next_id  # one counter for all hooks of the process
+    collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
     hooks: Hooks = ()
     restored: Restored | None = None
@@ -55,7 +77,7 @@ def rerun(
     place = None if frame.current is None else frame.current.enter()
     try:
         try:
-            # The thread is as if no frame were active but this one, the parent of the frames inside (Rule 3).
+            # Enter: the thread is as if no frame were active but this one, the parent of the frames inside (Rule 3).
             if num_dispatch_modes():
                 paused = pause_modes()
             stack.innermost, frame.recomputing = frame, True
@@ -66,13 +88,30 @@ def rerun(
             # One recompute at a time sets the default generators back, where threads do not train on several devices. Others
             # draw from generators of their own: who waits for a lock under which user code runs may wait for ever.
             is_apart = are_other_threads_alive() and have_several_drawn()
-            borrows = collector.watches_draws = not is_apart and default_generators_lock.acquire(False)
+            borrows = not is_apart and default_generators_lock.acquire(False)
             try:
                 if frame.state is not None:
                     # Waits for other loans come last: restoring arguments takes the locks of other frames.
                     loan = Loan(frame.state, restored.stand_ins, collector.mutated)
                     loan.begin()
-                _call_in_ambient(frame, restored, loan, watch, borrows=borrows)
+                leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
+                try:
+                    # Call, with arguments as forward found them.
+                    changed, lost = _UNCHANGED, restored.lost
+                    lent, exchanged = restored.lent, frozenset[Any]()
+                    if loan is not None:
+                        if loan.names:
+                            raise mutated(Why.PARAMETER_GONE, format_path(frame.path), detail=loan.names[0])
+                        lost, lent, exchanged = [*lost, *loan.lost], {**lent, **loan.lent}, loan.storages
+                    if frame.complete:
+                        changed = lost if loan is None else [*loan.journal.changed(loan), *lost, *loan.changed]
+                    args, kwargs = arguments.build(restored.tensors, loan)
+                    hook = collector.hook(lent, exchanged, may_return=watch is None, watches_draws=borrows)
+                    if changed or lost or num_dispatch_modes():
+                        hook = collector.watching(hook, lost)
+                    _call(frame, loan, args, kwargs, hook, changed)
+                finally:
+                    undo(leave_ambient)
             finally:
                 if loan is not None:
                     undo(loan.end)
@@ -82,6 +121,7 @@ def rerun(
             if _is_at_fault(error, frame, loan, is_called=restored is not None):
                 raise
         finally:
+            # Leave.
             frame.recomputing = outer is not None
             if paused:
                 resume_modes(paused)
@@ -89,13 +129,20 @@ def rerun(
             set_grad_enabled(grad_enabled)
             if transforms is not None:
                 resume_transforms(transforms)
-            if hooks or RemovableHandle.next_id != next_hook:  # one counter for all hooks of the process
+            if hooks or RemovableHandle.next_id != next_hook:
                 put_hooks_back(hooks, arguments.hooks(handed_out))
             if handed_out:
                 arguments.look_at(handed_out)
             if restored is not None:
                 arguments.put_memory_back(restored)
-        return _compared(frame) if compares else [], collector.moved_otherwise
+        # Compare.
+        try:
+            values = result_of(collector, frame.options.check) if probe is None else []
+        except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
+            blame(found, frame)
+            if frame.explain is not None:
+                raise frame.explain(found) from found
+            raise
     except BaseException as error:
         if frame.modes is not None and isinstance(error, DeterminismError) and error.region == format_path(frame.path):
             error.args = (f"{error}{modes_in_words(frame.modes, users_modes())}",)
@@ -108,20 +155,15 @@ def rerun(
         collector.let_go()
         if frame.current is not None:
             undo(frame.current.leave, place)
+    if collector.moved_otherwise and probe is None:
+        _look_into_draws(frame, wanted, collector.moved_otherwise, watch)
+    return values
 
 
-def _call_in_ambient(
-    frame: Any, restored: Restored, loan: Loan | None, watch: AbstractContextManager[Any] | None, *, borrows: bool
-) -> None:
-    """Calls the function under the random streams, autocast and switches of forward."""
-    ambient = frame.ambient
+def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrows: bool) -> Callable[[], object]:
+    """Restores the random streams, autocast and switches of forward; returns the undo."""
     if borrows and watch is None and not ambient.has_streams:
-        before = _ambient.enter(ambient)
-        try:
-            _call(frame, restored, loan)
-        finally:
-            undo(_ambient.leave, before)
-        return
+        return functools.partial(_ambient.leave, _ambient.enter(ambient))
     from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_streams_lock
     from ckpt_hooks._operators.draws import OwnDraws
 
@@ -135,55 +177,33 @@ def _call_in_ambient(
             undone.enter_context(OwnDraws(ambient.streams))
         if watch is not None:
             undone.enter_context(watch)
-        _call(frame, restored, loan)
+        return undone.pop_all().close
 
 
-def _call(frame: Any, restored: Restored, loan: Loan | None) -> None:
-    """Calls the function with arguments as forward found them."""
+def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, Any], hook: PackHook, changed: Changed) -> None:
+    """Calls the function with a pack hook, with forward's context variables, in context managers of the region's own."""
     collector = frame.collector
-    changed, lost, exchanged = _UNCHANGED, restored.lost, frozenset[Any]()
-    if loan is not None:
-        if loan.names:
-            raise mutated(Why.PARAMETER_GONE, format_path(frame.path), detail=loan.names[0])
-        lost, exchanged = [*lost, *loan.lost], loan.storages
-        if frame.complete:
-            changed = [*loan.journal.changed(loan), *lost, *loan.changed]
-    elif frame.complete:
-        changed = lost
-    args, kwargs = frame.arguments.build(restored.tensors, loan)
-    if restored.lent or (loan is not None and loan.lent):
-        collector.lent = {**restored.lent, **({} if loan is None else loan.lent)}
-    hook = collector.hook(exchanged)
-    if changed or num_dispatch_modes():
-        hook = collector.noting_versions(hook)
-    if lost:
-        hook = collector.doubting(hook, lost)
     push_saved_tensors_hooks(hook, HandBack(collector.values, frame.path))
     try:
-        if changed:
-            with WatchReads(changed, collector):
-                _call_in_context(frame, loan, args, kwargs)
-        elif frame.variables or frame.contexts is not None or copy_context():
-            _call_in_context(frame, loan, args, kwargs)
-        else:
+        if not (changed or frame.variables or frame.contexts is not None or copy_context()):
             frame.function(*args, **kwargs)
+            return
+        # A context of its own, since one cannot be entered twice at once, and variables set in a rerun belong to the rerun. A
+        # collector (a list, say, of the hidden states of all layers) has what forward found, and gets no results of a rerun.
+        context = Context()
+        for variable, value, _ in frame.variables:
+            context.run(variable.set, loan.value(value) if loan is not None and type(value) is Note else value)
+
+        def run() -> None:
+            with (
+                WatchReads(changed, collector) if changed else _NOTHING,
+                _NOTHING if frame.contexts is None else reusable(frame.contexts[1]),
+            ):
+                frame.function(*args, **kwargs)
+
+        context.run(run)
     finally:
         pop_saved_tensors_hooks()
-
-
-def _call_in_context(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Calls a function with forward's context variables, in context managers of the region's own."""
-    # A context of its own, since one cannot be entered twice at once, and variables set in a rerun belong to the rerun. A
-    # collector (a list, say, of the hidden states of all layers) has what forward found, and does not get a rerun's results.
-    context = Context()
-    for variable, value, _ in frame.variables:
-        context.run(variable.set, loan.value(value) if loan is not None and type(value) is Note else value)
-
-    def run() -> None:
-        with _NOTHING if frame.contexts is None else reusable(frame.contexts[1]):
-            frame.function(*args, **kwargs)
-
-    context.run(run)
 
 
 def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: bool) -> bool:
@@ -193,8 +213,8 @@ def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: 
     if isinstance(error, (DeterminismError, MutationError)):
         # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
         own = error.region == region
-        if own and isinstance(error, DeterminismError):
-            _explain(error, frame)
+        if own and isinstance(error, DeterminismError) and frame.explain is not None:
+            raise frame.explain(error) from error
         return own or not done
     if is_called and not done and frame.complete:
         if loan is not None and loan.has_gone:
@@ -204,15 +224,27 @@ def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: 
     return not done
 
 
-def _explain(found: DeterminismError, frame: Any) -> None:
-    if frame.explain is not None:
-        raise frame.explain(found) from found
+def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torch.device], watch: DrawWatch | None) -> None:
+    """Raises unless another thread has moved the streams of some devices, from which this function does not draw."""
+    region, is_proven, group = format_path(frame.path), watch is not None, torch.distributed
+    if watch is None:
+        # One more rerun on this rank alone would run the region's collectives without the other ranks.
+        if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+            raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
+        watch = _draw_watch()
+        rerun(frame, wanted, probe=watch)
+    if watch.unknown is not None or moved & watch.devices:
+        raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
+    # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
+    positions = frame.positions or {}
+    begin, where = positions.get(-1), where_streams_are()
+    in_forward: set[torch.device] = set().union(*(devices_between(begin, position, where) for position in positions.values()))
+    if not (is_proven or moved <= in_forward or moves_by_itself(moved)):
+        raise draws_error(region)
+    warn_of_drawing_thread()
 
 
-def _compared(frame: Any) -> list[torch.Tensor]:
-    try:
-        return result_of(frame.collector, frame.options.check)
-    except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
-        blame(found, frame, is_debugged=frame.explain is not None)
-        _explain(found, frame)
-        raise
+def _draw_watch() -> DrawWatch:
+    from ckpt_hooks._operators.draws import DrawWatch
+
+    return DrawWatch()

@@ -96,7 +96,7 @@ class ModuleNote(Note):
             if part is MODULE_DICTS["_parameters"]:
                 content = {key: loan.parameter(key, one, now.get(key, loan)) for key, one in noted.items()}
                 content = {key: one for key, one in content.items() if one is not loan}
-            elif part is MODULE_DICTS["_buffers"] and not loan.with_buffers:
+            elif part is MODULE_DICTS["_buffers"] and not loan.journal.with_buffers:
                 continue
             else:
                 content = filled(noted, keys, now, loan)
@@ -309,34 +309,16 @@ def tree_of(root: Module) -> tuple[Tree, tuple[Any, ...]]:
     tree = _trees.get(id(root))
     if tree is not None and (flat := tree.look()) is not None:
         return tree, flat
-    notes = None if tree is None else _notes_again(tree)
-    if tree is None or notes is None:
-        everything, known = modules_of(root), {} if tree is None else _known_in(tree)
-        modules = [module for module in everything if isinstance(module._modules, dict)]
-        # What TorchScript made has its tensors elsewhere; they are taken as they are.
-        scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
-        notes = [ModuleNote(module, owner, known) for owner, module in enumerate(modules)]
-    else:
-        scripted = list(tree.scripted)
+    everything = modules_of(root)
+    modules = [module for module in everything if isinstance(module._modules, dict)]
+    # What TorchScript made has its tensors elsewhere; they are taken as they are.
+    scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
+    known = {} if tree is None else {note.number: note for note in tree.tensor_notes()}
+    before = {} if tree is None else dict(enumerate(tree.modules))
+    notes = [
+        note if (note := before.get(owner)) is not None and note.holds(module) else ModuleNote(module, owner, known)
+        for owner, module in enumerate(modules)
+    ]
     # Made whole before anybody sees it: an exception on the way, such as Ctrl-C, leaves the tree from before.
     tree = _trees[id(root)] = Tree(root, notes, scripted, tree)
     return tree, tree._flat()
-
-
-def _known_in(tree: Tree) -> dict[int, TensorNote]:
-    return {note.number: note for note in tree.tensor_notes()}
-
-
-def _notes_again(tree: Tree) -> list[ModuleNote] | None:
-    """Returns present notes of the same modules; None if other modules are inside by now."""
-    known, notes = _known_in(tree), []
-    for owner, note in enumerate(tree.modules):
-        module = note.reference()
-        if module is None:
-            return None
-        new = note if note.holds(module) else ModuleNote(module, owner, known)
-        before, now = ([held and held.number for held in one.bound("_modules").values()] for one in (note, new))
-        if new.modules != note.modules or before != now:
-            return None
-        notes.append(new)
-    return notes

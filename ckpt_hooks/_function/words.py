@@ -125,14 +125,14 @@ def node_of(frame: Any, index: int) -> Any:
     return None
 
 
-def blame(error: DeterminismError, frame: Any, *, is_debugged: bool) -> None:
+def blame(error: DeterminismError, frame: Any) -> None:
     """Lets an error say which operator saved the tensor, and how to see more."""
     node = node_of(frame, error.index)
     words = str(error)
     if node is not None:
         error.grad_fn = str(node.name())
         words += f" The tensor at position {error.index} was saved by {error.grad_fn}."
-    if not is_debugged:
+    if frame.explain is None:
         words += f" {_SEE_MORE}"
     error.args = (words.replace("\n ", "\n"),)
 
