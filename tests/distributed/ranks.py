@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -85,6 +86,7 @@ class Ranks:
 def _serve(rank: int, world: int, path: str, connection: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # the objects of all that is imported, which a plan would walk over in each of its steps
     store = torch.distributed.FileStore(path, world)
     patience = timedelta(seconds=PATIENCE)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)

@@ -28,7 +28,7 @@ from tests.planner.models import as_before
 
 pytestmark = pytest.mark.distributed
 
-WIDTH, ROWS, BLOCKS = 16, 256, 4
+WIDTH, ROWS, BLOCKS = 16, 256, 3
 #: Collectives of gloo let go of memory some time later, on threads of its own.
 MARGIN = 0.1
 
