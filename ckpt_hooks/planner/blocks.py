@@ -86,14 +86,14 @@ def with_spans_around(blocks: Sequence[str]) -> list[str]:
     """Returns blocks, and spans of those in a row: as many spans as blocks in each."""
     parents: dict[str, list[str]] = {}
     for name in blocks:
-        parents.setdefault(_ends_of(name)[0].rpartition(".")[0], []).append(name)
+        parents.setdefault(ends_of(name)[0].rpartition(".")[0], []).append(name)
     found: list[str] = []
     for row in parents.values():
         count = math.isqrt(len(row))
         for at in range(0, len(row) if count > 1 else 0, count):
             ends = row[at : at + count]
             if len(ends) > 1:
-                found.append(str(span(_ends_of(ends[0])[0], _ends_of(ends[-1])[1])))
+                found.append(str(span(ends_of(ends[0])[0], ends_of(ends[-1])[1])))
     return [*found, *blocks] if found else []
 
 
@@ -129,20 +129,15 @@ class Blocks:
                 self.roots[name], self.kinds[name] = modules.parent, modules.kind
                 row = [at for at, _ in model.named_modules()][modules.place[0] : modules.place[1] + 1]
                 self.members.update(row)
-                self.around.update({other: name for other in names if other != name and {*_ends_of(other)} <= {*row}})
+                self.around.update({other: name for other in names if other != name and {*ends_of(other)} <= {*row}})
             else:
                 self.roots[name] = model.get_submodule(name)
                 self.kinds[name] = type(self.roots[name]).__name__
                 self.members.add(name)
 
 
-def kinds_of(model: Module, blocks: Iterable[str]) -> dict[str, object]:
-    """Returns the classes of blocks, of spans those of both ends, and None where a model has no such module."""
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    return {f"block {name!r}": [kinds.get(end) for end in _ends_of(name)] for name in blocks}
-
-
-def _ends_of(name: str) -> tuple[str, str]:
+def ends_of(name: str) -> tuple[str, str]:
+    """Returns the names of the first and the last module of a block."""
     return name.partition(" to ")[0], name.rpartition(" to ")[2]
 
 
@@ -166,7 +161,7 @@ def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
     # Of a wrapper and what is in it, of one name then, the latter is the block: a region belongs inside of FSDP1's gathers.
     found = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
     outers = sorted(found, key=lambda name: name.count(".") + bool(name))
-    ends = {end for name in blocks for end in _ends_of(name)}
+    ends = {end for name in blocks for end in ends_of(name)}
     for cut in range(min(name.count(".") for name in ends) + 1):
         inner = {name: ".".join(name.split(".")[cut:]) for name in ends}
         if len({name.removesuffix(one) for name, one in inner.items()}) > 1:
@@ -174,7 +169,7 @@ def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
         for outer in outers:
             names = {name: f"{outer}.{one}".strip(".") for name, one in inner.items()}
             if all(one in found for one in names.values()):
-                return {name: " to ".join(dict.fromkeys(found[names[end]] for end in _ends_of(name))) for name in blocks}
+                return {name: " to ".join(dict.fromkeys(found[names[end]] for end in ends_of(name))) for name in blocks}
     return {name: name for name in blocks}  # of which apply_checkpointing says that there are none
 
 

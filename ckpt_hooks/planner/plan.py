@@ -24,7 +24,7 @@ from .chunked import PlannedChunks, chunk, chunks_in_words
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch
 from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
 from .ranks import Ranks
-from .searching import COSTS, Budget, Search, check_step, searched
+from .searching import COSTS, MOST_MEASURED, Budget, Search, as_often, check_step, searched
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -98,14 +98,20 @@ class Plan(Printed):
             ValueError: If the model is gone, or has no such blocks.
         """
         ranks = self._ranks() if group is None else Ranks(group)
-        with ranks.together():
-            applied = self._applied(model)
-            try:
-                ranks.agree(self._facts())
-            except BaseException:
-                applied.undo()
-                raise
-        return applied
+        with ranks.together(), contextlib.ExitStack() as undo:
+            found, runners = self._found(model, "apply"), self.runners()
+            names, inside = names_in(found, [*runners, *(one.name for one in self.chunks)]), dict(found.named_modules())
+            if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
+                raise wrong(
+                    found, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
+                )
+            chunked = chunk(found, self.chunks, names)
+            undo.callback(chunked.undo)
+            regions = apply_checkpointing(found, {selector_of(names[name]): runner for name, runner in runners.items()})
+            undo.callback(regions.undo)
+            ranks.agree(self._facts())
+            undo.pop_all()
+        return AppliedCheckpointing([*regions, *chunked], [regions.undo, chunked.undo])
 
     def _ranks(self) -> Ranks:
         return Ranks() if self._search is None else self._search.ranks
@@ -119,21 +125,6 @@ class Plan(Printed):
                 where = f", in plan {number} of other shapes" if number else ""
                 facts[f"what block {block.name!r} keeps{where}, and its shapes"] = kept, block.shapes, block.around
         return facts
-
-    def _applied(self, model: Module | None) -> AppliedCheckpointing:
-        found, runners = self._found(model, "apply"), self.runners()
-        names, inside = names_in(found, [*runners, *(one.name for one in self.chunks)]), dict(found.named_modules())
-        if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
-            raise wrong(
-                found, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
-            )
-        chunked = chunk(found, self.chunks, names)
-        try:
-            regions = apply_checkpointing(found, {selector_of(names[name]): runner for name, runner in runners.items()})
-        except BaseException:
-            chunked.undo()
-            raise
-        return AppliedCheckpointing([*regions, *chunked], [regions.undo, chunked.undo])
 
     def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:
         """Measures a step of other shapes, and finds a plan for it with the same blocks and the same budget.
@@ -153,24 +144,22 @@ class Plan(Printed):
         """
         ranks = self._ranks()
         with ranks.together():
-            found = self._added(step, self._found(model, "add"), ranks)
-        self.others.append(found)
-        return found
-
-    def _added(self, step: Callable[[Module], Any], model: Module, ranks: Ranks) -> Plan:
-        names = names_in(model, [block.name for block in self.blocks] + [one.name for one in self.chunks])
-        own = {there: name for name, there in names.items()}
-        chunks = {names[one.name]: {**dataclasses.asdict(one), "chunks": (one.chunks,)} for one in self.chunks}
-        for options in chunks.values():
-            del options["name"], options["is_attribute"]
-        blocks = [selector_of(names[block.name]) for block in self.blocks]
-        options = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
-        found = Plan(**searched(model, step, self.budget, ranks, **options))
-        return dataclasses.replace(
+            model = self._found(model, "add")
+            names = names_in(model, [block.name for block in self.blocks] + [one.name for one in self.chunks])
+            own = {there: name for name, there in names.items()}
+            chunks = {names[one.name]: {**dataclasses.asdict(one), "chunks": (one.chunks,)} for one in self.chunks}
+            for options in chunks.values():
+                del options["name"], options["is_attribute"]
+            blocks = [selector_of(names[block.name]) for block in self.blocks]
+            given: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
+            found = Plan(**searched(model, step, self.budget, ranks, **given))
+        found = dataclasses.replace(
             found,
             blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
             chunks=self.chunks,
         )
+        self.others.append(found)
+        return found
 
     def replan(self, memory_budget: Budget, step: Callable[[Module], Any] | None = None, model: Module | None = None) -> Plan:
         """Finds a plan for another budget from the same profile, in a fraction of the time of :func:`ckpt_hooks.plan_memory`.
@@ -190,10 +179,12 @@ class Plan(Printed):
         search = self._profiled("replan")
         with search.ranks.together():
             search.ranks.agree({"memory_budget": memory_budget})
-            if step is not None:
-                check_step(step)
-                return Plan(**search.plan(memory_budget, self._found(model, "replan"), step))
-            return Plan(**{**search.plan(memory_budget), "_model": self._model})
+            if step is None:
+                return Plan(**{**search.plan(memory_budget), "_model": self._model})
+            check_step(step)
+            model = self._found(model, "replan")
+            with as_often(model, step, search.ranks, MOST_MEASURED) as step:
+                return Plan(**search.plan(memory_budget, model, step))
 
     def pareto(self) -> ParetoFront:
         """Finds the costs of other budgets, from the profile, which the plan holds.

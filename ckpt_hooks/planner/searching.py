@@ -22,10 +22,10 @@ from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
-from .blocks import Blocks, blocks_of, kinds_of, outside_of, selected_blocks, with_spans_around
+from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choose
 from .chunked import Chunking, applied, chunkings_of
-from .cuts import Choice, choices_of, lasting_in
+from .cuts import choices_of, lasting_in
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
 from .pricing import NUM_STEPS, region_prices
 from .profiling import Profile, profile_step
@@ -36,6 +36,8 @@ from .simulating import natural_ends, peak_of
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
 # 4% off, and one correction brings the peak within the tolerance.
 _CORRECTIONS = 3
+#: Steps that are run to measure a plan: with corrections, and the least where none of these fits.
+MOST_MEASURED = _CORRECTIONS + 1
 
 
 def searched(
@@ -66,15 +68,35 @@ def searched(
     given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
-    most = 1 + 2 * len(chunkings) * (1 + (NUM_STEPS if cost == "seconds" else 0))
-    with _as_often(model, step, ranks, most) as counted:
-        found = _searches(model, counted, ranks, selected, chunkings, {"base": base, "margin": margin, "cost": cost})
-    found[0].others = found[1:]
-    return found[0].plan(memory_budget, model, step, tolerance)
+    most = 1 + 2 * len(chunkings) * (1 + (NUM_STEPS if cost == "seconds" else 0)) + MOST_MEASURED
+    with as_often(model, step, ranks, most) as step:
+        with as_before(model):
+            before = optimizer_state(model)
+            plain = memory_ledger(lambda: step(model))
+            _warn_of_cold(before, optimizer_state(model))
+        if not any(phase.name == "backward" for phase in plain.phases):
+            raise ValueError(
+                "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
+                "model(x).sum().backward()`."
+            )
+        common = {"plain_peak": ranks.most(plain.peak.nbytes), "base": ranks.most(base), "margin": margin, "cost": cost}
+        names = selected or ranks.first(lambda: blocks_of(model, plain, {one.name for one in chunkings[0]}))
+        around = with_spans_around(names) if selected is None else []
+        kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+        ranks.agree({f"block {name!r}": [*map(kinds.get, ends_of(name))] for name in names})
+        found: list[Search] = []
+        for chunking in chunkings:
+            found.append(Search(ranks, *profiled(model, step, names, chunking, common)))
+            # There are none around layers that are called in another order.
+            nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
+            if nested is not None and (spans := Search(ranks, *nested)).least < found[-1].least:
+                found.append(spans)
+        found[0].others = found[1:]
+        return found[0].plan(memory_budget, model, step, tolerance)
 
 
 @contextlib.contextmanager
-def _as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
+def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
     """Yields a step; where other ranks have plans of their own, runs it afterwards until it has run as often as it may."""
     # Groups meet in the step, as the stages of a pipeline do: all run it as often, whatever each has found.
     runs = 0
@@ -89,40 +111,6 @@ def _as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: 
         with as_before(model):
             step(model)
         ranks.all(None)
-
-
-def _searches(
-    model: Module,
-    step: Callable[[Module], Any],
-    ranks: Ranks,
-    selected: list[str] | None,
-    chunkings: Sequence[Chunking],
-    common: dict[str, Any],
-) -> list[Search]:
-    """Runs the step as it is, and profiles it; returns a search for each number of chunks, and with spans around."""
-    with as_before(model):
-        before = optimizer_state(model)
-        plain = memory_ledger(lambda: step(model))
-        _warn_of_cold(before, optimizer_state(model))
-    if not any(phase.name == "backward" for phase in plain.phases):
-        raise ValueError(
-            "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
-            "model(x).sum().backward()`."
-        )
-    common = {**common, "plain_peak": ranks.most(plain.peak.nbytes), "base": ranks.most(common["base"])}
-    names, around = selected or [], list[str]()
-    if selected is None:
-        names = ranks.first(lambda: blocks_of(model, plain, {one.name for one in chunkings[0]}))
-        around = with_spans_around(names)
-    ranks.agree(kinds_of(model, names))
-    found: list[Search] = []
-    for chunking in chunkings:
-        found.append(Search(ranks, *profiled(model, step, names, chunking, common)))
-        # There are none around layers that are called in another order.
-        nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
-        if nested is not None and (spans := Search(ranks, *nested)).least < found[-1].least:
-            found.append(spans)
-    return found
 
 
 def profiled(
@@ -221,9 +209,9 @@ def _shared(
         runs.setdefault(f"the operators of block {entry.block!r}", []).append([(op.name, op.run) for op in entry.ops])
     ranks.agree(runs)
     ops = [op for entry in profile.entries for op in entry.ops]
-    costs, others, of_regions = zip(
-        *ranks.all(([(op.cost, op.moved, op.seconds) for op in ops], {**shapes}, prices)), strict=True
-    )
+    own = [(op.cost, op.moved, op.seconds) for op in ops], {**shapes}, prices, profile.others_cost
+    costs, others, of_regions, of_others = zip(*ranks.all(own), strict=True)
+    profile.others_cost = max(of_others)
     for op, *of_ranks in zip(ops, *costs, strict=True):
         op.cost, op.moved, op.seconds = map(max, zip(*of_ranks, strict=True))
     if prices is not None:
@@ -247,14 +235,11 @@ class Search:
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
         self._shapes = _shared(ranks, profile, shapes, prices)
         self.natural = natural_ends(profile)
-
-        def choices() -> dict[str, list[Choice]]:
-            lasting = lasting_in(profile)
-            firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
-            return {name: choices_of(profile, *firsts[name]) for name in blocks.roots if name in firsts}
-
+        lasting = lasting_in(profile)
+        firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
         # Of the first rank: its numbers of operators are those of all.
-        self.problem = Problem(profile, block_options(profile, ranks.first(choices)), self.natural)
+        choices = ranks.first(lambda: {name: choices_of(profile, *firsts[name]) for name in blocks.roots if name in firsts})
+        self.problem = Problem(profile, block_options(profile, choices), self.natural)
         self.problem.add_windows(ranks)
         self.least = self.problem.peak(self.problem.least)
         self._peak: Any = None  # of the latest step measured
@@ -283,8 +268,7 @@ class Search:
         if model is None or step is None:
             found = {**one.attributes(chosen), "is_measured": False}
         else:
-            with _as_often(model, step, self.ranks, _CORRECTIONS + 1) as counted:
-                found = one._corrected(model, counted, target, tolerance)
+            found = one._corrected(model, step, target, tolerance)
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
@@ -294,24 +278,21 @@ class Search:
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
         """Returns the search of those whose least peak is within a budget with the cheapest choice, and the choice."""
-        searches = [self, *self.others]
+        fitting = [one for one in (self, *self.others) if int(one.least) <= budget]
+        # Spans around blocks are for budgets that blocks alone do not fit.
+        fitting = [one for one in fitting if not one._blocks.around] or fitting
+        found = [(one, one._choice(budget) or one.problem.least) for one in fitting]
+        return min(found, key=lambda one: one[0].problem.cost(one[1]) + one[0].profile.others_cost)
 
-        def chosen() -> tuple[int, list[int]]:
-            fitting = [at for at, one in enumerate(searches) if int(one.least) <= budget]
-            # Spans around blocks are for budgets that blocks alone do not fit.
-            fitting = [at for at in fitting if not searches[at]._blocks.around] or fitting
-            found = [(at, choose(searches[at].problem, budget) or searches[at].problem.least) for at in fitting]
-            return min(found, key=lambda one: searches[one[0]].problem.cost(one[1]) + searches[one[0]].profile.others_cost)
-
-        at, found = self.ranks.first(chosen)
-        return searches[at], found
+    def _choice(self, budget: float) -> list[int] | None:
+        return self.ranks.first(lambda: choose(self.problem, budget))
 
     def _corrected(self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float) -> dict[str, Any]:
         """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
         for _ in range(_CORRECTIONS):
-            chosen = self.ranks.first(functools.partial(choose, self.problem, target))
+            chosen = self._choice(target)
             if chosen is None or chosen in seen:
                 break
             seen.append(chosen)
