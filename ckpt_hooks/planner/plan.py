@@ -415,12 +415,12 @@ def plan_memory(
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
             two. Never without this, since chunks round otherwise.
-        group: The process group whose ranks plan together, as those of one stage of a pipeline; None for all, where
-            ``torch.distributed`` is initialized. A group of one rank plans alone. All ranks run as many steps, and have one
-            plan, that of the first rank: budgets hold for the largest peak of any, costs are those of the slowest. An
-            exception on one is an error on all. A rank which waits for another one in a collective meanwhile is fetched out
-            of it after some seconds: gloo's connections and NCCL's communicators in the process are closed then. A rank which
-            never comes is an error after the timeout of the group.
+        group: The process group whose ranks plan together; None for all, where ``torch.distributed`` is initialized. All run as
+            many steps and have one plan: budgets hold for the largest peak of any, costs are those of the slowest. An exception
+            on one is an error on all: one that waits in a collective then is fetched out of it after five seconds, by closing
+            the connections of all groups in its process. A rank that never comes is an error after the timeout of the group. A
+            group of one rank plans alone. One that is a part of all runs the step as often as a plan may take, since stages of
+            a pipeline meet in it; of their errors the others see that a connection is closed, or the timeout.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
