@@ -22,7 +22,11 @@ def store_in(prefix: str, store: Any) -> Any:
 def patience_of(group: Any) -> float:
     """Returns the seconds after which collectives of a group give up."""
     # There is a public way to set it, and none to ask. 2.11 to 2.15.
-    patience: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    patience: timedelta = c10d.default_pg_timeout
+    for device in group._device_types:
+        # A backend may be without options, as that of TORCH_DISTRIBUTED_DEBUG=DETAIL.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            patience = group._get_backend(device).options._timeout
     return patience.total_seconds()
 
 
