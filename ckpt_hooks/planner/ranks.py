@@ -56,6 +56,8 @@ class Ranks:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Makes an exception of this rank one on all, and that of another rank one of this."""
+        if self._store is not None and not torch.distributed.is_initialized():  # a plan may outlive its group
+            vars(self).update(vars(Ranks()))
         if self._store is None:
             yield
             return

@@ -342,6 +342,26 @@ def test_a_rank_which_never_comes(two):
     assert "Rank 1 did not come within 1 s" in first[1]
 
 
+def outliving() -> int:
+    """Measures a plan again on the second rank, once the process group is gone."""
+    own = rank()
+    model, step = of_one(ROWS)
+    plan = plan_memory(model, step, 0.5, blocks="*")
+    torch.distributed.destroy_process_group()
+    if own == 1:
+        plan.apply().undo()
+        return plan.replan(0.5, step).measured_peak
+    return plan.measured_peak
+
+
+def test_a_plan_outlives_its_group(two):
+    try:
+        first, second = two.run(outliving)
+    finally:
+        two.stop()
+    assert first == second
+
+
 def staged() -> tuple[dict[str, Any], int]:
     """Plans the stages of a pipeline, each for a group of its own."""
     groups = [torch.distributed.new_group([one]) for one in range(2)]
