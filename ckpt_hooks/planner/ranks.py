@@ -50,9 +50,10 @@ class Ranks:
         self._groups = groups
         self._names = torch.distributed.get_process_group_ranks(group)
         self._rank = torch.distributed.get_rank(group)
-        self._patience = groups.patience_of(group or torch.distributed.group.WORLD)
+        group = group or torch.distributed.group.WORLD
+        self._patience = groups.patience_of(group)
         members = hashlib.sha256(repr(self._names).encode()).hexdigest()
-        self._store = groups.store_in(f"ckpt_hooks/{members}", groups.default_store())
+        self._store = groups.store_in(f"ckpt_hooks/{group.group_name}/{members}", groups.default_store())
 
     @property
     def is_alone(self) -> bool:

@@ -112,9 +112,9 @@ def planned(path: str) -> None:
         return lambda model: model(x).pow(2).mean().backward()
 
     rank, file = torch.distributed.get_rank(), pathlib.Path(path)
-    model = Model()
+    model, alone = Model(), torch.distributed.new_group([0])
     if rank == 0:
-        plan = plan_memory(model, step_of(512), 0.4, blocks=["blocks.*"])
+        plan = plan_memory(model, step_of(512), 0.4, blocks=["blocks.*"], group=alone)
         plan.add(step_of(256))
         file.write_text(json.dumps(plan.to_json()))
     torch.distributed.barrier()
