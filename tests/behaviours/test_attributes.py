@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import functools
 import gc
 import weakref
@@ -16,13 +15,6 @@ from torch import nn
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, SILENT, Run, assert_as_eager, gradients, runs
 from tests.measure import leaf
-
-
-class Mode(enum.Enum):
-    """Two ways to do something."""
-
-    SINE = enum.auto()
-    COSINE = enum.auto()
 
 
 class Stateful(nn.Module):
@@ -41,48 +33,6 @@ class Stateful(nn.Module):
     def state(self):
         """Returns what is to be compared of them."""
         return [value for name, value in vars(self).items() if not name.startswith("_")]
-
-
-class Counter(Stateful):
-    """Counts its calls, and multiplies by that."""
-
-    def begin(self):
-        self.step = 0
-
-    def forward(self, x):
-        self.step += 1
-        return (self.layer(x) * self.step).sin() * self.step
-
-
-class CounterBelow(Stateful):
-    """Has a counter in a submodule, and one in a module that is in a list."""
-
-    def begin(self):
-        self.inner, self.others = Counter(), [Counter()]
-
-    def forward(self, x):
-        return self.others[0](self.inner(x).cos())
-
-    def state(self):
-        return [self.inner.step, self.others[0].step]
-
-
-class Warmup(Stateful):
-    """Does something else in its first calls."""
-
-    def begin(self):
-        self.calls, self.mode, self.name = 0, Mode.SINE, "first"
-
-    def forward(self, x):
-        h = self.layer(x)
-        y = (h * 0.5).sin() if self.mode is Mode.SINE else (h * 0.5).cos().exp()
-        self.calls += 1
-        if self.calls == 2:
-            self.mode, self.name = Mode.COSINE, "later"
-        return y if self.name == "first" else y * 2
-
-    def state(self):
-        return [self.calls, self.mode.name, self.name]
 
 
 class Hidden(Stateful):
@@ -104,20 +54,6 @@ class HiddenWithHistory(Hidden):
         return self.h.sin()
 
 
-class AveragesInPlace(Stateful):
-    """Writes to tensors in containers in containers."""
-
-    def begin(self):
-        self.averages = {"all": [torch.zeros(3, dtype=torch.float64), (torch.ones(3, dtype=torch.float64),)]}
-
-    def forward(self, x):
-        h = self.layer(x)
-        mean, (scale,) = self.averages["all"]
-        mean.lerp_(h.detach().mean(0), 0.1)
-        scale.mul_(1.1)
-        return (h * scale.clone()).sin() - mean.clone()
-
-
 class Grows(Stateful):
     """Appends to containers of each kind."""
 
@@ -136,34 +72,6 @@ class Grows(Stateful):
 
     def state(self):
         return [self.seen, list(self.recent), sorted(self.sizes), {key: list(value) for key, value in self.table.items()}]
-
-
-class ComesAndGoes(Stateful):
-    """Adds an attribute, and deletes it."""
-
-    def forward(self, x):
-        h = self.layer(x)
-        if hasattr(self, "scale"):
-            h = h.sin() * self.scale
-            del self.scale
-        else:
-            self.scale = h.detach().mean()
-            self.flag = True
-        return h.cos()
-
-
-class Table(Stateful):
-    """Builds a table for each size that it meets."""
-
-    sizes = (4, 5, 4, 3, 5)
-
-    def begin(self):
-        self.tables = {}
-
-    def forward(self, x):
-        if len(x) not in self.tables:
-            self.tables[len(x)] = torch.arange(len(x), dtype=torch.float64)[:, None].sin()
-        return (self.layer(x) + self.tables[len(x)]).sin()
 
 
 class BuildsParts(Stateful):
@@ -198,19 +106,7 @@ class BindsAnew(Stateful):
         return y
 
 
-KINDS = [
-    AveragesInPlace,
-    BindsAnew,
-    BuildsParts,
-    ComesAndGoes,
-    Counter,
-    CounterBelow,
-    Grows,
-    Hidden,
-    HiddenWithHistory,
-    Table,
-    Warmup,
-]
+KINDS = [BindsAnew, BuildsParts, Grows, HiddenWithHistory]
 
 
 def steps(kind, run, calls=2):

@@ -16,8 +16,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import parametrize
 
 from ckpt_hooks import checkpoint
-from tests.behaviours.applied import all_regions, function_regions
+from tests.behaviours.applied import ALL_REGIONS, all_regions, function_regions
 from tests.behaviours.runs import assert_as_eager
+from tests.measure import in_turns
 
 # Changes: each changes a model, and returns what takes the change back.
 
@@ -295,31 +296,26 @@ def state(model):
     return [*map(torch.clone, values.values()), *values, *(type(module).__name__ for module in model.modules())]
 
 
-CASES = {f"{name}-{when.__name__}": (change, when) for name, change in CHANGES.items() for when in WHEN}
-CASES |= {
-    f"{name}-{when.__name__}": (change, when)
-    for name, change in PARAMETRIZATIONS.items()
-    for when in (in_forward, from_forward_on)
-}
-
-
-@all_regions
-@pytest.mark.parametrize(("change", "when"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("change", "when", "run"),
+    [*in_turns(CHANGES, WHEN, ALL_REGIONS), *in_turns(PARAMETRIZATIONS, (in_forward, from_forward_on), ALL_REGIONS)],
+)
 def test_changes_of_a_module(change, when, run):
     """Some steps, between which the model runs without a region too: whatever is left of a change would be seen there."""
+    made = {**CHANGES, **PARAMETRIZATIONS}[change]
 
     def program(run):
         model, counter, found = Model(), Counter(), []
         for _ in range(3):
             x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-            for y in when(lambda x=x: run(model, x), lambda: change(model, counter)):
+            for y in when(lambda x=x: run(model, x), lambda: made(model, counter)):
                 y.sum().backward(inputs=[x, *(p for p in model.parameters() if p.is_leaf)])
                 found += [y, x.grad.clone(), counter.state(), state(model)]
             with torch.no_grad():
                 found += [*(None if p.grad is None else p.grad.clone() for p in model.parameters()), model(x)]
         return found
 
-    assert_as_eager(program, run)
+    assert_as_eager(program, ALL_REGIONS[run])
 
 
 @all_regions
@@ -336,35 +332,6 @@ def test_handles_work_after_a_rerun(run):
         for handle in handles:
             handle.remove()
             found.append(run(model, x))
-        return found
-
-    assert_as_eager(program, run)
-
-
-@function_regions
-def test_handles_that_forward_takes_from_a_list(run):
-    """Nothing else refers to them by then."""
-
-    class Pops(Model):
-        def __init__(self):
-            super().__init__()
-            self.handles = [self.inner.register_forward_hook(lambda module, args, result: result * 2)]
-
-        def forward(self, x):
-            scale = len(self.handles)
-            x = super().forward(x) * scale
-            if self.handles:
-                self.handles.pop().remove()
-            self.handles.append(self.inner.register_forward_hook(lambda module, args, result: result + 1))
-            return x
-
-    def program(run):
-        model, found = Pops(), []
-        for _ in range(3):
-            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-            y = run(model, x)
-            y.sum().backward()
-            found += [y, x.grad, len(model.handles), len(model.inner._forward_hooks)]
         return found
 
     assert_as_eager(program, run)
@@ -412,35 +379,6 @@ def test_hooks_for_all_modules_that_forward_adds_and_takes_off(where, run):
             while handles:
                 handles.pop().remove()
         return found
-
-    assert_as_eager(program, run)
-
-
-@all_regions
-@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
-def test_counters_of_hooks_for_all_modules(register, run):
-    """Such hooks stay, and count in a cell."""
-
-    def program(run):
-        model, calls, names, found = Model(), 0, [], []
-
-        def note(module, *rest):
-            nonlocal calls
-            calls += 1
-            names.append(type(module).__name__)
-
-        handle = register(note)
-        try:
-            for _ in range(3):
-                x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-                y = run(model, x)
-                y.sum().backward()
-                found += [y, x.grad]
-        finally:
-            handle.remove()
-        model(x)
-        names = [name for name in names if name not in ("Sequential", "Model")]  # a region's module is called otherwise
-        return found, calls, names
 
     assert_as_eager(program, run)
 
@@ -555,26 +493,6 @@ def test_a_weight_that_forward_normalises_before_it_reads_it(way, frozen, run):
                 with torch.no_grad():
                     module.weight.mul_(1.5)
         return found
-
-    assert_as_eager(program, run)
-
-
-@function_regions
-@pytest.mark.parametrize("removed", [False, True], ids=["hook stays", "hook goes"])
-def test_lazy_modules_with_hooks_of_users(removed, run):
-    """Such a module takes off hooks of its own, and changes its class, in its first forward, which goes backward last."""
-
-    def program(run):
-        model, counter, found = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.LazyBatchNorm1d()), Counter(), []
-        handle = model[0].register_forward_hook(lambda module, args, result: result * counter())
-        xs = [torch.randn(4, 3, requires_grad=True) for _ in range(3)]
-        ys = [run(model, x) for x in xs]
-        if removed:
-            handle.remove()
-        for x, y in reversed([*zip(xs, ys, strict=True)]):
-            y.sum().backward()
-            found += [y, x.grad, counter.state(), state(model), *(p.grad.clone() for p in model.parameters())]
-        return [*found, model(xs[0])]
 
     assert_as_eager(program, run)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import weakref
 
 import pytest
 import torch
@@ -25,13 +22,6 @@ from tests.behaviours.runs import (
     runs,
 )
 from tests.measure import leaf
-
-
-@dataclasses.dataclass
-class Batch:
-    """An input in a field."""
-
-    mask: torch.Tensor
 
 
 def weighted(x, mask):
@@ -57,31 +47,6 @@ def assert_notices(run, call, mutate, *, tensor=None, error=ckpt_hooks.MutationE
         if tensor is not None:
             assert found.tensor == tensor
             assert tensor in str(found)
-
-
-@runs(*FORMS)
-def test_positional_tensor_mutated(run):
-    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
-    h = x * mask
-    assert_notices(run, lambda run: run(lambda h: h.sin().cos(), h), lambda: h.add_(1), tensor="args[0]")
-
-
-NESTED = {
-    "list": (lambda run, x, m: run(lambda x, c: weighted(x, c[0]), x, [m]), "args[1][0]"),
-    "dict": (lambda run, x, m: run(lambda x, c: weighted(x, c["mask"]), x, {"mask": m}), "args[1]['mask']"),
-    "dataclass": (lambda run, x, m: run(lambda x, c: weighted(x, c.mask), x, Batch(m)), "args[1].mask"),
-    "kwarg": (lambda run, x, m: run(weighted, x, mask=m), "kwargs['mask']"),
-    "partial": (lambda run, x, m: run(functools.partial(weighted, mask=m), x), "kwargs['mask']"),
-}
-
-
-@pytest.mark.parametrize("place", list(NESTED))
-@runs("region", "nested", torch_fails=UNNOTICED)
-def test_nested_tensor_mutated(run, place):
-    call, tensor = NESTED[place]
-    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
-    in_form = tensor if run.form == "region" or place != "partial" else None  # the partial is called by a function there
-    assert_notices(run, lambda run: call(run, x, mask), lambda: mask.add_(1), tensor=in_form)
 
 
 @runs(*FORMS, torch_fails=UNNOTICED)
@@ -157,33 +122,6 @@ def test_parameters_that_a_region_reaches_and_does_not_read_may_change(run, reac
             for index in range(3):
                 y = run(model.step if reached == "method" else lambda i, x: model.step(i, x), index, y)
         return [*gradients(y.float(), x), *model.parameters()]
-
-    assert_as_eager(program, run)
-
-
-@runs("region")
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("reached", ["module", "method", "closure"])
-def test_parameter_that_forward_clamps(run, reached, calls, autocast):
-    """Where forward itself writes to a parameter, that is no error: it is so in each forward, and in each region with it."""
-
-    class Clamped(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                self.bias.clamp_(-0.25, 0.25)
-                torch._foreach_clamp_max_([self.bias], 0.25)
-            return super().forward(x).tanh()
-
-    def program(run):
-        torch.manual_seed(0)
-        layer = Clamped(3, 3)
-        x = y = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-        function = {"module": layer, "method": layer.forward, "closure": lambda x: layer(x)}[reached]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            for _ in range(calls):
-                y = run(function, y)
-        return gradients(y, x, *layer.parameters())
 
     assert_as_eager(program, run)
 
@@ -271,36 +209,6 @@ def test_function_mutates_its_nested_input(run, place, name):
 
 
 # Nested tensors under outer hooks
-
-CONTAINERS = {
-    "list": lambda run, fn, h: run(lambda c: fn(c[0]), [h]),
-    "dict": lambda run, fn, h: run(lambda c: fn(c["h"]), {"h": h}),
-    "dataclass": lambda run, fn, h: run(lambda c: fn(c.mask), Batch(h)),
-    "kwarg": lambda run, fn, h: run(lambda *, h: fn(h), h=h),
-    "partial": lambda run, fn, h: run(functools.partial(fn, h)),
-}
-
-
-@runs(torch_fails=SILENT)
-def test_nested_tensors_under_save_on_cpu_go_through_its_hooks(run, no_gc):
-    """Hooks that keep a copy, as ``save_on_cpu`` does of a tensor on an accelerator."""
-    for place, call in CONTAINERS.items():
-        packed: list[int] = []
-
-        def pack(tensor, packed=packed):
-            packed.append(tensor.data_ptr())
-            return tensor.detach().clone()
-
-        x = leaf(3)
-        h = x * 2.0
-        alive, pointer = weakref.ref(h), h.data_ptr()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = call(run, lambda h: h.sin().cos(), h)
-        del h
-        assert pointer in packed, place
-        assert alive() is None
-        y.sum().backward()
-        assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().sum(), x)[0])
 
 
 # requires_grad changed before backward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import queue
 import threading
@@ -25,57 +24,10 @@ class Plain:
     """An object with attributes."""
 
 
-class Namespace(dict):
-    """A dict which is its own ``__dict__``."""
-
-    def __init__(self):
-        super().__init__()
-        self.__dict__ = self
-
-
 class Slots:
     """An object with slots, of which one may be empty."""
 
     __slots__ = ("count", "h")
-
-
-class SlotsAndMore(Slots):
-    """An object with slots and attributes."""
-
-
-class Property:
-    """An object with a property, as batches of graphs have."""
-
-    def __init__(self):
-        self._store = {}
-
-    @property
-    def h(self):
-        return self._store["h"]
-
-    @h.setter
-    def h(self, value):
-        self._store["h"] = value
-
-    @property
-    def count(self):
-        return self._store["count"]
-
-    @count.setter
-    def count(self, value):
-        self._store["count"] = value
-
-
-@dataclasses.dataclass(slots=True)
-class SlottedData:
-    """A dataclass with slots."""
-
-    h: object = None
-    count: int = 0
-
-
-class Encoding(collections.UserDict):
-    """What Transformers' tokenizers return."""
 
 
 class Attributes:
@@ -148,21 +100,6 @@ class Inside(Attributes):
         self.inner.put(self.unwrap(held), name, value)
 
 
-class Rebound(Attributes):
-    """Has a list, and binds a new one each time."""
-
-    def make(self):
-        held = Plain()
-        held.all = [None, None]
-        return held
-
-    def get(self, held, name):
-        return held.all[("h", "count").index(name)]
-
-    def put(self, held, name, value):
-        held.all = [value, held.all[1]] if name == "h" else [held.all[0], value]
-
-
 def in_object(value):
     held = Plain()
     held.inner = [value]
@@ -172,19 +109,12 @@ def in_object(value):
 KINDS = {
     "object": Attributes(Plain),
     "slots": Attributes(Slots),
-    "slots and attributes": Attributes(SlotsAndMore),
-    "property": Attributes(Property),
-    "dataclass with slots": Attributes(SlottedData),
     "dict": Keys(dict),
     "default": Keys(functools.partial(collections.defaultdict, int)),
-    "its own dict": Attributes(Namespace),
-    "UserDict": Keys(Encoding),
     "list": Entries(list),
     "deque with a length": Entries(functools.partial(collections.deque, maxlen=40)),
     "set": Only(set),
     "in an object": Inside(Keys(dict), in_object, lambda held: held.inner[0]),
-    "in a tuple": Inside(Attributes(Plain), lambda value: (1, value), lambda held: held[1]),
-    "rebound": Rebound(None),
 }
 
 # Places
@@ -275,11 +205,11 @@ def call(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_container_that_the_function_reads_and_changes(kind, place, form):
+def test_a_container_that_the_function_reads_and_changes(kind, place):
     """Its value is a tensor, of another history in each call, and the loop around binds the value anew as well."""
+    form = list(FORMS)[(list(KINDS).index(kind) + PLACES.index(place)) % len(FORMS)]
     kind = KINDS[kind]
 
     def program(run):
@@ -356,40 +286,6 @@ def test_backward_within_an_iteration(make):
             losses[place].backward(retain_graph=True)
             met.append(place)
         return [*met, x.grad]
-
-    assert_as_eager(program, Run("ours"))
-
-
-class State(collections.namedtuple("State", "h c")):
-    """A named tuple with a ``__dict__``, as most of its kind."""
-
-
-class Number(int):
-    """A number of a kind of its own."""
-
-
-class Frozen(frozenset):
-    """A set of a kind of its own."""
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_subclasses_of_what_cannot_change(form):
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.state, self.number, self.frozen = State(torch.ones(3), torch.ones(3)), Number(2), Frozen({3})
-
-        def forward(self, x):
-            y = (x * self.state.h * self.state.c * self.number + min(self.frozen)).sin()
-            self.state = State(self.state.h + y.detach(), self.state.c * 2)
-            self.number, self.frozen = Number(self.number + 1), Frozen({min(self.frozen) + 1})
-            return y.exp()
-
-    def program(run):
-        module, x, region = Module(), leaf(3), call if run is plain else FORMS[form]
-        y = region(module, region(module, region(module, x)))
-        y.sum().backward()
-        return [x.grad, *module.state, int(module.number), *module.frozen]
 
     assert_as_eager(program, Run("ours"))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import pytest
 import torch
 from torch import nn
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
+from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, assert_as_eager, gradients, runs
 
 # Buffers
 
@@ -133,52 +132,6 @@ def steps_of_many_sizes(kind, run):
     return found
 
 
-class FrozenFirst(Guarded):
-    """Takes the mean of its first batch into a parameter without gradients, and counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept, self.calls = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False), 0
-
-    def scale_of(self, x):
-        if not self.ready:
-            self.kept.copy_(x.mean(0))
-        self.ready, self.calls = True, self.calls + 1
-        self.kept.lerp_(x.mean(0), 1 / self.calls)
-        return 1 + self.kept.clone()
-
-
-class GuardsBelow(Guarded):
-    """Has its flag in one module and the statistics in another one below."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3, affine=False, dtype=torch.float64)
-
-    def scale_of(self, x):
-        if not self.ready:
-            self.norm.running_mean.copy_(x.mean(0))
-            self.ready = True
-        return 1 + self.norm.running_mean
-
-
-class Hidden(Guarded):
-    """Has modules in a list, so that they are not trained, or saved, with it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = [nn.BatchNorm1d(3, affine=False, dtype=torch.float64)]
-
-    def scale_of(self, x):
-        return self.norms[0](x)
-
-
-@pytest.mark.parametrize("kind", [FrozenFirst, GuardsBelow, Hidden])
-@pytest.mark.parametrize("form", ["region", "nested"])
-def test_state_of_other_kinds(form, kind):
-    assert_as_eager(functools.partial(steps_of_many_sizes, kind), Run("ours", form))
-
-
 @pytest.mark.parametrize("way", ["in place", "data"])
 @runs()
 def test_parameters_that_the_first_forward_initialises(run, way):
@@ -269,88 +222,6 @@ def test_buffers_of_other_kinds_that_forward_writes_to(run, kind):
     y = run(Scaled(), x)
     with pytest.raises(ckpt_hooks.MutationError, match="the buffer 'scale' of Scaled"):
         y.sum().backward()
-
-
-def through_closure(run, module, x):
-    return run(lambda x: module(x).sin(), x)
-
-
-def through_default_argument(run, module, x):
-    def function(x, module=module):
-        return module(x).sin()
-
-    return run(function, x)
-
-
-def through_partial(run, module, x):
-    return run(functools.partial(lambda module, x: module(x).sin(), module), x)
-
-
-_global_module = batch_norm()
-
-
-def uses_global(x):
-    return _global_module(x).sin()
-
-
-class Block(nn.Module):
-    """Has a part of itself checkpointed."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def part(self, x):
-        return self.norm(x).sin()
-
-
-class Keeper(nn.Module):
-    """Has a module within something else than a module."""
-
-    def __init__(self, kept, apply):
-        super().__init__()
-        if isinstance(kept, nn.Module):
-            object.__setattr__(self, "kept", kept)  # past its registration
-        else:
-            self.kept = kept
-        self.apply_kept = apply
-
-    def forward(self, x):
-        return self.apply_kept(self.kept, x).sin()
-
-
-def kept_as(wrap, apply):
-    """Returns a way to reach a module by a module that keeps it in something."""
-    return lambda run, module, x: run(Keeper(wrap(module), apply), x)
-
-
-REACHED = {
-    "module past registration": kept_as(lambda module: module, lambda kept, x: kept(x)),
-    "object": kept_as(lambda module: types.SimpleNamespace(m=module), lambda kept, x: kept.m(x)),
-    "kept method": kept_as(lambda module: module.forward, lambda kept, x: kept(x)),
-    "nested containers": kept_as(lambda module: {"a": [(module,)]}, lambda kept, x: kept["a"][0][0](x)),
-    "module": lambda run, module, x: run(module, x),
-    "bound method": lambda run, module, x: run(module.forward, x),
-    "method of a parent": lambda run, module, x: run(Block(module).part, x),
-    "partial": through_partial,
-    "closure": through_closure,
-    "default argument": through_default_argument,
-    "argument": lambda run, module, x: run(lambda x, module: module(x).sin(), x, module),
-    "keyword": lambda run, module, x: run(lambda x, *, module: module(x).sin(), x, module=module),
-    "global": lambda run, module, x: run(uses_global, x),
-}
-
-
-@pytest.mark.parametrize("way", list(REACHED))
-@runs(*FORMS, torch_fails=SILENT)
-def test_batch_norm_however_the_function_reaches_it(run, monkeypatch, way):
-    def program(run):
-        module = batch_norm()
-        monkeypatch.setitem(globals(), "_global_module", module)
-        x = data(module)
-        return results(REACHED[way](run, module, x), x, module)
-
-    assert_as_eager(program, run)
 
 
 @pytest.mark.parametrize(
