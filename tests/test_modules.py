@@ -539,49 +539,6 @@ def test_the_models_own_checkpointing_is_warned_of_once(flag, selected, when):
 # Wrong calls
 
 
-@pytest.mark.parametrize(
-    ("select", "options", "error", "match"),
-    [
-        (nn.Conv2d, {}, ValueError, r"selects no module\. Select among these classes: BatchNorm1d, Block, Linear"),
-        ("layer.*", {}, ValueError, r"'layer\.\*' selects no module\. .* near to it: 'layers"),
-        ({"layers.*": None, "hed": None}, {}, ValueError, "'hed' selects no module.*'head'"),
-        ({3: None}, {}, TypeError, "a key of select should be a name pattern, but got 3"),
-        (3, {}, TypeError, "select should be module classes, name patterns"),
-        (nn.Linear(2, 2), {}, TypeError, "select should be module classes.*a module, Linear"),
-        ([Block, "head"], {}, TypeError, "select should be module classes"),
-        (int, {}, TypeError, "select should be module classes"),
-        ([], {}, TypeError, "select should be module classes"),
-        ({}, {}, ValueError, "selects no module"),
-        (every(2, of=every(2)), {}, TypeError, "of should be module classes"),
-        ("layers", {}, ValueError, "'layers' is a ModuleList, which has no forward. Select the modules in it"),
-        ({"head": None}, {"policy": policies.dots_saveable}, ValueError, "Write the policy into select"),
-        (Block, {"name": "x"}, ValueError, "Unexpected keyword arguments: name. apply_checkpointing takes"),
-        (Block, {"early_stop": "no"}, TypeError, "early_stop should be True or False"),
-        (Block, {"policy": 3}, TypeError, "policy"),
-        (Block, {"recorded": "yes"}, TypeError, "recorded should be True or False"),
-        (Block, {"replay_whole": True}, ValueError, "Unexpected keyword arguments: replay_whole"),
-        (Block, {"recorded": True, "early_stop": True}, ValueError, "Unexpected keyword arguments: early_stop. With recorded"),
-    ],
-)
-def test_wrong_calls(base, select, options, error, match):
-    """Each is named, and changes no module."""
-    model, _ = base
-    with pytest.raises(error, match=match):
-        apply_checkpointing(model, select, **options)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_modules_that_cannot_be_regions():
-    class Generating(nn.Module):
-        def forward(self, x):
-            yield x
-
-    with pytest.raises(TypeError, match="does not run when it is called"):
-        checkpoint_module(Generating())
-    with pytest.raises(ValueError, match="which has no forward"):
-        checkpoint_module(nn.ModuleDict())
-
-
 def test_a_coroutine_is_refused_when_it_runs():
     """A forward that hands on a coroutine is found out by its result."""
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -221,45 +220,6 @@ def test_torchs_contexts_serve_our_checkpoint(policy, form):
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
     if form not in ("nested", "in a region"):
         assert {count for count in counts if count is not None} == {0}
-
-
-PAIRS = {
-    "ours": functools.partial(ckpt_hooks.create_selective_checkpoint_contexts, [aten.addmm.default]),
-    "torch's": functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [aten.addmm.default]),
-}
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: (PAIRS["ours"]()[0], nullcontext()), "returned a selective context for forward and a nullcontext"),
-        (lambda: (nullcontext(), PAIRS["ours"]()[1]), "returned a nullcontext and a selective context for recomputes"),
-        (lambda: PAIRS["ours"]()[::-1], "returned a selective context for recomputes and a selective context for forward"),
-        (lambda: (PAIRS["ours"]()[0], PAIRS["ours"]()[1]), "of two calls"),
-        (
-            lambda: (within(PAIRS["ours"]()[0]), PAIRS["ours"]()[1]),
-            "returned a _GeneratorContextManager and a selective context",
-        ),
-        (lambda: (PAIRS["ours"]()[0], within(PAIRS["ours"]()[1])), "and a _GeneratorContextManager"),
-        (lambda: tuple(map(within, PAIRS["ours"]())), "within another context"),
-        (lambda: (PAIRS["torch's"]()[0], nullcontext()), "returned torch's selective context for forward and a nullcontext"),
-        (lambda: (PAIRS["torch's"]()[0], PAIRS["torch's"]()[1]), "of two calls"),
-        (lambda: (PAIRS["ours"]()[0], PAIRS["torch's"]()[1]), "and torch's selective context for recomputes"),
-        (lambda: (PAIRS["torch's"]()[0], PAIRS["ours"]()[1]), "and a selective context for recomputes"),
-        (lambda: (1, nullcontext()), "one of them is 1 of type int"),
-        (lambda: (nullcontext(), None), "one of them is None"),
-        (lambda: (nullcontext, nullcontext), "of type ABCMeta"),
-    ],
-)
-@pytest.mark.parametrize("policy", [None, [aten.sin.default]])
-def test_contexts_that_are_no_pair(make, words, policy):
-    """The error comes before the region runs, and leaves nothing behind."""
-    calls = []
-    region = ckpt_hooks.checkpoint(context_fn=make, policy=policy)(lambda x: calls.append(x) or (x @ x).sin())
-    with pytest.raises(TypeError, match=words):
-        region(leaf(2, 2))
-    assert not calls
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_a_policy_and_contexts_of_ones_own():

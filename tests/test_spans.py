@@ -359,26 +359,6 @@ def test_a_last_layer_inside_of_a_function_region():
         model(X)
 
 
-@pytest.mark.parametrize(
-    ("select", "words"),
-    [
-        (span("0", "8"), "select='8' selects no module"),
-        (span("0.norm", "1.norm"), "select should be a span of two modules whose forwards one module calls, but got span"),
-        (span("0", "0.norm"), "select should be a span of two modules whose forwards one module calls"),
-        (span("0.layers", "0.layers"), "'0.layers to 0.layers' is a ModuleList, which has no forward"),
-        (span("2.0", "2.1"), "select='2.1' selects no module"),
-        ([span("0.norm", "0.layers.1"), span("0.layers.0", "0.layers.3")], "The spans .* and .* overlap. Pass one inside"),
-        ([span("0.layers.0", "0.layers.1"), span("0.layers.1", "0.layers.2")], "The spans .* and .* overlap"),
-    ],
-)
-def test_spans_that_are_none(select, words):
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(Residual(), Residual(), nn.Sequential(shared, shared))
-    with pytest.raises(ValueError, match=words):
-        apply_checkpointing(model, select)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 def test_options_of_spans():
     with pytest.raises(TypeError, match="first should be a string, but got 0"):
         span(0, "1")

@@ -15,7 +15,7 @@ from torch.autograd import grad
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
-from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
+from tests.behaviours.runs import SILENT, Run, assert_as_eager, gradients, runs
 from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
@@ -178,24 +178,6 @@ def test_offload_of_an_output_on_the_host_keeps_it(run, policy):
     )
     _, counts = recomputed(y, x)
     assert counts["mm"] == 1  # that of backward
-
-
-@runs("region", torch_fails=UNNOTICED)
-@pytest.mark.parametrize("answer", [None, "save", 3])
-def test_a_policy_that_returns_something_else(run, answer):
-    """A TypeError that names the operator."""
-    x = leaf(3)
-    with pytest.raises(TypeError, match=r"aten\.sin\.default") as caught:
-        run.selecting(lambda ctx, op, *args, **kwargs: answer)(lambda x: x.sin().cos(), x)
-    assert repr(answer) in str(caught.value)
-
-
-@runs("region")
-def test_a_packet_in_the_list(run):
-    """A ValueError; ours names the overloads."""
-    with pytest.raises(ValueError, match="OpOverloadPacket to a specific OpOverload") as caught:
-        run.selecting([aten.mul])(torch.sin, leaf(3))
-    assert not run.ours or "torch.ops.aten.mul.Tensor" in str(caught.value)
 
 
 class Foreign(enum.Enum):
