@@ -206,24 +206,6 @@ def test_use_reentrant_none_and_false_say_nothing(use_reentrant: bool | None) ->
     assert (fn.begun, fn.ended) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(lambda fn: checkpoint(fn, leaf(), use_reentrant=True), id="direct"),
-        pytest.param(lambda fn: checkpoint(use_reentrant=True), id="curried"),
-        pytest.param(lambda fn: checkpoint_sequential([fn, fn], 2, leaf(), use_reentrant=True), id="sequential"),
-        pytest.param(lambda fn: checkpoint_sequential([fn, fn], 1, leaf(), use_reentrant=True), id="sequential, one segment"),
-    ],
-)
-def test_use_reentrant_true_is_refused_with_the_way_out(call: Callable[..., Any]) -> None:
-    """The error says that the engine is non-reentrant, and that the flag can go; the function has not run."""
-    fn = Counted(sin_cos)
-    with pytest.raises(ValueError, match="non-reentrant") as caught:
-        call(fn)
-    assert "Leave the flag out" in str(caught.value)
-    assert fn.begun == 0
-
-
 def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any]) -> None:
     """Without the check a rerun may save a tensor of another shape."""
     x = leaf()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import gc
 import types
@@ -195,47 +194,6 @@ def test_what_a_rerun_leaves_behind_keeps_its_own_memory_alone():
     assert len(left) == 6
     left[:] = left[1::2]  # without those of forward
     assert alive() == before
-
-
-COLLECTED = contextvars.ContextVar("COLLECTED")
-
-
-@pytest.mark.parametrize("form", ["region", "nested"])
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_collectors_in_context_variables_get_what_forward_made(form, early_stop):
-    """As Transformers collects hidden states and attentions. Backward may run outside of forward's context."""
-
-    def layer(x):
-        found = COLLECTED.get()
-        y = x.sin()
-        found["states"].append(y)
-        found["last"] = y
-        found.setdefault("kept", set()).add(len(found["states"]))
-        return y.exp().cos()
-
-    def run(x):
-        if form == "nested":
-            return checkpoint(lambda x: checkpoint(layer, x, early_stop=early_stop), x, early_stop=early_stop)
-        return checkpoint(layer, x, early_stop=early_stop)
-
-    def forward(x):
-        found = {"states": []}
-        COLLECTED.set(found)
-        return run(run(x)), found
-
-    x = leaf(3)
-    y, found = contextvars.copy_context().run(forward, x)
-    states, last, kept = list(found["states"]), found["last"], set(found["kept"])
-    for _ in range(2):
-        (y.sum() + sum(state.sum() for state in states)).backward(retain_graph=True)
-        assert list(map(id, found["states"])) == list(map(id, states))
-        assert found["last"] is last
-        assert found["kept"] == kept == {1, 2}
-    h = x.detach().requires_grad_()
-    a = h.sin()
-    b = a.exp().cos().sin()
-    (2 * (b.exp().cos().sum() + a.sum() + b.sum())).backward()
-    assert torch.equal(x.grad, h.grad)
 
 
 @pytest.mark.parametrize("failure", ["raises", "differs"])

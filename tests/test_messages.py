@@ -1278,11 +1278,6 @@ def products_again(select, **options):
     return counts[1] - counts[0]
 
 
-def offloaded(function, *args):
-    with offload_saved_tensors():
-        return function(*args)
-
-
 def undone_first():
     model = two_blocks()
     with apply_checkpointing(model, "1"):

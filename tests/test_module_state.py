@@ -16,14 +16,6 @@ def leaf(size):
     return torch.linspace(-1, 1, size, dtype=torch.float64).requires_grad_()
 
 
-def run(module, x):
-    """Returns the gradient, and what the module's buffers are before and after backward."""
-    y = checkpoint(module, x)
-    before = [buffer.clone() for buffer in module.buffers()]
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    return gradient, before, [buffer.clone() for buffer in module.buffers()]
-
-
 def test_regions_share_copies_of_what_nobody_writes_to():
     """Where they are made at all: of small tensors, and while the first forwards run. Of large frozen weights none is made."""
 

@@ -18,17 +18,6 @@ def chain(x):
     return x.sin().exp().cos()
 
 
-def nested(x, depth, impl):
-    """A region in a region, and operators around each."""
-    if depth == 0:
-        return chain(x)
-    return impl(nested, x.sin(), depth - 1, impl).cos() * x
-
-
-def plain(function, *args):
-    return function(*args)
-
-
 def test_rule_2_inputs_are_saved_with_the_parent():
     """Inner input and outer saves are handles of the outer frame; bringing back the inner one reruns the outer once."""
     outer_calls, inner_calls = Calls(lambda x: checkpoint(inner_calls, x.sin())), Calls(chain)

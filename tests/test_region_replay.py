@@ -257,13 +257,6 @@ def test_saved_tensors_may_be_asked_for_twice():
 # Groups of backwards
 
 
-def two(x, **options):
-    """Two outputs over one tensor in a region, which have no handle in common."""
-    with checkpoint_region(**options):
-        h = x.sin()
-        return h.exp().tanh(), h.cos().tan()
-
-
 def test_backwards_of_a_group_that_overlap():
     """They would find values gone: an error, and after the group each may run by itself."""
     x = leaf(4)

@@ -115,46 +115,6 @@ def test_state_of_an_inserted_submodule_is_put_back():
     assert_alike(run(checkpoint), run(lambda model, x: model(x)))
 
 
-class Rebinding(nn.Module):
-    """Binds submodules in forward."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.act, self.kind, self.made = nn.GELU(), kind, []
-
-    def forward(self, x):
-        before = self.act
-        if self.kind == "for a while":
-            self.act = nn.SiLU()
-            x = self.act(x)
-            self.act = before
-        elif self.kind == "for good":
-            x = self.act(x).sin()
-            self.act = nn.Tanh() if isinstance(before, nn.GELU) else nn.GELU()
-        else:
-            del self.act
-            x = x.sin()
-            self._modules["act"] = before
-        return self.act(x * 2).cos()
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("kind", ["for a while", "for good", "taken out"])
-def test_a_forward_that_binds_submodules(kind, early_stop):
-    def run(form):
-        torch.manual_seed(0)
-        module, kinds = Rebinding(kind), []
-        for _ in range(3):
-            x = torch.randn(3, 4, requires_grad=True)
-            y = form(module, x)
-            kinds.append(type(module.act).__name__)
-            y.sum().backward()
-            kinds.append(type(module.act).__name__)
-        return [x.grad], kinds
-
-    assert_alike(run(lambda module, x: checkpoint(module, x, early_stop=early_stop)), run(lambda module, x: module(x)))
-
-
 def test_a_submodule_that_knows_its_parent_keeps_no_model_alive():
     block = Block()
     block.first.parents = [block]

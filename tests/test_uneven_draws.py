@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import threading
 
 import pytest
@@ -145,84 +144,3 @@ def test_what_is_not_compared(form):
 
 
 # Right programs that draw unevenly
-
-
-class Program:
-    """A random function of nested regions, with draws between, before and after them."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.tree = self._block(3)
-        self.backward = self.random.choice(["whole", "twice", "part", "parts", "inputs", "graph"])
-        self.options = [{}, {"early_stop": False}, {"determinism_check": "none"}][self.random.choice([0, 0, 1, 2])]
-
-    def _block(self, depth):
-        kinds = ["dropout", "noise", "sin", "scale", "unused", "forked", "rrelu", "feature"]
-        kinds += ["region", "region", "two regions"] if depth else []
-        chosen = [self.random.choice(kinds) for _ in range(self.random.randint(2, 5))]
-        return [(kind, self._block(depth - 1), self._block(depth - 1)) if "region" in kind else (kind,) for kind in chosen]
-
-    def run(self, form, block, x):
-        for kind, *inner in block:
-            if kind == "dropout":
-                x = F.dropout(x, 0.3)
-            elif kind == "noise":
-                x = x + 0.1 * torch.randn(4)
-            elif kind == "sin":
-                x = x.sin()
-            elif kind == "scale":
-                x = x * torch.rand_like(x)
-            elif kind == "unused":
-                torch.rand(3)
-            elif kind == "forked":
-                with torch.random.fork_rng(devices=[]):
-                    x = x * torch.randn(4)
-            elif kind == "rrelu":
-                x = F.rrelu(x, training=True)
-            elif kind == "feature":
-                x = F.feature_alpha_dropout(x.view(1, 3, 4), 0.3, training=True).view(3, 4)
-            elif kind == "region":
-                x = form(functools.partial(self.run, form, inner[0]), x)
-            else:
-                one, other = (form(functools.partial(self.run, form, part), x * 0.9) for part in inner)
-                x = one + other
-        return x
-
-    def gradients(self, ours):
-        """Returns all gradients, and where the generator is."""
-        torch.manual_seed(5)
-
-        def form(function, *args):
-            return checkpoint(**self.options)(function)(*args) if ours else function(*args)
-
-        x, z = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_(), torch.linspace(0, 1, 12).view(3, 4).requires_grad_()
-        y = form(lambda x, z: (self.run(form, self.tree, x), self.run(form, self.tree, x * z)), x, z)
-        if self.backward == "whole":
-            (y[0] + y[1]).sum().backward()
-        elif self.backward == "twice":
-            y[0].sum().backward(retain_graph=True)
-            (y[0] * y[1]).sum().backward()
-        elif self.backward == "part":
-            y[0].sum().backward()
-        elif self.backward == "parts":
-            first, second = y
-            del y
-            first.sum().backward()
-            del first
-            second.sum().backward()
-        elif self.backward == "inputs":
-            (y[0] + y[1]).sum().backward(inputs=[z])
-        else:
-            (gradient,) = torch.autograd.grad((y[0] * y[1]).sum(), x, create_graph=True)
-            gradient.square().sum().backward()
-        found = [x.grad, z.grad, torch.get_rng_state()]
-        return [torch.zeros(()) if one is None else one for one in found]
-
-
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(50, 500, 50))])
-def test_right_programs_that_draw_unevenly(first):
-    for seed in range(first, first + 50):
-        program = Program(seed)
-        expected = program.gradients(False)
-        found = program.gradients(True)
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)), seed

@@ -42,19 +42,6 @@ def private(getter, setter, other):
     return getattr(torch._C, getter), getattr(torch._C, setter), other
 
 
-def variable(owner, name, other):
-    """The same for an attribute that may not be there."""
-    there = vars(owner)
-
-    def write(value):
-        if value is None:
-            there.pop(name, None)
-        else:
-            setattr(owner, name, value)
-
-    return functools.partial(there.get, name), write, other
-
-
 cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
 opt_einsum, mha, nnpack = torch.backends.opt_einsum, torch.backends.mha, torch.backends.nnpack
 

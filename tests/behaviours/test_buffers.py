@@ -220,33 +220,6 @@ def test_a_first_write_that_leaves_the_same_content(channels, depth):
     assert_as_eager(program, Run("ours"))
 
 
-@pytest.mark.parametrize("size", [3, 9000])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_buffer_that_autograd_has_saved_is_what_forward_found(size, is_first):
-    """Later forwards write to it so that no version tells. The gradients are those with a clone, which plain autograd needs."""
-
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.ones(size))
-
-        def forward(self, x, clone=lambda tensor: tensor):
-            if is_first:
-                write_quietly(self.scale)
-            y = (x * clone(self.scale)).sin()
-            if not is_first:
-                write_quietly(self.scale)
-            return y
-
-    def found(call):
-        module, x = Writes(), torch.linspace(0, 1, size).requires_grad_()
-        outputs = [call(module, x) for _ in range(3)]
-        return [*(torch.autograd.grad(y.sum(), x)[0] for y in outputs), module.scale]
-
-    expected = found(lambda module, x: module(x, torch.clone))
-    assert all(map(torch.equal, found(ckpt_hooks.checkpoint), expected))
-
-
 class Weighted(nn.Module):
     """Has a buffer, another one of the same shape, and a parameter; what it does with them is given."""
 
@@ -300,24 +273,6 @@ def test_a_buffer_whose_memory_comes_and_goes(size, body):
                 module.fill()
             y.sum().backward()
             found += [x.grad, module.is_freed(), *([] if module.is_freed() else [module.buffer.clone()])]
-        return found
-
-    assert_as_eager(program, Run("ours"))
-
-
-def test_a_small_buffer_freed_after_forward_is_back_for_a_rerun():
-    def body(module, x):
-        module.other.add_(1)
-        return (x + module.buffer).sin().cos() * module.other.clone()
-
-    def program(run):
-        module, found = Weighted((16,), body), []
-        for _ in range(STEPS):
-            x = torch.randn(16, dtype=torch.float64, requires_grad=True)
-            y = run(module, x)
-            module.free()
-            found += [gradients(y, x), module.is_freed(), module.other.clone()]
-            module.fill()
         return found
 
     assert_as_eager(program, Run("ours"))

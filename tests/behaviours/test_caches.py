@@ -15,10 +15,6 @@ from tests.measure import Log, leaf
 pytestmark = pytest.mark.filterwarnings("ignore:.*names operators that did not run")
 
 
-def call(function, *args, **kwargs):
-    return function(*args, **kwargs)
-
-
 # What is right stays right
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import random
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,35 +16,15 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs, same
+from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs
 from tests.devices import OnDevice, forget_modules
 from tests.measure import Log, Table, leaf
-from tests.test_threads import in_threads
 
 # The default generator
 
 
 def dropout(x):
     return F.dropout(x.sin(), 0.5).exp()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(dropout, id="dropout"),
-        pytest.param(lambda x: (x * torch.rand_like(x)).sin(), id="rand_like"),
-        pytest.param(lambda x: (x * torch.bernoulli(torch.full_like(x, 0.5))).sin(), id="bernoulli"),
-    ],
-)
-@runs(*FORMS)
-def test_default_generator(run, function):
-    def program(run):
-        x = leaf(8)
-        y = run(function, x)
-        between = torch.rand(2)
-        return gradients(y, x), between, torch.rand(2)
-
-    assert_as_eager(program, run)
 
 
 @runs("region", "nested")
@@ -343,52 +322,3 @@ def test_a_source_tracked_since_forward_is_put_back():
 
 
 # Threads
-
-
-def result_of(forward, seed):
-    """Returns the gradient of a forward that has the generator to itself."""
-    x = torch.ones(64, requires_grad=True)
-    torch.manual_seed(seed)
-    forward(x).sum().backward()
-    return x.grad
-
-
-@runs(torch_fails=SILENT)
-def test_two_recomputes_at_once(run):
-    """Each draws twice from the default generator, the second one in between the draws of the first; masks do not mix."""
-    alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
-    recomputing, first_has_drawn, second_has_drawn, first_is_done = (threading.Event() for _ in range(4))
-
-    def first(x):
-        h = dropout(x)
-        if recomputing.is_set():
-            first_has_drawn.set()
-            second_has_drawn.wait(0.2 if run.ours else 10)  # in vain where recomputes wait for each other
-        try:
-            return dropout(h)
-        finally:  # where a recompute stops early, too
-            first_is_done.set()
-
-    def second(x):
-        h = dropout(x)
-        if recomputing.is_set():
-            second_has_drawn.set()
-            assert first_is_done.wait(10)
-        return dropout(h)
-
-    inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
-    outputs = []
-    for seed, function, x in zip((1, 2), (first, second), inputs, strict=True):
-        torch.manual_seed(seed)
-        outputs.append(run(function, x).sum())
-    first_is_done.clear()
-    recomputing.set()
-    state = torch.get_rng_state()
-
-    def second_backward():
-        assert first_has_drawn.wait(10)
-        outputs[1].backward()
-
-    in_threads(outputs[0].backward, second_backward)
-    assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
-    assert torch.equal(torch.get_rng_state(), state)

@@ -90,24 +90,6 @@ def test_writes_inside(run, name):
     assert_as_eager(program, run)
 
 
-@runs(torch_fails=RuntimeError)
-def test_writes_to_inputs(run):
-    """Who reads it later sees what was written, and so does backward; a region does not need what was there before."""
-
-    def program(run):
-        x = leaf(4)
-        h = x * 1
-
-        def function(h):
-            h.mul_(2)
-            return h.sin() * h
-
-        y = run(function, h)
-        return [*gradients(y + h.cos(), x), h]
-
-    assert_as_eager(program, run)
-
-
 @runs(torch_fails=SILENT)
 def test_writes_to_a_buffer_that_was_read_before(run):
     """Neither the region's input nor what backward needs of it is lost."""
@@ -366,23 +348,6 @@ def test_writes_past_autograd(run, name):
         return gradients(run(function, x), x)
 
     assert_as_eager(program, run)
-
-
-@pytest.mark.parametrize("form", ["region", "nested"])
-def test_a_tensor_that_gets_another_storage(form):
-    """By ``h.data = ...``, of which no operator tells."""
-
-    def function(x):
-        h = x.sin()
-        k = h * 2
-        h.data = h.detach() * 2
-        return (h * k).exp()
-
-    def program(run):
-        x = leaf(4)
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, Recorded(form))
 
 
 @pytest.mark.parametrize("form", ["region", "nested"])

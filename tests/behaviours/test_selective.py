@@ -73,24 +73,6 @@ def test_an_operator_that_writes_to_an_output_that_was_kept(run, where):
     assert_as_eager(program, run.selecting([aten.mm.default]))
 
 
-def test_a_write_through_an_unsafe_view_is_silent_in_torch():
-    """That view has a version counter of its own: torch hands out what was written over."""
-
-    def function(x, w):
-        h = x @ w
-        aten.unsafe_split(h, 1)[0].mul_(2)
-        return h.sin()
-
-    def found(run):
-        torch.manual_seed(0)
-        x, w = leaf(3, 3), leaf(3, 3)
-        return grad(run(function, x, w).sum(), x)[0]
-
-    expected, ours, theirs = (found(Run(name).selecting([aten.mm.default])) for name in ("plain", "ours", "torch"))
-    assert torch.equal(ours, expected)
-    assert not torch.equal(theirs, expected)
-
-
 @runs("region", "nested", torch_fails=(SILENT, RuntimeError))
 @pytest.mark.parametrize("name", ["in place", "set item", "out"])
 def test_a_policy_that_saves_an_operator_that_writes(run, name):
