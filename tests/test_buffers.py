@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ckpt_hooks
 from tests.fake_device import count_waits_for_buffers
+from tests.measure import in_turns
 
 STEPS = 8
 
@@ -275,15 +276,17 @@ def nested(model, x):
     return ckpt_hooks.checkpoint(lambda x: ckpt_hooks.checkpoint(model, x).sin(), x)
 
 
-@pytest.fixture(params=[False, True], ids=["host", "device"])
+@pytest.fixture
 def waits(request, monkeypatch):
     """Counts comparisons of contents; on a device each of them would make the program wait."""
     return count_waits_for_buffers(monkeypatch) if request.param else None
 
 
-@pytest.mark.parametrize("change", [always, begin_training])
-@pytest.mark.parametrize("form", ["once", "two microbatches", "called twice", "nested"])
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize(
+    ("name", "form", "change", "waits"),
+    in_turns(STATEFUL, ("once", "two microbatches", "called twice", "nested"), (always, begin_training), (False, True)),
+    indirect=["waits"],
+)
 def test_state_in_buffers_is_as_eager(name, form, change, waits):
     torch.manual_seed(0)
     plain = STATEFUL[name]()

@@ -36,13 +36,7 @@ aten = torch.ops.aten
 MM = [aten.mm.default]
 BEFORE_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
-BACKENDS = [
-    "aot_eager",
-    pytest.param(
-        "inductor",
-        marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")],
-    ),
-]
+INDUCTOR = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")]
 
 
 class Block(nn.Module):
@@ -229,16 +223,23 @@ def _reset():
     assert torch.compiler.config.cache_key_tag == ""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_in_one_graph_as_eager(form, fullgraph, backend):
+#: Forms that are compiled to the end, and those of which a break of the graph would not be an error.
+SOME = ("module", "nested", "sequential", "chunks", "curried with a policy", "region with names", "frame in a region")
+
+
+@pytest.mark.parametrize(
+    ("form", "backend", "fullgraph"),
+    [
+        *((form, "aot_eager", True) for form in FORMS),
+        *((form, "aot_eager", False) for form in SOME),
+        *(pytest.param(form, "inductor", True, marks=INDUCTOR) for form in SOME),
+    ],
+)
+def test_in_one_graph_as_eager(form, backend, fullgraph):
     if BEFORE_2_13 and "inside" in form:
         pytest.skip("before 2.13 Dynamo does not trace how options and policies are made")
     if BEFORE_2_13 and (form.startswith("checkpoint_module") or "chunks" in form):
         pytest.skip("before 2.13 Dynamo does not trace how the forward is bound")
-    if backend == "inductor" and not fullgraph:
-        pytest.skip("takes minutes, and there are no graph breaks")
     found = gradients(torch.compile(FORMS[form], backend=backend, fullgraph=fullgraph))
     assert breaks() == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -251,7 +252,7 @@ import torch
 from tests import test_compile
 
 form = test_compile.FORMS[sys.argv[1]]
-found = test_compile.gradients(torch.compile(form, backend="aot_eager", fullgraph=sys.argv[2] == "True"))
+found = test_compile.gradients(torch.compile(form, backend="aot_eager", fullgraph=True))
 assert test_compile.breaks() == 0
 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 torch.testing.assert_close(found, test_compile.gradients(form))
@@ -260,10 +261,9 @@ torch.testing.assert_close(found, test_compile.gradients(form))
 
 @pytest.mark.slow
 @pytest.mark.skipif(BEFORE_2_13, reason="before 2.13 Dynamo does not trace how options and policies are made")
-@pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("form", ["curried module inside with a policy", "list inside", "region with names"])
-def test_the_first_thing_that_a_process_does(form, fullgraph):
-    subprocess.run([sys.executable, "-c", FIRST, form, str(fullgraph)], check=True)
+def test_the_first_thing_that_a_process_does(form):
+    subprocess.run([sys.executable, "-c", FIRST, form], check=True)
 
 
 # What is saved
@@ -317,8 +317,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [*((program, "aot_eager") for program in PROGRAMS), pytest.param("nested", "inductor", marks=INDUCTOR)],
+)
 def test_saved_bytes_are_those_of_torchs_checkpoint(program, backend):
     expected = saved(PROGRAMS[program](of_torch), backend)
     for region in (of_ours, recorded):

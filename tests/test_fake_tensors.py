@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region, policies
+from tests.measure import in_turns
 
 
 def in_region(**options):
@@ -81,9 +82,14 @@ def test_the_same_is_kept(policy, hooks):
     assert kept(FakeTensorMode()) == expected
 
 
-@pytest.mark.parametrize("backward", ["in the mode", "outside of it", "in the mode entered again", "twice", "alone"])
-@pytest.mark.parametrize("forward", ["in the mode", "with the mode in the region", "outside of it"])
-@pytest.mark.parametrize("region", ["none", "checkpoint", "policy", "region", "region with a policy", "checkpoint in a region"])
+@pytest.mark.parametrize(
+    ("region", "backward", "forward"),
+    in_turns(
+        ["none", "checkpoint", "policy", "region", "region with a policy", "checkpoint in a region"],
+        ["in the mode", "outside of it", "in the mode entered again", "twice", "alone"],
+        ["in the mode", "with the mode in the region", "outside of it"],
+    ),
+)
 @pytest.mark.slow
 def test_wherever_the_mode_is(region, forward, backward):
     """What is made of nothing in a recompute is as fake as in forward, whether its mode is active or not."""

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
-from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, is_recomputing, patch_torch, region
+from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import stack
@@ -480,72 +480,3 @@ def test_an_interrupt_anywhere_leaves_nothing_after_the_next_region(kind):
         assert not any(left().values()), (at, left())
         assert all(map(torch.equal, step(), expected)), at
     assert interrupted > dry.count / _EVERY / 2
-
-
-class Counted(nn.BatchNorm1d):
-    """Counts its forwards where no region puts the count back."""
-
-    def __init__(self, width):
-        super().__init__(width)
-        self.ran = Log()
-
-    def forward(self, x):
-        self.ran.append(1)
-        return super().forward(x)
-
-
-def counted_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(Counted(3), nn.Sigmoid()), nn.Linear(3, 3))
-
-
-def call(model, x):
-    return model(x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["function", "nested", "applied"])
-@pytest.mark.usefixtures("_no_word_of_what_is_swallowed")
-def test_batch_norm_counts_once_after_an_interrupt_in_its_first_forwards(kind):
-    """The plain program has run it as often until then."""
-    x, run = torch.rand(4, 3), KINDS.get(kind, call)
-
-    def made():
-        model = counted_model()
-        if kind == "applied":
-            apply_checkpointing(model, lambda name, _: name == "1")
-        return model
-
-    def steps(run, model, count):
-        found = []
-        for _ in range(count):
-            leaf = x.clone().requires_grad_()
-            y = run(model, leaf)
-            found += [y, *grad(y.sum(), [leaf, *model.parameters()]), *map(torch.clone, model.buffers())]
-        return found
-
-    def two_forwards(model):
-        for _ in range(2):
-            run(model, x.clone().requires_grad_())
-
-    def plain(model, x):
-        return model(x).sin() if kind == "nested" else model(x)
-
-    with Interrupt() as dry:
-        two_forwards(made())
-    interrupted = 0
-    for at in range(1, dry.count + 1, 11):
-        model, same = made(), counted_model()
-        try:
-            with Interrupt(at):
-                two_forwards(model)
-        except KeyboardInterrupt:
-            interrupted += 1
-        for _ in model[1][0].ran:
-            same(x)
-        assert torch.equal(model[1][0].num_batches_tracked, same[1][0].num_batches_tracked), at
-        same.load_state_dict(model.state_dict())  # the kernel that writes the statistics may have been interrupted
-        found = steps(run, model, 3)
-        assert [torch.equal(*both) for both in zip(found, steps(plain, same, 3), strict=True)] == [True] * len(found), at
-        assert not any(left().values()), (at, left())
-    assert interrupted > dry.count / 11 / 2

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.measure import Calls, CountOps, Log, leaf
+from tests.measure import Calls, CountOps, Log, in_turns, leaf
 
 
 def chain(x):
@@ -427,9 +427,7 @@ def read(y, order):
     return [values[access] for access in found]
 
 
-@pytest.mark.parametrize("order", ["forward", "backward", 0, 1])
-@pytest.mark.parametrize("within", [True, False], ids=["in one backward", "outside of backward"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "order", "within"), in_turns(FORMS, ("forward", "backward", 0, 1), (True, False)))
 @pytest.mark.usefixtures("transfers")
 def test_rule_6_saved_tensors_in_any_order(form, within, order):
     """Each is plain autograd's bit for bit. In one backward a recompute serves them all, and the next one another."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, checkpoint_region, is_recomputing, policies
 from tests.behaviours.runs import same
-from tests.measure import Log
+from tests.measure import Log, in_turns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -213,9 +213,7 @@ def steps(form, function, *, backwards=1, width=3):
     return found
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backwards", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(("program", "form", "backwards"), in_turns(PROGRAMS, FORMS, (1, 2)))
 def test_each_step_is_the_plain_one(source, program, form, backwards):
     plain = PLAIN.get(form, lambda function, x: function(x))
     expected = steps(plain, program(source()), backwards=backwards)

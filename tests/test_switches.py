@@ -16,7 +16,7 @@ from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import streams, switches
 from ckpt_hooks._operators.facts import facts_of
 from tests.behaviours.test_ambient import AUTOCAST_CACHE, PRECISIONS, SETTINGS, attribute, written
-from tests.measure import Log, leaf
+from tests.measure import Log, in_turns, leaf
 
 #: Restored by a row of the table: seen in a recompute as in forward, and left as found. Tests here and in
 #: tests/behaviours/test_ambient.py show each.
@@ -224,9 +224,9 @@ def skip_unheeded(setting, operator):
         pytest.skip("the operator does not heed it")
 
 
-@pytest.mark.parametrize("around", ["forward", "backward"])
-@pytest.mark.parametrize("setting", list(SETTINGS))
-@pytest.mark.parametrize("operator", ["product", "convolution"])
+@pytest.mark.parametrize(
+    ("setting", "operator", "around"), in_turns(SETTINGS, ("product", "convolution"), ("forward", "backward"))
+)
 def test_a_replay_sees_what_forward_saw(operator, setting, around):
     """And leaves it as it was."""
     skip_unheeded(SETTINGS[setting], "mm" if operator == "product" else "convolution")

@@ -222,18 +222,6 @@ def test_one_tensor_that_three_operators_save_goes_once(transfers):
     assert transfers.on_device() == 0
 
 
-def test_a_result_that_is_saved_again(transfers):
-    """By the operator that made it and by one that reads it, as attention's weights are."""
-    x, w = leaf(32), leaf(32)
-    with offloading():
-        y = x.exp() * w
-    assert transfers.count("send") == 1
-    found = grad(y.sum(), (x, w))
-    assert transfers.count("fetch") == 1
-    assert torch.equal(found[0], w.detach() * x.detach().exp())
-    assert torch.equal(found[1], x.detach().exp())
-
-
 class WritesToWhatItSaved(torch.autograd.Function):
     """A sine whose backward clears what it saved."""
 

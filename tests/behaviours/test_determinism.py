@@ -19,7 +19,6 @@ from tests.behaviours.runs import (
     Run,
     assert_as_eager,
     gradients,
-    plain,
     runs,
     same,
 )
@@ -408,13 +407,6 @@ def test_a_check_of_ones_own_in_a_dict():
 
 
 # Errors in a rerun
-
-
-def twice(run, y):
-    if run is not plain:
-        with pytest.raises(ValueError, match="not now"):
-            y.backward()
-    y.backward()
 
 
 # Operators and functions with ways of their own

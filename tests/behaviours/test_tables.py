@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, policies
 from tests.behaviours.runs import Run, assert_as_eager, gradients, plain
-from tests.measure import Log, leaf
+from tests.measure import leaf
 
 aten = torch.ops.aten
 pytestmark = [
@@ -129,28 +129,5 @@ def test_parametrize_cached(policy, trained, inside):
                 y.sum().backward()
             found += [y, x.grad, *(parameter.grad for parameter in layer.parameters())]
         return found
-
-    assert_as_eager(program, Run("ours").selecting(POLICIES[policy]))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_second_run_would_do_otherwise(policy):
-    """A table, other operators, more of them, other data and random numbers."""
-
-    def program(run):
-        calls, build = Log(), functools.lru_cache(lambda size: torch.arange(size, dtype=torch.float64).sin())
-
-        def function(x, w, data):
-            calls.append(1)
-            if len(calls) == 1:
-                data = data * 3 + torch.rand(3, dtype=torch.float64)
-            h = nn.functional.dropout(x * w, 0.5) * build(3) * data
-            for _ in range(len(calls)):
-                h = (h @ w).sin() * w
-            h = h.exp() if len(calls) == 1 else h.tanh()
-            return nn.functional.dropout(h @ w, 0.5).sin()
-
-        x, w = leaf(3, 3), leaf(3, 3)
-        return [*gradients(run(function, x, w, leaf(3, 3).detach()), x, w), len(calls)]
 
     assert_as_eager(program, Run("ours").selecting(POLICIES[policy]))
