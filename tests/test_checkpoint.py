@@ -318,26 +318,6 @@ def test_decorator_on_forward_of_a_module(curry: Callable[..., Any]) -> None:
         assert block.sin.count == 2
 
 
-def test_decorator_under_staticmethod_and_classmethod(curry: Callable[..., Any]) -> None:
-    """``@staticmethod`` and ``@classmethod`` may stand above the decorator."""
-
-    class Functions:
-        @staticmethod
-        @curry(use_reentrant=False)
-        def static(x: torch.Tensor) -> torch.Tensor:
-            return x.sin().cos()
-
-        @classmethod
-        @curry(use_reentrant=False)
-        def of_class(cls, x: torch.Tensor) -> torch.Tensor:
-            assert cls is Functions
-            return x.sin().cos()
-
-    x = leaf()
-    for fn in (Functions.static, Functions().static, Functions.of_class, Functions().of_class):
-        assert torch.equal(fn(x), sin_cos(x))
-
-
 def test_decorator_above_staticmethod_and_classmethod(curry: Callable[..., Any]) -> None:
     """``@staticmethod`` and ``@classmethod`` may stand below the decorator, which then keeps their binding."""
 

@@ -263,25 +263,6 @@ def test_replicas_of_data_parallel(base, options):
     assert layer._replicate_for_data_parallel().forward.__func__ is Block.forward
 
 
-@pytest.mark.parametrize("options", [{}, {"recorded": True}])
-def test_functional_call(base, options):
-    """Parameters given for one call are there in a rerun, too."""
-    model, _ = base
-    given = {name: torch.full_like(value, 0.1).requires_grad_() for name, value in model.named_parameters()}
-    x = torch.linspace(-1, 1, 12).view(3, 4)
-
-    def gradients():
-        torch.manual_seed(0)
-        loss = torch.func.functional_call(model, given, (x,)).pow(2).sum()
-        return torch.autograd.grad(loss, list(given.values()))
-
-    expected = gradients()
-    apply_checkpointing(model, Block, **options)
-    before = dict(model.named_parameters())
-    assert all_same(gradients(), expected)
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-
-
 @pytest.mark.parametrize("bind", ["functional_call", "between", "frozen"])
 def test_parameters_bound_anew(bind):
     """A rerun finds those of forward, whatever their versions; MAML takes a step so."""

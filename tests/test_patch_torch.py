@@ -648,19 +648,6 @@ def test_a_program_that_replaces_the_reentrant_function(monkeypatch):
     monkeypatch.undo()
 
 
-def test_other_code_for_torchs_engine_stays():
-    code, defaults = ENGINE.__code__, (ENGINE.__defaults__, ENGINE.__kwdefaults__)
-
-    def theirs(*args, **kwargs):
-        return "theirs"
-
-    with patch_torch():
-        ENGINE.__code__ = theirs.__code__
-    assert ENGINE.__code__ is theirs.__code__
-    assert ENGINE() == "theirs"
-    ENGINE.__code__, ENGINE.__defaults__, ENGINE.__kwdefaults__ = code, *defaults
-
-
 def plain_lambda(module):
     return lambda x: imported_early(lambda x: module(x).sin(), x, use_reentrant=False)
 
@@ -697,39 +684,6 @@ def test_a_compiler_understands_the_calls_as_torchs(program):
     found, breaks, regions = compiled(program, True, **options)
     assert_same(found, expected)
     assert (breaks, regions) == (0, 0)
-
-
-def broken(module):
-    def body(x):
-        x = module(x).sin()
-        torch._dynamo.graph_break()
-        return x.cos().sin()
-
-    return lambda x: imported_early(body, x, use_reentrant=False)
-
-
-@pytest.mark.compile
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_call_that_a_compiler_gives_up_runs_here(backend):
-    expected, breaks, _ = compiled(broken, False, backend=backend)
-    found, same_breaks, regions = compiled(broken, True, backend=backend)
-    assert_same(found, expected)
-    assert (same_breaks, regions) == (breaks, 2)
-
-
-@pytest.mark.compile
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_module_in_a_region():
-    torch._dynamo.reset()
-    module = nn.Sequential(nn.Linear(8, 8), nn.GELU()).double()
-    call = torch.compile(module, backend="aot_eager")
-    count, x = Count(), leaf(4, 8)
-    with count, patch_torch():
-        imported_early(call, x, use_reentrant=False).sum().backward()
-    assert count.recomputes == 1
-    plain = x.detach().requires_grad_()
-    assert torch.equal(x.grad, torch.autograd.grad(call(plain).sum(), plain)[0])
 
 
 @pytest.mark.slow

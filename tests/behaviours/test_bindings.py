@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
-from ckpt_hooks import checkpoint
 from tests.behaviours.applied import ALL_REGIONS, all_regions, function_regions
 from tests.behaviours.runs import assert_as_eager
 from tests.measure import in_turns
@@ -498,46 +497,3 @@ def test_a_weight_that_forward_normalises_before_it_reads_it(way, frozen, run):
 
 
 # A function that reaches much
-
-
-class Trainer:
-    """Has two hundred attributes and a long list, besides the counters that its step reads and changes."""
-
-    def __init__(self):
-        for number in range(200):
-            setattr(self, f"setting_{number}", [number] if number % 3 else number)
-        self.history, self.count, self.losses, self.named = list(range(100_000)), 0, [], {"calls": 0}
-
-    def step(self, block, x):
-        self.count += 1
-        self.named["calls"] += self.setting_199[0]
-        self.setting_0 += 1
-        y = block(x) * self.count + self.setting_0
-        self.losses.append(y.detach().sum())
-        return (y * len(self.losses) + self.history[-1] % 7).sin()
-
-
-@function_regions
-def test_a_method_of_an_object_with_much_in_it(run):
-    def program(run):
-        trainer, block, found = Trainer(), Model(), []
-        for _ in range(3):
-            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-            y = run(trainer.step, block, x)
-            trainer.history.append(trainer.count)
-            trainer.setting_0 += 10
-            y.sum().backward()
-            found += [y, x.grad, trainer.count, dict(trainer.named), trainer.setting_0, list(trainer.losses), state(block)]
-        return [*found, sum(trainer.history)]
-
-    assert_as_eager(program, run)
-
-
-def test_a_method_of_an_object_with_much_in_it_goes_with_its_graph():
-    """A region does not keep such an object, beyond what the function does itself."""
-    trainer, block = Trainer(), Model()
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    y = checkpoint(trainer.step, block, x)
-    assert trainer.count == 1
-    y.sum().backward()
-    assert trainer.count == len(trainer.losses) == 1

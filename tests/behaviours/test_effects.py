@@ -151,13 +151,6 @@ def writes_to_the_result(x):
     return h.exp().cos()
 
 
-def writes_after_a_read(x):
-    h = effect("send")(x.sin())
-    other = h * 2
-    h.mul_(3)
-    return other.exp() * h.cos()
-
-
 def saves_what_it_made_and_writes(x):
     """To what autograd has not saved: only the copy of it."""
     h = effect("send")(x.sin())
@@ -172,26 +165,14 @@ def ends_with_an_effect(x):
     return effect("send")(y)
 
 
-def is_of_no_use(x):
-    effect("send")(x)
-    return x.sin().exp()
-
-
-def sends_a_view(x):
-    return effect("send")(x.exp()[1:]).exp().sum() * x.cos()
-
-
 FUNCTIONS = [
     sends,
     tells,
     draws,
     splits,
     writes_to_the_result,
-    writes_after_a_read,
     saves_what_it_made_and_writes,
     ends_with_an_effect,
-    is_of_no_use,
-    sends_a_view,
 ]
 
 

@@ -264,32 +264,6 @@ def test_parts_that_the_first_call_makes(form):
     assert_as_eager(program, Run("ours"))
 
 
-@pytest.mark.parametrize("make", [dict, functools.partial(collections.defaultdict, int), collections.Counter, list])
-def test_backward_within_an_iteration(make):
-    """Goes on where it was, though each recompute takes entries out and puts them in again."""
-
-    def program(run):
-        losses, x = make(), leaf(3)
-
-        def function(x, number):
-            loss = (x * (number + 1)).sin().exp().sum()
-            if isinstance(losses, list):
-                losses.append(loss)
-            else:
-                losses[number] = loss
-            return loss
-
-        for number in range(4):
-            (run if run is not plain else call)(function, x, number)
-        met = []
-        for place in losses if not isinstance(losses, list) else range(4):
-            losses[place].backward(retain_graph=True)
-            met.append(place)
-        return [*met, x.grad]
-
-    assert_as_eager(program, Run("ours"))
-
-
 @pytest.mark.parametrize("kind", [list, tuple, collections.deque, dict.fromkeys, set])
 def test_a_long_container_that_forward_exchanges(kind):
     """Of which no rerun gets the earlier one; it is not read."""
@@ -370,57 +344,6 @@ def test_what_is_put_and_taken_out(put, is_attribute):
         module.held, module.forward = held, lambda x: function(x, module.held)
         run(module if is_attribute else function, x).sum().backward()
         return [x.grad, list(held.by), list(vars(held)), len(held.entries), len(held.seen)]
-
-    assert_as_eager(program, Run("ours"))
-
-
-def _set_entry(value, name, one):
-    value[name] = one
-
-
-def _plain(**attributes):
-    value = Plain()
-    vars(value).update(attributes)
-    return value
-
-
-#: How a container is made with a value "h" and a count of 0, and how one is read and bound.
-REACHED_TWICE = {
-    "list": (
-        lambda h: [h, 0],
-        lambda value, name: value[("h", "count").index(name)],
-        lambda value, name, one: _set_entry(value, ("h", "count").index(name), one),
-    ),
-    "dict": (lambda h: {"h": h, "count": 0}, lambda value, name: value[name], _set_entry),
-    "object": (lambda h: _plain(h=h, count=0), getattr, setattr),
-}
-
-
-@pytest.mark.parametrize("kind", REACHED_TWICE)
-@pytest.mark.parametrize("way", ["closure", "attribute", "module"])
-@pytest.mark.parametrize("is_argument_read", [True, False])
-def test_an_argument_that_is_reached_otherwise_too(kind, way, is_argument_read):
-    """What is bound in the one is seen in the other, in a rerun as in forward; and forward's own is bound once."""
-    make, read, bind = REACHED_TWICE[kind]
-
-    def program(run):
-        torch.manual_seed(0)
-        x, layer = leaf(3), nn.Linear(3, 3, dtype=torch.float64)
-        value, holder = make(x.sin()), layer if way == "module" else Plain()
-        holder.held = value
-
-        def function(given, x):
-            other = value if way == "closure" else holder.held
-            one, two = (other, given) if is_argument_read else (given, other)
-            assert one is two
-            bind(one, "count", read(one, "count") + 1)
-            bind(one, "h", (layer(read(one, "h")) * x).exp())
-            return read(two, "h").sin() * read(two, "count")
-
-        for _ in range(2):
-            y = run(function, value, x)
-        y.sum().backward()
-        return y, x.grad, layer.weight.grad, read(value, "h"), read(value, "count")
 
     assert_as_eager(program, Run("ours"))
 

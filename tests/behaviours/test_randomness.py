@@ -192,31 +192,11 @@ def by_closure(run, x, generator):
     return run(lambda x: draw(x, generator), x)
 
 
-def by_default_argument(run, x, generator):
-    def function(x, generator=generator):
-        return draw(x, generator)
-
-    return run(function, x)
-
-
-def by_keyword_default(run, x, generator):
-    def function(x, *, generator=generator):
-        return draw(x, generator)
-
-    return run(function, x)
-
-
 GENERATORS = {
     "argument": lambda run, x, generator: run(draw, x, generator),
-    "keyword": lambda run, x, generator: run(draw, x, generator=generator),
-    "list": lambda run, x, generator: run(lambda x, c: draw(x, c[0]), x, [generator]),
-    "dict in a tuple": lambda run, x, generator: run(lambda x, c: draw(x, c[1]["g"]), x, (0, {"g": generator})),
     "dataclass": lambda run, x, generator: run(lambda x, c: draw(x, c.tensor), x, Batch(generator)),
     "closure": by_closure,
-    "default argument": by_default_argument,
-    "keyword default": by_keyword_default,
     "partial": lambda run, x, generator: run(functools.partial(draw, generator=generator), x),
-    "partial in a partial": lambda run, x, generator: run(functools.partial(functools.partial(draw), generator=generator), x),
     "attribute of a module": lambda run, x, generator: run(Drawing(generator), x),
 }
 

@@ -297,22 +297,3 @@ def test_backwards_of_several_threads_that_share_a_variable():
     assert seen[:2] == [(0, 0), (1, 1)]
     assert sorted(seen[2:]) == [(0, 0), (1, 1)]
     assert number == 2
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_threads_whose_variable_is_as_it_was_do_not_wait_for_each_other():
-    x, number, met = leaf(3), 1, Log()
-    both = threading.Barrier(2)
-
-    def function(y):
-        if ckpt_hooks.is_recomputing():
-            met.append(both.wait(60))
-        return (y * number).sin().exp()
-
-    ys = [ckpt_hooks.checkpoint(function, x).sum() for _ in range(2)]
-    threads = [threading.Thread(target=torch.autograd.grad, args=(y, x)) for y in ys]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(met) == [0, 1]
