@@ -55,26 +55,6 @@ def test_only_the_stream_that_is_drawn_from_is_read_and_set(install, count):  # 
 
 
 @pytest.mark.parametrize("has_offset", [True, False])
-@pytest.mark.parametrize("count", COUNTS)
-def test_regions_share_what_they_saw_until_a_device_draws(install, count, has_offset):  # noqa: F811
-    devices = install("fake_one", FakeDevices(count, has_offset=has_offset))
-    first, second = (_ambient.capture(preserve_rng_state=True) for _ in range(2))
-    assert first is second
-    assert first.is_simple
-    assert len(first.streams[1]) == count
-    if not count:
-        return
-    devices.default_generators[0].draw()
-    third = _ambient.capture(preserve_rng_state=True)
-    assert third is not first
-    assert third.is_simple
-    assert third.streams[0] is first.streams[0]
-    assert third.switches is first.switches
-    states = [[state for _, state in each.streams[1]] for each in (third, first)]
-    assert [one is two for one, two in zip(*states, strict=True)] == [False] + [True] * (count - 1)
-
-
-@pytest.mark.parametrize("has_offset", [True, False])
 @pytest.mark.parametrize("drawn_between", [0, 1])
 def test_a_recompute_draws_what_forward_drew_on_each_device(install, has_offset, drawn_between):  # noqa: F811
     def run(call):

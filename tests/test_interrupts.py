@@ -35,8 +35,8 @@ from tests.kernels import Inner
 from tests.measure import CountOps, Log
 
 _PACKAGE = os.path.dirname(ckpt_hooks.__file__)
-#: All events of all kinds take minutes.
-_EVERY = int(os.environ.get("CKPT_HOOKS_INTERRUPT_EVERY", "41"))
+
+
 MM = torch.ops.aten.addmm.default
 
 
@@ -445,37 +445,3 @@ def test_the_first_exception_of_those_who_close_a_region_stands():
             step(raised)
         assert not any(left().values())
     assert told == [type(None), ValueError, GeneratorExit]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("_no_word_of_what_is_swallowed")
-def test_an_interrupt_anywhere_leaves_nothing_after_the_next_region(kind):
-    torch.manual_seed(0)
-    run, layer = KINDS[kind], nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3))
-    x, scale = torch.rand(4, 3, requires_grad=True), 2.0
-
-    def function(x):
-        return layer(x).sin() * scale
-
-    def step():
-        torch.manual_seed(1)
-        layer[1].reset_running_stats()
-        return grad(run(function, x).sum(), [x, *layer.parameters()])
-
-    for _ in range(6):  # until all that is learned is known
-        expected = step()
-    for _ in range(2):
-        with Interrupt() as dry:
-            step()
-    interrupted = 0
-    for at in range(1, dry.count + 1, _EVERY):
-        try:
-            with Interrupt(at):
-                step()  # to its end where a finaliser swallows it
-        except KeyboardInterrupt:
-            interrupted += 1
-        run(torch.sin, x)
-        assert not any(left().values()), (at, left())
-        assert all(map(torch.equal, step(), expected)), at
-    assert interrupted > dry.count / _EVERY / 2

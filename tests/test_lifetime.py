@@ -175,28 +175,6 @@ def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, obse
         grad(left[0].sum(), x)
 
 
-@pytest.mark.usefixtures("no_gc")
-def test_what_a_rerun_leaves_behind_keeps_its_own_memory_alone():
-    left = Log()
-
-    def function(x):
-        h = x.sin().exp()
-        left.append(h.sum())
-        return (h * 2).cos().tan()
-
-    def alive():
-        return sum(type(one) is torch.Tensor and one.numel() == 1013 for one in gc.get_objects())
-
-    x = leaf(1013)
-    before = alive()
-    for _ in range(3):
-        checkpoint(function, x).sum().backward()
-    x.grad = None
-    assert len(left) == 6
-    left[:] = left[1::2]  # without those of forward
-    assert alive() == before
-
-
 @pytest.mark.parametrize("failure", ["raises", "differs"])
 def test_a_recompute_that_fails_keeps_nothing_by_what_it_leaves_behind(frames, failure):
     left, fail = Log(), Log([False])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -236,37 +234,3 @@ def test_outside_of_a_backward(form):
     with CountOps() as ops:
         assert torch.equal(grad(y.sum(), x)[0], expected)
     assert ops.counts["exp"] == 0
-
-
-def test_rule_11_two_threads(form):
-    """Each handle is unpacked twice in all, whoever is first."""
-    x = torch.randn(4, requires_grad=True)
-    y = form(split_backward=True)(function)(x)
-    expected = grad(function(x).sum(), x)[0]
-    found, start = [], threading.Barrier(4)
-
-    def run():
-        start.wait()
-        found.append(grad(y.sum(), x, retain_graph=True)[0])
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(one, expected) for one in found)
-
-
-@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-@pytest.mark.parametrize("form", [checkpoint, checkpoint_region])
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_values_without_a_storage(form, to_sparse):
-    x = torch.rand(3, 3, requires_grad=True)
-
-    def function(x):
-        return torch.sparse.mm(to_sparse(x * 2), x * 3).sin()
-
-    y, expected = form(split_backward=True)(function)(x).sum(), grad(function(x).sum(), x)[0]
-    assert torch.equal(grad(y, x, retain_graph=True)[0], expected)
-    assert torch.equal(grad(y, x)[0], expected)

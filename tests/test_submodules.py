@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
+from tests.measure import in_turns
 
 
 class Block(nn.Module):
@@ -90,9 +91,7 @@ def assert_alike(found, expected):
         assert one is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("num_forwards", [1, 4])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "num_forwards", "form"), in_turns(CHANGES, (1, 4), FORMS))
 def test_a_rerun_has_the_submodules_of_forward(change, form, num_forwards):
     plain = PLAIN.get(form, lambda block, x: block(x))
     expected = outcome(plain, CHANGES[change], num_forwards)
