@@ -253,24 +253,6 @@ def test_an_attribute_that_is_gone_is_there_again_for_a_rerun():
         assert torch.equal(module.mean, plain.mean)
 
 
-@pytest.mark.parametrize("held", [[None], types.SimpleNamespace(last=None)])
-def test_outputs_within_reach_of_the_next_region_are_no_chain(held):
-    """No backward in between: the graph of one region does not hold the one before."""
-
-    def function(x):
-        return (x * (held is not None)).sin().exp()
-
-    alive = []
-    for _ in range(4):
-        y = checkpoint(function, leaf(3))
-        if isinstance(held, list):
-            held[0] = y
-        else:
-            held.last = y
-        alive.append(weakref.ref(y))
-    assert [one() is not None for one in alive] == [False, False, False, True]
-
-
 def test_errors_keep_nothing():
     """Those of parameters that have changed, before a rerun and before a replay."""
     layer, w, keeping = torch.nn.Linear(3, 3, dtype=torch.float64), leaf(3), checkpoint(policy=[torch.ops.aten.sin.default])

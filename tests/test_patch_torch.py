@@ -242,25 +242,6 @@ def test_contexts_of_other_kinds_and_a_policy(form):
     same_as_plain(found)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_contexts_change_stays(form):
-    """They are around a recompute, and no part of it; hooks of a module that is composed hold them."""
-    seen, count = [], 0
-
-    @contextlib.contextmanager
-    def note(word):
-        nonlocal count
-        try:
-            yield
-        finally:
-            seen.append(word)
-            count += 1
-
-    with patch_torch():
-        FORMS[form](block(), context_fn=lambda: (note("forward"), note("recompute")))(leaf(2, 8).double()).sum().backward()
-    assert (seen, count) == (["forward", "recompute"], 2)
-
-
 # Reentrant calls, and calls without the flag
 
 

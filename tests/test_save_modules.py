@@ -85,14 +85,6 @@ def step(model, x):
     return grads, counter.get_total_flops()
 
 
-def again(model, x, again=1):
-    """Returns the operators that run again in a step, by name."""
-    with Kept() as seen:
-        for _ in range(again):
-            model(x).square().sum().backward()
-    return {name.removeprefix("aten."): number for name, number in seen.again.items() if number}
-
-
 @pytest.fixture
 def x():
     return torch.randn(2, 5, 16, requires_grad=True)

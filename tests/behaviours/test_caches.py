@@ -9,7 +9,6 @@ import torch
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint
-from tests.behaviours.runs import FORMS, assert_as_eager, gradients, runs
 from tests.measure import Log, leaf
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*names operators that did not run")
@@ -30,37 +29,6 @@ class Stats:
         self.by_name[f"call {self.calls}"] = h.detach().sum()
         self.total = h.detach().sum() + (0 if self.total is None else self.total)
         self.last = h
-
-
-class Tables:
-    """Makes its tables when they are asked for first, and longer ones when those are too short."""
-
-    def __init__(self):
-        self.made, self.rows = {}, torch.ones(1, dtype=torch.float64)
-
-    def sin(self, size):
-        if size not in self.made:
-            self.made[size] = torch.arange(size, dtype=torch.float64).sin()
-        if len(self.rows) < size:
-            self.rows = torch.arange(size, dtype=torch.float64).cos()
-        return self.made[size] + self.rows[:size]
-
-
-@runs(*FORMS)
-def test_tables_that_forward_made(run):
-    """A recompute that reads what forward left, and leaves it, reads what forward read."""
-
-    def program(run):
-        tables, x, log = Tables(), leaf(3), Stats()
-
-        def function(x, tables, log):
-            h = x.sin() * tables.sin(3)
-            log.see(h)
-            return (h.exp() * tables.sin(3)).cos()
-
-        return gradients(run(function, x, tables, log), x)
-
-    assert_as_eager(program, run)
 
 
 @dataclasses.dataclass

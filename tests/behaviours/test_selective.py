@@ -262,19 +262,6 @@ def test_a_second_backward(run):
 # Several backwards
 
 
-@runs("region", "nested", torch_fails=REFUSES)
-def test_double_backward(run):
-    """The second derivative asks for the same values once more."""
-
-    def program(run):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y = run(lambda x, w: (x @ w).sin().exp(), x, w)
-        (first,) = grad(y.sum(), x, create_graph=True)
-        return [first.detach(), *gradients(first.square().sum() + y.sum(), x, w)]
-
-    assert_as_eager(program, run.selecting([aten.mm.default, aten.sin.default]))
-
-
 # Random operators
 
 
