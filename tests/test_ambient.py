@@ -9,7 +9,7 @@ import torch
 
 from ckpt_hooks import checkpoint
 from ckpt_hooks._ambient import streams
-from tests.measure import CountOps, as_library, leaf
+from tests.measure import CountOps, Log, as_library, leaf
 
 
 @as_library
@@ -55,6 +55,28 @@ def install(monkeypatch):
     yield put
     monkeypatch.undo()  # first, since it would put back for how many names the modules are known, and the fakes with it
     streams._modules_known_for = -1
+
+
+@pytest.mark.parametrize("generators", [True, False], ids=["default_generators", "get_rng_state"])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_every_device_of_every_type_is_captured_whatever_the_arguments(install, devices, generators):
+    """Two accelerator types with several devices each, none of them among the arguments."""
+    one = install("fake_one", FakeDevice(devices, generators=generators))
+    two = install("fake_two", FakeDevice(devices, generators=generators))
+    masks = Log()
+
+    def function(x):
+        mask = torch.stack([module.draw(i) for module in (one, two) for i in range(devices)]).sum(0)
+        masks.append(mask)
+        return (x * mask).sin()
+
+    x = leaf(8)
+    y = checkpoint(function, x).sum()
+    one.draw(devices - 1)
+    states = [stream.get_state() for stream in (*one.streams, *two.streams)]
+    y.backward()
+    assert torch.equal(*masks)
+    assert all(torch.equal(s, t.get_state()) for s, t in zip(states, (*one.streams, *two.streams), strict=True))
 
 
 def test_an_uninitialised_device_is_not_touched(install):

@@ -111,6 +111,28 @@ def test_a_collector_that_is_reached_by_two_ways_is_one_in_a_rerun(way):
     assert torch.equal(in_context(run, checkpoint), in_context(run, plain))
 
 
+def test_a_long_collector_gets_what_forward_made():
+    """Of a long one, the entries before forward are not noted."""
+
+    def layer(x):
+        found = FOUND.get()
+        found["losses"].append(x.sin())
+        return (x * len(found["losses"])).exp()
+
+    def forward(form, x, found):
+        FOUND.set(found)
+        return form(layer, form(layer, x))
+
+    x, found = leaf(3), {"losses": [0.0] * 2000}
+    y = in_context(forward, checkpoint, x, found)
+    made = found["losses"][2000:]
+    y.sum().backward()
+    assert list(map(id, found["losses"][2000:])) == list(map(id, made))
+    z = x.detach().requires_grad_()
+    in_context(forward, plain, z, {"losses": [0.0] * 2000}).sum().backward()
+    assert torch.equal(x.grad, z.grad)
+
+
 def test_a_discarded_forward_keeps_nothing_through_a_collector():
     x = leaf(1013)
 

@@ -63,10 +63,29 @@ def writes(x, w):
     return h.t_().exp() * scale + out
 
 
+def draws(x, w):
+    h = F.dropout(x @ w, 0.5)
+    noise = torch.rand(4, 4) + torch.randn_like(h) + torch.bernoulli(x.detach().sigmoid())
+    return torch.native_dropout(h * noise, 0.3, True)[0].exp() + F.rrelu(h, training=True)
+
+
 def casts(x, w):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         h = F.linear(F.linear(x, w).relu(), w)
         return F.linear(h.float().exp(), w).double()
+
+
+@pytest.mark.parametrize("answers", [(RECOMPUTE,), (SAVE,), (SAVE, RECOMPUTE, RECOMPUTE)], ids=["nothing", "all", "some"])
+@pytest.mark.parametrize("program", [writes, draws, casts], ids=lambda program: program.__name__)
+def test_operators_are_numbered_and_gradients_are_exact(program, answers):
+    x, w = inputs()
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(program(x, w).sum(), [x, w])
+    policy = Asked(*answers)
+    torch.manual_seed(0)
+    found = torch.autograd.grad(as_function(program, x, w, policy=policy).sum(), [x, w])
+    assert all(map(torch.equal, found, expected))
+    assert [index for index, _ in policy.seen] == list(range(len(policy.seen)))
 
 
 @FORMS

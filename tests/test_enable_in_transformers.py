@@ -90,6 +90,17 @@ def test_only_in_training_and_only_with_gradients():
     assert frames.frames == []
 
 
+def test_a_switch_that_counts_layers_is_asked_to():
+    class Counting(Model):
+        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1):
+            super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+            self.asked = every_n_layers
+
+    model = Counting()
+    enable_in_transformers(model, every_n_layers=3)
+    assert model.asked == 3
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("kind", [Model, TorchCaller])
 def test_the_first_and_the_last_layers_are_left_without_regions(kind, recorded):
@@ -192,6 +203,15 @@ def test_the_switch_of_a_copy_is_its_own(kind, copied):
     with frames:
         assert_same(trained(other), expected)
     assert len(frames.frames) == 10
+
+
+def test_a_switch_put_there_by_the_program_comes_back():
+    model = Model()
+    own = model._set_gradient_checkpointing
+    model._set_gradient_checkpointing = own
+    with enable_in_transformers(model):
+        assert model._set_gradient_checkpointing is not own
+    assert model._set_gradient_checkpointing is own
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

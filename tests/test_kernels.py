@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.autograd import Function, grad
 
+import ckpt_hooks
 from ckpt_hooks import (
     CheckpointPolicy,
     DeterminismError,
@@ -138,6 +139,38 @@ def test_what_forward_sees_of_its_arguments():
     assert first[5:] == [True, torch.bfloat16, torch.float32, "forward", "meta", False]
 
 
+def test_random_numbers_may_be_new():
+    """With ``preserve_rng_state=False``; the stream outside stays where it is."""
+    x, w = tensors(4, 8)
+    with checkpoint_region(preserve_rng_state=False):
+        y = (k.Drops.apply(x * w, 0.5) * 3).sin()
+    state = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_sources_that_are_tracked_draw_again():
+    import random
+
+    class Scaled(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(torch.full_like(x, random.random()))
+            return x * ctx.to_save[0]
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+
+    def program(region):
+        random.seed(3)
+        with ckpt_hooks.track_rng("python"), region():
+            return Scaled.apply(x @ w).sin() * random.random()
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
+
+
 def test_another_result_is_an_error():
     class Shrinks(Function):
         sizes = iter((3, 2, 1))
@@ -155,6 +188,27 @@ def test_another_result_is_an_error():
     with checkpoint_region(name="block"):
         y = Shrinks.apply(x @ w)
     with pytest.raises(DeterminismError, match=r"'block'.*Shrinks.apply.*came to float32\[2, 3\].*had saved float32\[3, 3\]"):
+        y.sum().backward()
+
+
+def test_more_draws_are_an_error():
+    class Draws(Function):
+        counts = iter((1, 2))
+
+        @staticmethod
+        def forward(ctx, x):
+            mask = sum(torch.rand_like(x) for _ in range(next(Draws.counts)))
+            ctx.save_for_backward(mask)
+            return x * mask
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+
+    x, w = tensors(3, 3)
+    with checkpoint_region():
+        y = Draws.apply(x @ w)
+    with pytest.raises(DeterminismError, match=r"another draw by aten\.rand_like"):
         y.sum().backward()
 
 
@@ -183,6 +237,43 @@ def test_an_error_in_the_second_run_leaves_the_region_as_it_was():
     assert torch.is_grad_enabled()
     Fails.fails = False
     assert all(map(torch.equal, grad(y, (x, w)), grad(Fails.apply(x @ w).sum(), (x, w))))
+
+
+def test_an_error_in_the_first_run_is_the_callers():
+    class Fails(Function):
+        @staticmethod
+        def forward(ctx, x):
+            k.write(x, x * 2)
+            raise RuntimeError("planned")
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    def program(region):
+        with region():
+            h = x @ w
+            with pytest.raises(RuntimeError, match="planned"):
+                Fails.apply(h)
+            return (h * 3).sin()
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
+
+
+def test_two_regions_around_are_both_told():
+    def program(region):
+        with region():
+            h = x * 2
+            h = checkpoint(lambda h: inner(h, region), h) if region is not plain else inner(h, region)
+            return k.AtomicSum.apply(h, w).sin()
+
+    def inner(h, region):
+        with region():
+            return k.Unmarked.apply(h @ w).sin() + k.ForwardSwiGLU.apply(h * 2, h @ w)
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
 
 
 # What is kept instead, and why
@@ -411,6 +502,28 @@ def test_a_write_to_memory_from_outside_is_not_repeated(kind, inner):
                 before = (h.detach() * 2).cos() * (x @ w)
                 out = WritesToMemory.apply(target, (x @ w).sin())
                 return before.sin() + out.cos() + (h.detach() * 2).tanh() * x
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
+
+
+class SparseProduct(Function):
+    """Takes a sparse tensor, as of a graph's edges."""
+
+    @staticmethod
+    def forward(ctx, edges, x):
+        ctx.save_for_backward(edges)
+        return torch.sparse.mm(edges, x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, torch.sparse.mm(ctx.saved_tensors[0].t(), g)
+
+
+def test_sparse_arguments():
+    def program(region):
+        with region():
+            return SparseProduct.apply(torch.eye(3).to_sparse(), (x @ w).sin()).sin()
 
     x, w = tensors(3, 3)
     assert_as_eager(program, x, w)

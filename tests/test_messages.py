@@ -121,6 +121,10 @@ def selective_pair():
     return create_selective_checkpoint_contexts([MM])
 
 
+def torchs_pair():
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([MM])
+
+
 @contextlib.contextmanager
 def within(context):
     with context:
@@ -859,6 +863,10 @@ CALLS = {
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "use_reentrant should be None or False, but got": lambda: checkpoint(block, x, use_reentrant="no"),
         "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
+        "returned a selective context for forward and a null": lambda: with_contexts(
+            (selective_pair()[0], noop_context_fn()[0])
+        ),
+        "and torch's selective context for recomputes": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
@@ -992,7 +1000,7 @@ CALLS = {
         "slots should be an integer from 2, but got 1": lambda: checkpoint_loop(torch.sin, x, 4, 1),
         "a number in runs should be an integer from 0, but got -1": lambda: policies.save_indices([("", MM, -1)]),
         # Sequences and modules
-        "this engine is non-reentrant": lambda: checkpoint(block, x, use_reentrant=True),
+        "this engine is non-reentrant": lambda: checkpoint_sequential([block], 1, x, use_reentrant=True),
         r"from 1 to the number of functions \(2\), but got 3": lambda: checkpoint_sequential([block, block], 3, x),
         "policy. checkpoint_sequential takes .* call each": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
         "chunks should be a positive integer, but got 0 of type int": lambda: chunked(chunks=0),

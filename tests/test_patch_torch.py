@@ -426,6 +426,30 @@ def test_regions_of_both_packages_in_each_other():
         assert_same(found, step(plain, plain))
 
 
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_nested_regions_under_a_patch_for_half_of_the_step_are_right_or_an_error(first):
+    def inner(x, y):
+        return (x.sin() * y).cos()
+
+    def outer(x, y):
+        return imported_early(inner, x.exp(), y.exp(), use_reentrant=False).sin()
+
+    x, y = leaf(3), leaf(3)
+    patch = patch_torch() if first == "forward" else None
+    z = imported_early(outer, x, y, use_reentrant=False)
+    if patch is not None:
+        patch.undo()
+    else:
+        patch = patch_torch()
+    expected = torch.autograd.grad(inner(x.exp(), y.exp()).sin().sum(), (x, y))
+    try:
+        assert_same(torch.autograd.grad(z.sum(), (x, y)), expected)
+    except torch.utils.checkpoint.CheckpointError:
+        pass
+    finally:
+        patch.undo()
+
+
 def count_of_runs(**options):
     runs = Log()
 

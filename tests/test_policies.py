@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
@@ -158,6 +159,67 @@ def test_a_policy_serves_torchs_checkpoint(library, policy):
         (found,) = grad(y.sum(), x)
     assert ops.counts["mm"] == 1
     assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
+
+
+SAVES_PRODUCTS = {
+    "list": [aten.addmm.default],
+    "function": lambda ctx, op, *args, **kwargs: (
+        torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+        if op is aten.addmm.default
+        else torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    ),
+    "function of booleans": lambda ctx, op, *args, **kwargs: op is aten.addmm.default,
+    "policy": p.dots_saveable,
+}
+
+
+@contextlib.contextmanager
+def within(context):
+    with context:
+        yield
+
+
+@pytest.mark.parametrize("form", ["plain", "nested", "in a region", "debug", "of its own", "wrapped"])
+@pytest.mark.parametrize("policy", list(SAVES_PRODUCTS))
+def test_torchs_contexts_serve_our_checkpoint(policy, form):
+    """With buffers that are put back for a recompute, random numbers, and several backwards."""
+    make = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, SAVES_PRODUCTS[policy])
+    options = {"context_fn": make, "debug": form == "debug"}
+    if form == "of its own":
+        options["context_fn"] = lambda: make()
+    if form == "wrapped":
+        options["context_fn"] = lambda: tuple(map(within, make()))
+    counts = []
+
+    def program(ours):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.GELU(), nn.Linear(6, 4))
+        x, found = torch.randn(3, 4, requires_grad=True), []
+        region = ckpt_hooks.checkpoint(**options)(block) if ours else block
+        for _ in range(2):
+            if ours and form == "nested":
+                y = ckpt_hooks.checkpoint(lambda x: region(x) * 1, x)
+            elif ours and form == "in a region":
+                with ckpt_hooks.checkpoint_region():
+                    y = region(x) * 1
+            else:
+                y = region(x) * 1
+            for retain_graph in (True, False) if form != "wrapped" else (False,):
+                with CountOps() as ops:
+                    found += grad(y.sin().sum(), (x, *block.parameters()), retain_graph=retain_graph)
+                counts.append(ops.counts["addmm"] if ours else None)
+            found += [buffer.clone() for buffer in block.buffers()]
+            found.append(torch.get_rng_state())
+        return found
+
+    options.pop("debug") if not options["debug"] else None
+    with warnings.catch_warnings():
+        if form == "wrapped":  # torch's own have a word on hooks
+            warnings.simplefilter("ignore")
+        found, expected = program(True), program(False)
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+    if form not in ("nested", "in a region"):
+        assert {count for count in counts if count is not None} == {0}
 
 
 def test_a_policy_and_contexts_of_ones_own():

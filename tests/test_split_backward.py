@@ -234,3 +234,17 @@ def test_outside_of_a_backward(form):
     with CountOps() as ops:
         assert torch.equal(grad(y.sum(), x)[0], expected)
     assert ops.counts["exp"] == 0
+
+
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.parametrize("form", [checkpoint, checkpoint_region])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_values_without_a_storage(form, to_sparse):
+    x = torch.rand(3, 3, requires_grad=True)
+
+    def function(x):
+        return torch.sparse.mm(to_sparse(x * 2), x * 3).sin()
+
+    y, expected = form(split_backward=True)(function)(x).sum(), grad(function(x).sum(), x)[0]
+    assert torch.equal(grad(y, x, retain_graph=True)[0], expected)
+    assert torch.equal(grad(y, x)[0], expected)

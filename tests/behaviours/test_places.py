@@ -264,6 +264,40 @@ def test_parts_that_the_first_call_makes(form):
     assert_as_eager(program, Run("ours"))
 
 
+class State(collections.namedtuple("State", "h c")):
+    """A named tuple with a ``__dict__``, as most of its kind."""
+
+
+class Number(int):
+    """A number of a kind of its own."""
+
+
+class Frozen(frozenset):
+    """A set of a kind of its own."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_subclasses_of_what_cannot_change(form):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.state, self.number, self.frozen = State(torch.ones(3), torch.ones(3)), Number(2), Frozen({3})
+
+        def forward(self, x):
+            y = (x * self.state.h * self.state.c * self.number + min(self.frozen)).sin()
+            self.state = State(self.state.h + y.detach(), self.state.c * 2)
+            self.number, self.frozen = Number(self.number + 1), Frozen({min(self.frozen) + 1})
+            return y.exp()
+
+    def program(run):
+        module, x, region = Module(), leaf(3), call if run is plain else FORMS[form]
+        y = region(module, region(module, region(module, x)))
+        y.sum().backward()
+        return [x.grad, *module.state, int(module.number), *module.frozen]
+
+    assert_as_eager(program, Run("ours"))
+
+
 @pytest.mark.parametrize("kind", [list, tuple, collections.deque, dict.fromkeys, set])
 def test_a_long_container_that_forward_exchanges(kind):
     """Of which no rerun gets the earlier one; it is not read."""

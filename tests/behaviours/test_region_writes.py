@@ -17,6 +17,28 @@ from tests.measure import in_turns, leaf
 aten = torch.ops.aten
 
 
+@runs("region", "nested", "inside")
+def test_writes_inside(run):
+    """To what the region made itself: dimensions are exchanged in place, and lists of tensors are written to."""
+
+    def function(x):
+        h, k = x.sin(), x.exp()
+        h.t_()
+        j = (k * 1).unsqueeze_(0)
+        j.transpose_(1, 2).squeeze_(0)
+        with torch.no_grad():
+            a, b = h.clone(), k.clone()
+            torch._foreach_mul_([a, b], 2.0)
+            torch._foreach_add_([a], [b])
+        return h.cos() * j * a * b
+
+    def program(run):
+        x = leaf(2, 2)
+        return gradients(run(function, x), x)
+
+    assert_as_eager(program, run)
+
+
 @runs(torch_fails=SILENT)
 def test_writes_to_a_buffer_that_was_read_before(run):
     """Neither the region's input nor what backward needs of it is lost."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, assert_as_eager, gradients, runs
+from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
 
 # Buffers
 
@@ -132,6 +133,26 @@ def steps_of_many_sizes(kind, run):
     return found
 
 
+class FrozenFirst(Guarded):
+    """Takes the mean of its first batch into a parameter without gradients, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.calls = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False), 0
+
+    def scale_of(self, x):
+        if not self.ready:
+            self.kept.copy_(x.mean(0))
+        self.ready, self.calls = True, self.calls + 1
+        self.kept.lerp_(x.mean(0), 1 / self.calls)
+        return 1 + self.kept.clone()
+
+
+@pytest.mark.parametrize("form", ["region", "nested"])
+def test_a_frozen_parameter_that_forward_fills(form):
+    assert_as_eager(functools.partial(steps_of_many_sizes, FrozenFirst), Run("ours", form))
+
+
 @pytest.mark.parametrize("way", ["in place", "data"])
 @runs()
 def test_parameters_that_the_first_forward_initialises(run, way):
@@ -222,6 +243,45 @@ def test_buffers_of_other_kinds_that_forward_writes_to(run, kind):
     y = run(Scaled(), x)
     with pytest.raises(ckpt_hooks.MutationError, match="the buffer 'scale' of Scaled"):
         y.sum().backward()
+
+
+class Keeper(nn.Module):
+    """Has a module within something else than a module."""
+
+    def __init__(self, kept, apply):
+        super().__init__()
+        if isinstance(kept, nn.Module):
+            object.__setattr__(self, "kept", kept)  # past its registration
+        else:
+            self.kept = kept
+        self.apply_kept = apply
+
+    def forward(self, x):
+        return self.apply_kept(self.kept, x).sin()
+
+
+def kept_as(wrap, apply):
+    """Returns a way to reach a module by a module that keeps it in something."""
+    return lambda run, module, x: run(Keeper(wrap(module), apply), x)
+
+
+REACHED = {
+    "module past registration": kept_as(lambda module: module, lambda kept, x: kept(x)),
+    "object": kept_as(lambda module: types.SimpleNamespace(m=module), lambda kept, x: kept.m(x)),
+    "kept method": kept_as(lambda module: module.forward, lambda kept, x: kept(x)),
+    "nested containers": kept_as(lambda module: {"a": [(module,)]}, lambda kept, x: kept["a"][0][0](x)),
+}
+
+
+@pytest.mark.parametrize("way", list(REACHED))
+@runs(*FORMS, torch_fails=SILENT)
+def test_batch_norm_in_something_else_than_a_module(run, way):
+    def program(run):
+        module = batch_norm()
+        x = data(module)
+        return results(REACHED[way](run, module, x), x, module)
+
+    assert_as_eager(program, run)
 
 
 @pytest.mark.parametrize(
