@@ -337,28 +337,11 @@ def test_fields_that_are_not_set_stay_so() -> None:
     assert not hasattr(back, "later")
 
 
-@pytest.mark.parametrize("base", [float, str, set, ValueError])
-def test_dataclass_that_is_something_else_besides_is_handed_on(base: type[Any]) -> None:
-    """What it holds as a number, a string, a set or an exception is not among its attributes."""
-    fields, namespace = [("name", str)], {"__doc__": "Both."}
-    kind = dataclasses.make_dataclass("Both", fields, bases=(base,), namespace=namespace, eq=False, init=False)
-    value = kind(() if base is set else "2")
-    value.name = "n"
-    seen = Log()
-
-    def function(x: torch.Tensor, value: Any) -> torch.Tensor:
-        seen.append(value)
-        return x.sin().cos()
-
-    checkpoint(function, leaf(), value).sum().backward()
-    assert [one is value for one in seen] == [True, True]
-
-
 def test_dataclass_without_tensors_is_handed_on() -> None:
     """What holds no tensor and no list or dict is the same object."""
-    given = Plain(1, (2, "a"))
+    given = (Plain(1, (2, "a")), 3)
     (back,), _ = in_rerun(given)
-    assert back is given
+    assert back[0] is given[0]
 
 
 def test_return_types_of_torch_come_back_as_such() -> None:
@@ -396,25 +379,6 @@ def test_other_values_are_handed_on_as_they_are(value: Any) -> None:
     checkpoint(fn, leaf(), value, [value], record={"value": value}).sum().backward()
     assert len(seen) == 6
     assert all(entry is value for entry in seen)
-
-
-def test_custom_objects_are_not_looked_into(impl: Callable[..., Any]) -> None:
-    """Tensors in an object of some class stay where they are."""
-
-    class Holder:
-        def __init__(self) -> None:
-            self.tensors = [leaf()]
-
-    holder = Holder()
-    seen: list[Any] = Log()
-
-    def fn(holder: Holder) -> torch.Tensor:
-        seen.append(holder)
-        return holder.tensors[0].sin().cos()
-
-    impl(fn, holder).sum().backward()
-    assert seen[0] is seen[1] is holder
-    assert holder.tensors[0].grad is not None
 
 
 # The same thing twice

@@ -499,22 +499,6 @@ def test_a_second_context_that_fails_can_be_tried_again(impl: Callable[..., Any]
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(sin_cos(x).sum(), x)[0])
 
 
-def test_contextmanager_made_recompute_context_and_several_backwards() -> None:
-    """A generator-made context manager is good for one entering; each recompute gets a fresh one."""
-    entered: list[str] = []
-
-    @contextlib.contextmanager
-    def noting(name: str, *, times: int) -> Any:
-        entered.extend([name] * times)
-        yield
-
-    x = leaf()
-    y = checkpoint(sin_cos, x, context_fn=lambda: (noting("f", times=1), noting("r", times=2))).sum()
-    gradients = [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(3)]
-    assert entered == ["f"] + ["r"] * 6
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
-
-
 # Early stop as a setting
 
 

@@ -605,51 +605,7 @@ def test_a_recompute_by_another_graph_names_the_compiler():
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("form", ["itself", "closure", "module"])
-@pytest.mark.parametrize("compiled_first", [True, False])
-def test_a_recompute_without_the_compiler_names_the_compiler(form, compiled_first):
-    class Layer(nn.Module):
-        def forward(self, x):
-            return (x @ w).sin().exp() @ w
-
-    own = Layer()
-    own.compile(backend="aot_eager")
-    compiled = torch.compile(lambda x: (x @ w).sin().exp() @ w, backend="aot_eager")
-    functions = {"itself": compiled, "closure": lambda x: compiled(x.sin()), "module": own}
-    x = torch.randn(4, 8, requires_grad=True)
-    stances = ["default", "force_eager"] if compiled_first else ["force_eager", "default"]
-    with torch.compiler.set_stance(stances[0]):
-        y = checkpoint(functions[form], x)
-    with (
-        torch.compiler.set_stance(stances[1]),
-        pytest.raises(DeterminismError, match=r"a function compiled by torch\.compile"),
-    ):
-        y.sum().backward()
-
-
 # Random numbers
-
-
-def test_derivatives_with_dropout_agree_with_finite_differences():
-    """The mask of the recompute is the mask of forward."""
-
-    def dropped(x):
-        return torch.nn.functional.dropout(x * 3, 0.5) @ v.detach().double()
-
-    for region in (of_ours, recorded):
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda x: region(dropped, x).square().sum(), backend="aot_eager")
-        x = torch.randn(16, 64, dtype=torch.float64, requires_grad=True)
-        direction, step = torch.randn_like(x), 1e-6
-
-        def value(x):
-            torch.manual_seed(5)
-            return compiled(x)
-
-        (gradient,) = torch.autograd.grad(value(x), x)
-        sides = [value((x + sign * step * direction).detach().requires_grad_()) for sign in (1, -1)]
-        numeric = (sides[0] - sides[1]) / (2 * step)
-        torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import _ambient, checkpoint
-from ckpt_hooks._ambient.switches import Switch
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log, leaf
 
@@ -111,25 +110,3 @@ def test_an_interrupt_while_a_device_is_set_leaves_no_device_set(install):  # no
     finally:
         stream.write = write
     assert all(map(torch.equal, before, [generator.get_state() for generator in (one, two)]))
-
-
-def test_switches_for_devices_are_looked_at_on_the_fast_way(install, monkeypatch):  # noqa: F811
-    """In forward and before a recompute; where one has moved, the fast way is not taken."""
-    install("fake_one", FakeDevices(1))
-    setting, wrote = [1], Log()
-    monkeypatch.setattr(_ambient.switches, "are_devices_in_use", lambda: True)
-    switch = Switch((), lambda: setting[0], lambda value: (wrote.append(value), setting.__setitem__(0, value)))
-    monkeypatch.setattr(_ambient.switches, "DEVICES", [switch])
-    seen = Log()
-
-    def function(x):
-        seen.append(setting[0])
-        return plain(x)
-
-    first = checkpoint(function, leaf(3))
-    setting[0] = 2
-    second = checkpoint(function, leaf(3))
-    (first + second).sum().backward()
-    assert seen[:2] == [1, 2]
-    assert sorted(seen[2:]) == [1, 2]
-    assert setting[0] == 2

@@ -209,41 +209,6 @@ def test_a_minimal_runtime_is_right_for_simple_programs():
     assert found is None, minimal(found, implementation_with(None), SIMPLE)
 
 
-@pytest.mark.parametrize(
-    ("feature", "kinds"),
-    [
-        ("ambient", {"gradient", "raised", "output"}),
-        ("classes", {"attribute", "gradient", "output", "raised", "variable"}),
-        ("forwards", {"attribute", "gradient", "output", "raised"}),
-        ("function_attributes", {"gradient", "output", "raised", "variable"}),
-        ("module_hooks", {"attribute", "gradient", "output", "raised", "state", "variable"}),
-        ("storages", {"attribute", "buffer", "gradient", "output", "parameter", "variable"}),
-        ("swaps", {"attribute", "buffer", "gradient", "output", "variable"}),
-        ("buffers", {"buffer", "gradient"}),
-        ("counters", {"attribute", "gradient", "output", "raised"}),
-        ("generators", {"stream", "gradient"}),
-        ("hidden_state", {"attribute", "identity", "gradient", "output", "raised"}),
-        ("input_mutation", {"overlooked", "gradient", "raised"}),
-        ("loop_closures", {"gradient", "output", "raised", "variable"}),
-        ("module_attributes", {"attribute", "identity", "gradient", "output", "raised"}),
-        ("module_containers", {"attribute", "identity", "gradient", "output", "raised"}),
-        ("module_state", {"attribute", "gradient", "output", "parameter", "raised"}),
-        ("numpy_random", {"stream", "gradient", "output"}),
-        ("python_random", {"stream", "gradient", "output"}),
-        ("side_effects", {"state"}),
-        ("tracked_sources", {"stream", "gradient", "output"}),
-        ("training_flags", {"attribute", "gradient", "output", "raised"}),
-    ],
-)
-def test_the_minimal_runtime_has_not(feature, kinds):
-    """What the features ask for: each of them makes programs that a simple runtime gets wrong."""
-    if feature in ABSENT or (feature == "numpy_random" and importlib.util.find_spec("numpy") is None):
-        pytest.skip("there is nothing to test")
-    found = first_difference(implementation_with(None), range(100), SIMPLE | {feature})
-    assert found is not None
-    assert found.kind in kinds
-
-
 def test_a_difference_shrinks_to_a_script():
     """A short one that fails when it is run, and passes with a runtime that has not the flaw."""
     flawed = implementation_with("draws new numbers")

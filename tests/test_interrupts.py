@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import sys
-import threading
 import weakref
 
 import pytest
@@ -21,13 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
+from ckpt_hooks import checkpoint, checkpoint_region, patch_torch, region
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.settings import observe
-from ckpt_hooks._function import journal
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
 from ckpt_hooks._torch.modes import num_dispatch_modes, num_function_modes
@@ -284,37 +282,6 @@ def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within,
     for at in range(1, dry.count + 1, 1 + dry.count // 30):
         assert back(Interrupt(at, within)) is None
         assert torch.equal(back(contextlib.nullcontext()), expected)
-
-
-def test_an_interrupt_while_a_rerun_waits_for_another_leaves_none_waiting(monkeypatch):
-    """The other one has a variable bound to something else."""
-
-    class Interrupts(type(journal._turn)):
-        def wait(self, timeout=None):
-            raise KeyboardInterrupt
-
-    x, errors = torch.rand(3, requires_grad=True), Log()
-
-    def waits():
-        try:
-            outputs[0].backward()
-        except BaseException as error:
-            errors.append((type(error), len(journal._waiting)))
-
-    def function(x):
-        if is_recomputing():
-            thread = threading.Thread(target=waits)
-            thread.start()
-            thread.join()
-        return (x * scale).sin()
-
-    outputs = Log()
-    for scale in (1.0, 2.0, 3.0):  # noqa: B007 -- the function reads it
-        outputs.append(checkpoint(function, x).sum())
-    monkeypatch.setattr(journal, "_turn", Interrupts(journal._lock))
-    outputs[1].backward()
-    assert errors == [(KeyboardInterrupt, 0)]
-    assert torch.equal(x.grad, 2 * (x * 2).cos())
 
 
 class FailsAt(TorchDispatchMode):

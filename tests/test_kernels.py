@@ -735,64 +735,6 @@ def test_300_steps_keep_nothing(form):
     assert allocated(lambda: steps(5))[1] == 0
 
 
-@pytest.mark.usefixtures("no_gc")
-def test_results_that_are_kept_go_with_the_graph():
-    x, w = tensors(6, 8)
-
-    class Holder:
-        pass
-
-    class Takes(Function):
-        @staticmethod
-        def forward(ctx, x, holder):
-            ctx.holder = holder
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0].cos(), None
-
-    def step():
-        with checkpoint_region():
-            y = Takes.apply(x * w, Holder()).sin()
-        return y.sum()
-
-    step().backward()
-    x.grad = w.grad = None
-    _, nbytes = allocated(lambda: step().backward())
-    assert nbytes == x.nbytes + w.nbytes  # the gradients
-    _, nbytes = allocated(lambda: step() and None)
-    assert nbytes == 0
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_the_pack_hook_keeps_nothing_that_a_handle_does_not():
-    """Autograd keeps the hook with a saved leaf."""
-
-    class SavesLeaf(Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0], None
-
-    (w,) = tensors(8, count=1)
-    x = torch.randn(64, 8)
-
-    def forward():
-        with checkpoint_region():
-            h = x.sin()
-            return SavesLeaf.apply(h, w)
-
-    forward()
-    y, nbytes = allocated(forward)
-    assert nbytes == y.nbytes
-
-
 def test_threads():
     """Two backwards over one region, and regions of two threads."""
     x, w, v = torch.randn(6, 8).requires_grad_(), *tensors(8, 8)

@@ -230,29 +230,6 @@ def test_a_tensor_that_becomes_part_of_the_graph_is_not_held(frames, where, back
     assert not any(frames.alive())
 
 
-def test_an_attribute_that_is_gone_is_there_again_for_a_rerun():
-    class Running(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mean = torch.ones(3)
-
-        def forward(self, x):
-            self.mean = self.mean * 0.5 + x.detach().mean() * 0.5
-            return (x * self.mean).sin()
-
-    plain, module = Running(), Running()
-    x = leaf(3)
-    for _ in range(4):
-        expected = grad(plain(x).sum(), x)[0]
-        y = checkpoint(module, x).sum()
-        gone = weakref.ref(module.mean)
-        checkpoint(module, x)  # by which the tensor before is gone
-        plain(x)
-        assert gone() is None
-        assert torch.equal(grad(y, x)[0], expected)
-        assert torch.equal(module.mean, plain.mean)
-
-
 def test_errors_keep_nothing():
     """Those of parameters that have changed, before a rerun and before a replay."""
     layer, w, keeping = torch.nn.Linear(3, 3, dtype=torch.float64), leaf(3), checkpoint(policy=[torch.ops.aten.sin.default])

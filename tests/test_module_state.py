@@ -91,26 +91,6 @@ def test_tensors_that_are_gone_share_memory_in_a_rerun_as_they_did(kind):
     assert torch.equal(module.part, plain.part)
 
 
-def test_a_frozen_parameter_that_is_gone_is_a_parameter_in_a_rerun():
-    class Steps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.step = nn.Parameter(torch.ones(3), requires_grad=False)
-
-        def forward(self, x):
-            assert isinstance(self.step, nn.Parameter)
-            y = (x * self.step).sin()
-            self.step = nn.Parameter(self.step + 1, requires_grad=False)
-            return y
-
-    plain, module = Steps(), Steps()
-    x = leaf(3)
-    for _ in range(3):
-        expected = torch.autograd.grad(plain(x).sum(), x)[0]
-        assert torch.equal(torch.autograd.grad(checkpoint(module, x).sum(), x)[0], expected)
-    assert torch.equal(module.step, plain.step)
-
-
 def test_an_argument_that_comes_to_require_grad_keeps_its_class_and_attributes():
     weight = nn.Parameter(torch.linspace(0, 1, 3), requires_grad=False)
     weight.tag = "mine"

@@ -299,10 +299,6 @@ def test_parameters_bound_anew(bind):
     assert all_same(program(True), program(False))
 
 
-class Special(nn.Parameter):
-    """A class of a library."""
-
-
 def test_a_frozen_parameter_that_is_gone():
     """Plain autograd would have kept it."""
     layer = checkpoint_module(nn.Linear(80, 80).requires_grad_(False))

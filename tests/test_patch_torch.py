@@ -503,22 +503,6 @@ def test_hooks_around_a_region_are_respected_as_the_call_says():
         assert run(True) == run(None) == run(False) + 1
 
 
-def test_graph_exec_group_of_torch():
-    runs = Log()
-
-    def function(x):
-        runs.append(1)
-        a, b = x.sin(), x.cos()
-        return a.sin(), b.cos()
-
-    with patch_torch():
-        a, b = imported_early(function, leaf(3), use_reentrant=False)
-        with torch.utils.checkpoint.GraphExecGroup():
-            a.sum().backward(retain_graph=True)
-            b.sum().backward()
-    assert len(runs) == 2
-
-
 def test_without_gradients_the_function_is_called_plainly():
     count = Count()
     with count, patch_torch(reentrant=True), torch.no_grad():

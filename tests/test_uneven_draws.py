@@ -91,23 +91,6 @@ def test_other_draws_before_a_tensor_that_is_not_wanted_are_no_error():
     assert list(map(torch.equal, found, expected)) == [True] * 3
 
 
-@pytest.mark.parametrize("saved", [torch.sin, masked])
-def test_seeds_before_and_in_the_region_are_no_error(saved):
-    """In forward as in the recompute, the generator stands at its first word where the first tensor is saved."""
-
-    def function(x):
-        torch.manual_seed(2)
-        return saved(x)
-
-    def step(run):
-        x = torch.linspace(-1, 1, 12).requires_grad_()
-        torch.manual_seed(5)
-        run(function, x).sum().backward()
-        return x.grad
-
-    assert torch.equal(step(checkpoint), step(lambda function, x: function(x)))
-
-
 @pytest.mark.parametrize("form", ["no region", "without its state"])
 def test_what_is_not_compared(form):
     """Draws of a thread besides, and of a region that draws anew, are no error."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, SILENT, Run, assert_as_eager, gradients, runs
+from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients
 from tests.measure import leaf
 
 
@@ -127,35 +127,6 @@ def steps(kind, run, calls=2):
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_attributes_are_what_forward_found(kind, form):
     assert_as_eager(functools.partial(steps, kind), Run("ours", form))
-
-
-class Drops(nn.Module):
-    """Depends on whether it is training in three ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(3, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.norm(self.drop(x)).sin() * (2.0 if self.training else 1.0)
-
-
-@pytest.mark.parametrize("first", [True, False])
-@runs(*FORMS, torch_fails=(SILENT, RuntimeError))
-def test_train_and_eval_before_backward(run, first):
-    """Of the whole module, and of one below; in the end each is as the caller has left it."""
-
-    def program(run):
-        module, found = Drops(), []
-        for below in (False, True):
-            module.train(first)
-            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-            y = run(module, x)
-            (module.drop if below else module).train(not first)
-            found += [gradients(y, x), [one.training for one in module.modules()], module.norm.running_mean.clone()]
-        return found
-
-    assert_as_eager(program, run)
 
 
 CHANGES = {

@@ -139,61 +139,6 @@ def test_a_late_write_is_no_error_where_nothing_is_brought_back():
         ckpt_hooks.checkpoint(module, value)
 
 
-@SIZES
-@pytest.mark.parametrize("form", FORMS)
-def test_a_buffer_that_the_caller_writes_to(form, size):
-    """Between the forwards of two micro-batches of which backward comes later; and between steps, from some step on."""
-
-    def step(run, module):
-        first, second = data(), data()
-        one = run(module, first)
-        with torch.no_grad():
-            module.scale.mul_(1.1)
-        two = run(module, second)
-        return [gradients(one, first), gradients(two, second)]
-
-    def program(run):
-        module, found = Scaled(size=size), []
-        for _ in range(STEPS):
-            state = torch.get_rng_state()
-            found += again(errors, module.scale, lambda: torch.set_rng_state(state) or step(run, module))
-        module = Scaled(size=size)
-        for number in range(2 * STEPS):
-            found += steps(run, module, 1)
-            if number > STEPS:
-                with torch.no_grad():
-                    module.scale.mul_(1.1)
-        return found
-
-    errors = []
-    assert_as_eager(program, Run("ours", form))
-    assert len(errors) == (size > 3)
-
-
-def test_a_write_to_a_buffer_that_is_reached_and_not_read_is_no_error():
-    """After forward: a rerun of a region that reaches a whole model ends only where it reads the buffer."""
-
-    class Queued(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("queue", torch.zeros(200_000))
-
-        def forward(self, x):
-            return x.sin().exp()
-
-    def program(run):
-        module, found = Queued(), []
-        for _ in range(STEPS):
-            x = data()
-            y = run(module, x)
-            with torch.no_grad():
-                module.queue.add_(1)
-            found += [gradients(y, x), module.queue.clone()]
-        return found
-
-    assert_as_eager(program, Run("ours"))
-
-
 @pytest.mark.parametrize("channels", [8, 8192])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_first_write_that_leaves_the_same_content(channels, depth):

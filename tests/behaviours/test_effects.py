@@ -224,30 +224,6 @@ def test_backward_in_the_middle_of_forward(kind):
     assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
-@pytest.mark.parametrize("kind", [selective, selective_by_list])
-def test_effects_happen_once_although_the_result_is_written_to_outside(kind):
-    """Of which plain autograd has saved nothing."""
-
-    def program(region):
-        def function(x):
-            h = effect("send")(x.sin())
-            return h, (h * 2).exp().cos()
-
-        def run(x):
-            h, y = region()(function)(x)
-            with torch.no_grad():
-                h.zero_()
-            return y
-
-        return run
-
-    expected = outcome(program(no_region), once)
-    RAN.clear()
-    found = outcome(program(kind), once)
-    assert RAN == ["send"]
-    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_printing(kind, capfd):
     """Torch's own operators: one of ATen, one that is an operator of operators and takes no tensors."""

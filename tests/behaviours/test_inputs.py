@@ -14,7 +14,6 @@ from tests.behaviours.runs import (
     FORMS,
     SILENT,
     UNNOTICED,
-    Run,
     assert_as_eager,
     assert_as_eager_or_error,
     gradients,
@@ -147,26 +146,6 @@ def test_parameter_that_forward_decays(run, when):
         return gradients(run(layer, x), x)
 
     assert_as_eager_or_error(program, run, naming="the parameter 'bias' of Decaying")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_that_renormalises_in_a_recorded_region_inside(tied):
-    """What the inner region copies before the write is its own business, and no read of the table."""
-
-    def program(run):
-        table, found = nn.Embedding(4, 3, max_norm=0.5), []
-
-        def function(x):
-            with ckpt_hooks.checkpoint_region() if run.ours else contextlib.nullcontext():
-                h = (table(torch.tensor([1, 3])) * x).sin()
-                return (h @ table.weight.t()).exp() if tied else h
-
-        for _ in range(2):
-            x = torch.ones(2, 3, requires_grad=True)
-            found += [*gradients(run(function, x), x, table.weight), table.weight.detach().clone()]
-        return found
-
-    assert_as_eager(program, Run("ours"))
 
 
 # Functions that mutate their inputs

@@ -153,38 +153,6 @@ def test_a_frozen_parameter_that_forward_fills(form):
     assert_as_eager(functools.partial(steps_of_many_sizes, FrozenFirst), Run("ours", form))
 
 
-@pytest.mark.parametrize("way", ["in place", "data"])
-@runs()
-def test_parameters_that_the_first_forward_initialises(run, way):
-    """By numbers of the first batch: a rerun finds them as they were, and does it once more."""
-
-    class Initialised(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.ready = nn.Linear(3, 3), False
-            self.register_buffer("mean", torch.zeros(3))
-
-        def forward(self, x):
-            if not self.ready:
-                with torch.no_grad():
-                    self.mean.copy_(self.linear(x).mean(0))
-                    weight = self.linear.weight
-                    (weight.data if way == "data" else weight).div_(self.linear(x).std())
-                self.ready = True
-            return (self.linear(x) - self.mean).sin().exp()
-
-    def program(run):
-        torch.manual_seed(3)
-        module, found = Initialised(), []
-        for _ in range(3):
-            x = torch.randn(4, 3, requires_grad=True)
-            y = run(module, x)
-            found += [*gradients(y, x, module.linear.weight), module.linear.weight.detach().clone(), torch.tensor(module.ready)]
-        return found
-
-    assert_as_eager(program, run)
-
-
 @runs("region", "nested", torch_fails=SILENT)
 def test_lazy_modules(run):
     """Their first forward, which makes parameters and draws for them, is kept whole."""

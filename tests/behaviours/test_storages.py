@@ -18,8 +18,6 @@ from tests.measure import in_turns
 
 #: Elements: few of them, and more than the 16 KiB up to which a tensor may pass for a small one.
 SIZES = pytest.mark.parametrize("size", [6, 6000], ids=["small", "large"])
-#: How a tensor is read: what autograd saves is the result, or the tensor.
-READS = pytest.mark.parametrize("read", [torch.add, torch.mul], ids=["result saved", "tensor saved"])
 
 
 def skip_where_either_counts(run, read):
@@ -133,46 +131,6 @@ def test_forwards_that_give_a_tensor_storages_before_the_first_backward(holder, 
             ys = [run(module, x, *extra) for x in xs]
             for number in order:
                 found += [*torch.autograd.grad(ys[number].sum(), [xs, module.query]), module.held().clone()]
-        return found
-
-    assert_as_eager(program, run)
-
-
-class Weighted(nn.Module):
-    """Reads a trained weight."""
-
-    def __init__(self, size, read):
-        super().__init__()
-        self.read = read
-        self.weight = nn.Parameter(torch.linspace(-1, 2, size))
-
-    def forward(self, x):
-        return self.read(x.sin(), self.weight).sin().exp()
-
-
-@all_regions
-@READS
-@SIZES
-@pytest.mark.parametrize("backward", ["after the swap", "before the swap"])
-def test_an_average_stands_in_for_a_trained_parameter_in_forward(backward, size, read, run):
-    """It is swapped in by its storage, and back before backward."""
-    skip_where_either_counts(run, read)
-
-    def program(run):
-        module, average, found = Weighted(size, read), torch.linspace(1, 3, size), []
-        optimizer = torch.optim.SGD(module.parameters(), 0.5)
-        for _ in range(4):
-            x = torch.randn(size, requires_grad=True)
-            trained, module.weight.data = module.weight.data, average
-            y = run(module, x)
-            if backward == "after the swap":
-                module.weight.data = trained
-            found += [*gradients(y, x), module.weight.grad.clone(), module.weight.data_ptr() == trained.data_ptr()]
-            module.weight.data = trained
-            optimizer.step()
-            optimizer.zero_grad()
-            average = average * 0.75 + module.weight.data * 0.25
-            found += [module.weight.clone(), average]
         return found
 
     assert_as_eager(program, run)

@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import grad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -114,27 +113,6 @@ def test_a_symbolic_graph_takes_other_shapes(region):
     graph = traced(REGIONS[region](block), "symbolic")
     x, w = torch.randn(7, 7), torch.randn(7, 7)
     assert [torch.equal(a, b) for a, b in zip(graph(x, w), step(block)(x, w), strict=True)] == [True] * 3
-
-
-@pytest.mark.parametrize("region", list(REGIONS))
-def test_ahead_of_time(region):
-    """A joint graph of forward and backward, cut in two by a compiler of one's own."""
-
-    def run(function):
-        graphs = []
-
-        def compiler(graph, example):
-            graphs.append(graph.code)
-            return make_boxed_func(graph)
-
-        torch.manual_seed(0)
-        x, w = leaf(4, 4), leaf(4, 4)
-        y = aot_function(lambda x, w: function(function(x, w), w), fw_compiler=compiler, bw_compiler=compiler)(x, w)
-        return graphs, [y, *grad(y.square().sum(), (x, w))]
-
-    (graphs, found), (expected_graphs, expected) = run(REGIONS[region](block)), run(block)
-    assert graphs == expected_graphs
-    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
 
 
 class Doubles(TorchDispatchMode):

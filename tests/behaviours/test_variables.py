@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs
-from tests.measure import Log, leaf
+from tests.measure import leaf
 
 # Loops
 
@@ -269,31 +267,3 @@ def test_globals_bound_to_something_else(run, change):
 
 
 # Threads
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_backwards_of_several_threads_that_share_a_variable():
-    """Each finds its own content, from the beginning of its rerun to the end."""
-    x, number, seen = leaf(3), 0, Log()
-    both = threading.Barrier(2)
-
-    def function(y):
-        before = number
-        if ckpt_hooks.is_recomputing():
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.2)  # is broken, since one of the two has to wait for the other
-        seen.append((before, number))
-        return y.sin().exp()
-
-    ys = Log()
-    for number in range(2):  # noqa: B007 -- the function reads it
-        ys.append(ckpt_hooks.checkpoint(function, x).sum())
-    number = 2
-    threads = [threading.Thread(target=torch.autograd.grad, args=(y, x)) for y in ys]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen[:2] == [(0, 0), (1, 1)]
-    assert sorted(seen[2:]) == [(0, 0), (1, 1)]
-    assert number == 2
