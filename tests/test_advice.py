@@ -114,21 +114,6 @@ def test_gradients_in_a_region_by_autograd(form):
     assert same(torch.autograd.grad(left_out, x), torch.autograd.grad(inside(x).sum(), x))
 
 
-@pytest.mark.parametrize("form", [checkpoint, recorded])
-@pytest.mark.parametrize(
-    "inside",
-    [
-        lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1].exp(),
-        lambda x: torch.func.jacfwd(torch.sin)(x).exp(),
-        lambda x: torch.func.vmap(torch.sin)(x).exp(),
-    ],
-    ids=["jvp", "jacfwd", "vmap"],
-)
-def test_forward_mode_and_vmap_run_in_a_region(form, inside):
-    x = leaf(3)
-    assert same(torch.autograd.grad(form(inside, x).sum(), x), torch.autograd.grad(inside(x).sum(), x))
-
-
 def test_nested_regions_say_it_once():
     with pytest.raises(RuntimeError) as caught:
         checkpoint(lambda x: recorded(torch.func.grad(lambda z: z.sin().sum()), x), leaf(3))

@@ -404,24 +404,6 @@ def test_policies_of_regions_decide():
     assert kept == [1 + weight, 1]
 
 
-def test_policies_see_the_same_contexts_in_both_kinds_of_region():
-    """Facts of a run, and the numbers of questions."""
-    seen = []
-
-    def look(ctx, op, *args, **kwargs):
-        if ctx.index is not None:
-            seen.append((ctx.index, str(op), ctx.nbytes))
-        return CheckpointPolicy.MUST_SAVE if op is aten.mm.default and ctx.index else CheckpointPolicy.PREFER_RECOMPUTE
-
-    found = []
-    for region in (recorded, of_ours):
-        torch._dynamo.reset()
-        seen.clear()
-        found.append((saved(lambda x: region(body, x, look)), list(dict.fromkeys(seen))))
-    assert found[0] == found[1]
-    assert [index for index, *_ in found[0][1]] == list(range(7))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")
 def test_the_compile_cache_tells_regions_apart(monkeypatch, tmp_path):
@@ -512,33 +494,6 @@ def test_after_a_graph_break_in_the_body_regions_are_the_packages_own(form, func
         assert ran == forwards
     assert len(regions.frames) in (2, 4)
     assert breaks() <= 2
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_compiled_modules_with_graph_breaks(recorded, is_broken):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            h = self.linear(x).sin()
-            if is_broken:
-                torch._dynamo.graph_break()
-            return h.exp()
-
-    torch.manual_seed(0)
-    plain = Layer()
-    layer = Layer()
-    layer.load_state_dict(plain.state_dict())
-    checkpoint_module(layer, recorded=recorded).compile(backend="aot_eager")
-    regions = Frames()
-    with regions:
-        for one in (layer, plain):
-            one(torch.ones(2, 8)).sum().backward()
-    torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
-    assert len(regions.frames) == is_broken
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
@@ -309,29 +308,3 @@ def test_a_thread_that_draws_on_another_device(install):  # noqa: F811
     expected = plain_of(lambda x: F.dropout(x.sin()).exp(), 5)
     with pytest.warns(UserWarning, match="give that thread a generator of its own"):
         assert torch.equal(run(checkpoint, function)[1], expected)
-
-
-def _dropped(x, number):
-    found = []
-    for step in range(number):
-        x = torch.nn.functional.dropout(x.sin(), 0.3)
-        found.append(x)
-        x = x * torch.rand_like(x) if step % 5 == 2 else x + torch.randn(3) if step % 7 == 3 else x
-    return found
-
-
-@pytest.mark.parametrize("whole", [None, True, False])
-@pytest.mark.parametrize("number", [3, 17, 40])
-@pytest.mark.parametrize("order", [1, -1])
-def test_draws_in_a_row_are_drawn_again_from_one_state(number, order, whole):
-    """In any order, and where other draws come in between."""
-
-    def gradients(region):
-        torch.manual_seed(number)
-        x = torch.randn(3, 5, dtype=torch.float64)[:, ::2].requires_grad_()
-        with region:
-            found = _dropped(x, number)
-        return [grad(one.sum(), x, retain_graph=True)[0] for one in found[::order]] + [torch.rand(2)]
-
-    expected = gradients(contextlib.nullcontext())
-    assert all(map(torch.equal, gradients(checkpoint_region(replay_whole=whole)), expected))

@@ -149,30 +149,6 @@ def num_active_modes():
     return torch._C._len_torch_dispatch_stack()
 
 
-@pytest.mark.parametrize("around", ["all", "forward"])
-@pytest.mark.parametrize("region", list(REGIONS))
-@pytest.mark.slow
-def test_a_model_with_values_under_a_mode_that_takes_it(region, around):
-    """The model has as real a state as without regions."""
-
-    def program(region):
-        torch.manual_seed(0)
-        model, x = model_and_input()
-        table, frozen = torch.randn(8), nn.Parameter(torch.ones(8), requires_grad=False)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            y = run_through(model, lambda block, x: region(lambda x: block(x * frozen) + table.sin(), x), x)
-            if around == "all":
-                y.backward()
-        if around == "forward":
-            y.backward()
-        assert {type(parameter.grad) for parameter in model.parameters()} == {FakeTensor}
-        assert {type(buffer) for buffer in (*model.buffers(), table)} == {torch.Tensor}
-        return [*model.buffers(), *model.parameters(), table, frozen]
-
-    found, expected = program(REGIONS[region]), program(REGIONS["none"])
-    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
 @pytest.mark.parametrize("region", ["checkpoint", "policy", "region", "region with a policy"])
 def test_values_and_none_in_one_region(region):
     """A region that enters a mode for a part of what it does brings back each part as it was."""

@@ -446,29 +446,6 @@ def test_is_grads_batched_reruns_outside_of_the_map():
     assert torch.equal(g, expected)
 
 
-def test_regions_inside_backward_of_a_region():
-    """A custom function whose backward runs a region of its own, inside a region."""
-
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                y = checkpoint(lambda x: x.sin().sin().asin(), x)
-                return g * grad(y.sum(), x)[0]
-
-    x = leaf(3)
-    (g,) = grad(checkpoint(lambda x: Own.apply(x.exp()), x).sum(), x)
-    e = x.exp().detach().requires_grad_()
-    assert torch.equal(g, grad(e.sin().sin().asin().sum(), e)[0] * x.exp())
-
-
 @pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.exp.default]}])
 def test_an_error_of_the_region_around_is_not_one_of_the_region_inside(options):
     """Which asked for its arguments, and whose function has not run."""

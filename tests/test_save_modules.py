@@ -6,7 +6,6 @@ import contextlib
 import copy
 import pickle
 import re
-import threading
 
 import pytest
 import torch
@@ -269,33 +268,6 @@ def test_kernels_of_custom_functions(policy, again, x):
         assert len(ByKernel.calls) == 2 + again
         assert same_bits(x.grad, expected)
         x.grad = None
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_threads_know_their_own_modules(x):
-    """One thread is in the module, and waits for the other one, which is not."""
-    started, ended, found = threading.Event(), threading.Event(), {}
-    policy = save_modules("0")
-
-    def wait(x):
-        started.set()
-        assert ended.wait(30)
-        return x
-
-    slow, quick = nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16)
-    slow[0].register_forward_pre_hook(lambda module, args: wait(args[0]))
-
-    def run(name, module):
-        found[name] = ran_again(checkpoint(policy=policy)(lambda x: module(x).sin()), x.detach().requires_grad_())
-
-    thread = threading.Thread(target=run, args=("slow", slow))
-    thread.start()
-    assert started.wait(30)
-    run("quick", quick)
-    ended.set()
-    thread.join()
-    assert "addmm.default" not in found["slow"]
-    assert found["quick"]["addmm.default"] == 1
 
 
 def test_copies_and_pickles(x):

@@ -181,20 +181,6 @@ def test_every_row_has_a_setting(switch):
     assert switch.read() == before
 
 
-def test_recorded_regions_compare_what_operators_heed():
-    """By value, ahead of each operator; guards tell of the rest."""
-    unguarded = [switch for switch in switches.SWITCHES if switch.is_used and switch.compared is switches.Compared.BY_VALUE]
-    assert len(switches.read_fast()) == len(unguarded)
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
-            continue
-        facts = facts_of(getattr(packet, packet.overloads()[0]))
-        heeded = {id(switch) for switch in unguarded if any(part in facts.name for part in switch.heeded_by)}
-        assert facts.looks_at_switches == bool(heeded)
-        assert facts.looks_at_all_switches or heeded <= set(map(id, switches.COMMON))
-
-
 def test_operators_of_other_libraries_may_heed_any_switch():
     """Nothing is known of them."""
     assert facts_of(torch.ops.quantized.add.default).looks_at_all_switches

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import gc
 import weakref
 
@@ -13,121 +11,8 @@ import torch
 from torch import nn
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients
+from tests.behaviours.runs import Run, assert_as_eager, gradients
 from tests.measure import leaf
-
-
-class Stateful(nn.Module):
-    """Does something with its input and its attributes, and changes these."""
-
-    sizes = (4, 4, 4, 4, 4)
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3, dtype=torch.float64)
-        self.begin()
-
-    def begin(self):
-        """Sets attributes."""
-
-    def state(self):
-        """Returns what is to be compared of them."""
-        return [value for name, value in vars(self).items() if not name.startswith("_")]
-
-
-class Hidden(Stateful):
-    """Carries a hidden state from call to call."""
-
-    def begin(self):
-        self.h = torch.zeros(3, dtype=torch.float64)
-
-    def forward(self, x):
-        self.h = (self.layer(x) + self.h.detach()).tanh()
-        return self.h.sin()
-
-
-class HiddenWithHistory(Hidden):
-    """Carries a hidden state from call to call, gradients included."""
-
-    def forward(self, x):
-        self.h = (self.layer(x) * self.h).tanh() + self.h
-        return self.h.sin()
-
-
-class Grows(Stateful):
-    """Appends to containers of each kind."""
-
-    def begin(self):
-        self.seen, self.recent, self.sizes, self.table = [], collections.deque(maxlen=2), set(), collections.defaultdict(list)
-
-    def forward(self, x):
-        h = self.layer(x)
-        for one in self.seen:
-            h = h * one
-        self.seen.append(h.detach().mean(0))
-        self.recent.append(len(self.seen))
-        self.sizes.add(len(self.seen))
-        self.table[len(self.sizes) % 2].append(len(self.recent))
-        return (h.sin() * sum(self.recent)).cos() * len(self.table[0]) + max(self.sizes)
-
-    def state(self):
-        return [self.seen, list(self.recent), sorted(self.sizes), {key: list(value) for key, value in self.table.items()}]
-
-
-class BuildsParts(Stateful):
-    """Makes a part of itself in its first call, behind a flag, and draws random numbers for it and after it."""
-
-    def begin(self):
-        self.built = False
-
-    def forward(self, x):
-        if not self.built:
-            self.part = nn.Linear(3, 3, dtype=torch.float64)
-            self.built = True
-        return torch.nn.functional.dropout(self.part(self.layer(x)).sin(), 0.5).exp()
-
-    def state(self):
-        return [self.built, *(parameter.detach() for parameter in self.part.parameters())]
-
-
-class BindsAnew(Stateful):
-    """Has two names for one list, and a table with a default; binds all to new ones."""
-
-    def begin(self):
-        self.one = self.other = [1.0]
-        self.table = collections.defaultdict(list)
-
-    def forward(self, x):
-        self.one.append(2.0)
-        self.table["one"].append(1.0)
-        y = (self.layer(x) * sum(self.other)).sin() * len(self.table["one"])
-        self.one = self.other = [self.one[-1] + len(self.one)]
-        self.table = collections.defaultdict(list)
-        return y
-
-
-KINDS = [BindsAnew, BuildsParts, Grows, HiddenWithHistory]
-
-
-def steps(kind, run, calls=2):
-    """Trains for some steps, of several calls each, which share a backward."""
-    module, found = kind(), []
-    for size in kind.sizes:
-        x = y = torch.randn(size, 3, dtype=torch.float64, requires_grad=True)
-        for _ in range(calls):
-            y = run(module, y)
-        found += [gradients(y, x, *module.layer.parameters()), *module.state()]
-        for name, value in list(vars(module).items()):  # a history ends with its step
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                setattr(module, name, value.detach())
-    return found
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
-def test_attributes_are_what_forward_found(kind, form):
-    assert_as_eager(functools.partial(steps, kind), Run("ours", form))
-
 
 CHANGES = {
     "number": lambda module: setattr(module, "number", 7.0),

@@ -318,48 +318,6 @@ def test_a_long_container_that_forward_exchanges(kind):
 # What a stopped recompute leaves behind
 
 
-def _stash(held, h):
-    held.by["stash"] = h
-    return lambda: held.by.pop("stash")
-
-
-def _bind(held, h):
-    held.h = h
-    return lambda: vars(held).pop("h")
-
-
-def _append(held, h):
-    held.entries.append(h)
-    return held.entries.pop
-
-
-def _add(held, h):
-    held.seen.add(h)
-    return held.seen.pop
-
-
-@pytest.mark.parametrize("put", [_stash, _bind, _append, _add])
-@pytest.mark.parametrize("is_attribute", [False, True])
-def test_what_is_put_and_taken_out(put, is_attribute):
-    """A recompute stops in between, and leaves nothing of its own."""
-
-    def program(run):
-        held, x = Plain(), leaf(3)
-        held.by, held.entries, held.seen = {}, [], set()
-
-        def function(x, held=held):
-            take = put(held, x.cos())
-            y = x.sin().exp().cos()
-            return y + take()
-
-        module = nn.Module()
-        module.held, module.forward = held, lambda x: function(x, module.held)
-        run(module if is_attribute else function, x).sum().backward()
-        return [x.grad, list(held.by), list(vars(held)), len(held.entries), len(held.seen)]
-
-    assert_as_eager(program, Run("ours"))
-
-
 def _insert(entries):
     entries.insert(0, {})
 

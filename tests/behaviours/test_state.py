@@ -107,24 +107,6 @@ class Guarded(nn.Module):
         return (x * scale).sin()
 
 
-class FromFirstBatch(Guarded):
-    """Takes the mean of its first batch, and then again and again a part of it."""
-
-    def scale_of(self, x):
-        if not self.ready:
-            self.mean.copy_(x.mean(0))
-        else:
-            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        self.ready = True
-        return 1 + self.mean.clone()
-
-
-@runs("region", "nested", torch_fails=SILENT)
-def test_tensors_and_what_guards_them(run):
-    """Numbers and flags of a module go back with its tensors: a rerun must not find half of one state and half of another."""
-    assert_as_eager(functools.partial(steps_of_many_sizes, FromFirstBatch), run)
-
-
 def steps_of_many_sizes(kind, run):
     module, found = nn.Sequential(nn.Tanh(), kind()), []
     for size in (4, 6, 3, 9, 5, 7):
