@@ -54,6 +54,13 @@ class Average(nn.Module):
         return self.read(y, key).sin() * self.query
 
 
+class Frozen(Average):
+    """Keeps it as a parameter without gradients."""
+
+    def hold(self, key):
+        self.key = nn.Parameter(key, requires_grad=False)
+
+
 class InContainer(Average):
     """Keeps it in a list."""
 
@@ -84,6 +91,7 @@ class ByArgument(Average):
 HOLDERS = {
     "buffer": Average,
     "list": InContainer,
+    "frozen parameter": Frozen,
     "closure": ByClosure,
     "argument": ByArgument,
 }
