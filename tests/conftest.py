@@ -34,16 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of the cases of one test in which torch is expected to fail the first stays: it says what torch does wrong.
     """
-    shown: set[str] = set()
-    others: list[pytest.Item] = []
+    shown, others = set(), set()
     for item in items:
         call = getattr(item, "callspec", None)
         if call is not None and "torch" in call.id.split("-"):
             item.add_marker("parity")
             if item.get_closest_marker("xfail") is not None:
-                others += [item] * ((test := item.nodeid.partition("[")[0]) in shown)
+                test = item.nodeid.partition("[")[0]
+                others |= {item} if test in shown else set()
                 shown.add(test)
-    config.hook.pytest_deselected(items=others)
+    config.hook.pytest_deselected(items=[*others])
     items[:] = [item for item in items if item not in others]
 
 

@@ -636,29 +636,16 @@ def in_block(layer, x, policy):
         return layer(x)
 
 
-def made_inside(layer, x, policy):
-    return checkpoint(policy=policies.save_modules("self_attn", nn.Tanh))(layer)(x)
-
-
 def applied(policy, **options):
     model = Stack()
     apply_checkpointing(model, "layers.*", policy=policy, **options)
     return model
 
 
-def replaced(policy):
-    model = Stack()
-    model.layers[0] = checkpoint(policy=policy)(model.layers[0])
-    return model
-
-
 BY_MODULE = {
     "call": lambda policy: Stack(lambda layer, x: checkpoint(policy=policy)(layer)(x)),
-    "made inside": lambda policy: Stack(functools.partial(made_inside, policy=policy)),
     "block": lambda policy: Stack(functools.partial(in_block, policy=policy)),
     "applied": applied,
-    "recorded": functools.partial(applied, recorded=True),
-    "replaced": replaced,
 }
 
 

@@ -181,15 +181,6 @@ def test_a_table_that_a_recompute_makes_anew_is_no_draw_of_another_thread(after_
         y.sum().backward()
 
 
-@pytest.mark.usefixtures("idle_thread")
-@pytest.mark.parametrize("in_forward", [0, 2, 3])
-def test_a_recompute_that_moves_no_stream_is_right_whatever_forward_did(in_forward):
-    x = leaf(3, 4)
-    (expected,) = grad(x.sin().exp().sum(), x)
-    function = draws_elsewhere(lambda x: x.sin().exp(), in_forward, 0)
-    assert torch.equal(grad(checkpoint(function, x).sum(), x)[0], expected)
-
-
 class Kernel(torch.autograd.Function):
     """A function whose kernels no operator tells of."""
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import grad
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint, trace
 from tests.measure import Frames, Log, leaf
@@ -94,27 +93,6 @@ def test_the_stop_leaves_no_cycle_behind(frames):
     x = leaf(3)
     checkpoint(function, x).sum().backward()
     assert [r() for r in made] == [None, None]
-
-
-def two(made):
-    """Returns a function of two outputs, which notes the memory of a tensor that backward reads of the second one alone."""
-
-    def function(x):
-        a, b = x.sin().exp(), x.cos()
-        made.append(StorageWeakRef(b.untyped_storage()))
-        return a, b.sin()
-
-    return function
-
-
-def test_unclaimed_values_are_dropped_when_backward_ends():
-    """A partial backward under retain_graph, repeated, piles nothing up."""
-    x, made = leaf(3), Log()
-    a, b = checkpoint(two(made), x)
-    for _ in range(3):
-        grad(a.sum(), x, retain_graph=True)
-    assert [memory.expired() for memory in made] == [True] * 4
-    del b
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
@@ -256,21 +234,6 @@ def test_states_that_are_closed_over_keep_no_graphs(frames):
         state = checkpoint(lambda y: block(y) + state.detach(), x)
         pair = checkpoint(lambda y: (block(y) + pair[0].detach(), block(y) * pair[1].detach()), x)
     assert sum(frames.alive()) == 2
-
-
-@pytest.mark.slow
-def test_what_is_known_of_code_and_of_classes_that_are_made_anew_keeps_few_of_them():
-    """A program may define functions and classes in a loop."""
-    x, source, gone = leaf(3), "lambda x: (x, held)[0]", []
-    for number in range(10_002):
-        kind = type("Made", (), {})
-        function = eval(compile(source, "made", "eval"), {"held": kind()})
-        checkpoint(function, x)
-        if number == 0:
-            gone += [weakref.ref(kind), weakref.ref(function.__code__)]
-    del kind, function
-    gc.collect()
-    assert [one() for one in gone] == [None, None]
 
 
 class Averages(nn.Module):

@@ -1286,15 +1286,6 @@ def products_again(select, **options):
     return counts[1] - counts[0]
 
 
-def undone_first():
-    model = two_blocks()
-    with apply_checkpointing(model, "1"):
-        forward = model[1].forward
-        model[1].forward = lambda x: forward(x)
-        del model[1].forward
-    return vars(model[1]).get("forward")
-
-
 def budget_of_an_optimizer(foreach):
     torch.manual_seed(0)
     model, data = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.ones(2, 64)
@@ -1334,35 +1325,6 @@ FIXES = {
         lambda: apply_checkpointing(two_blocks(), lambda module: True),
         re.escape(SELECT.partition("\n")[0]),
         lambda: apply_checkpointing(two_blocks(), defined(SELECT, "select")).regions[0].name == "1.1",
-    ),
-    "a policy in a plain region": (
-        lambda: policy_in_a_plain_region(),
-        "`recorded=True`",
-        lambda: (
-            products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {"recorded": True}})
-            < products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {}})
-        ),
-    ),
-    "a list of modules": (
-        lambda: apply_checkpointing(Marked(), "layers.*.none"),
-        "but neither the model nor a list of modules",
-        lambda: (
-            [one.name for one in apply_checkpointing(Marked(), "**")]
-            == ["layers.0", "layers.0.attn", "layers.0.mlp", "layers.1", "layers.1.attn", "layers.1.mlp"]
-        ),
-    ),
-    "a forward wrapped since": (
-        lambda: wrapped_after(two_blocks(), "1"),
-        r"`del module\.forward`",
-        lambda: undone_first() is None,
-    ),
-    "a size without a unit": (
-        lambda: planned(budget="2000"),
-        "as in '20GiB', '500MB' or '2M'",
-        lambda: (
-            [planned(blocks=["1"], budget=size).budget for size in ("20GiB", "500MB", "2M", "2MiB", "2mb")]
-            == [20 * 2**30, 500_000_000, 2**21, 2**21, 2_000_000]
-        ),
     ),
     "a budget below that of an optimizer": (
         lambda: raises(budget_of_an_optimizer(True)),

@@ -37,23 +37,6 @@ def test_signatures_have_the_options_of_their_form(form, function):
     assert {name: keywords[name] for name in defaults_of(form)} == defaults_of(form)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python remembers no overloads")
-def test_each_option_of_a_direct_call_has_an_overload():
-    """By which a call with the option is told from one whose arguments are compared with the function's parameters."""
-    *by_option, plain, _ = typing.get_overloads(inspect.unwrap(checkpoint))
-    required = [
-        p.name
-        for one in by_option
-        for p in inspect.signature(one).parameters.values()
-        if p.kind is p.KEYWORD_ONLY and p.default is p.empty
-    ]
-    assert sorted(required) == sorted(options_of(Form.DIRECT))
-    assert [p.kind for p in inspect.signature(plain).parameters.values()][1:] == [
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
-    ]
-
-
 TYPED = """
 from typing import Any
 import torch

@@ -123,31 +123,6 @@ def test_both_policies_and_counts():
     assert decide(CONTEXT, aten.tan.default) is RECOMPUTE
 
 
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        (p.everything_saveable, "<everything_saveable: keeps the output of every operator>"),
-        (p.save_ops(aten.mm.default), "<save_ops: keeps the outputs of aten.mm.default>"),
-        (p.offload_ops(aten.mm.default), "<offload_ops: moves the outputs of aten.mm.default to the host>"),
-        (
-            p.offload_dot_with_no_batch_dims,
-            "<offload_dot_with_no_batch_dims: moves the outputs of matrix products without batch dimensions to the host>",
-        ),
-        (
-            p.save_every(aten.mm.default, 2),
-            "<save_every: keeps the output of one in 2 runs of aten.mm.default, counted in each region>",
-        ),
-        (
-            p.save_from_both_policies(p.nothing_saveable, [aten.sin.default]),
-            "<save_from_both_policies: <nothing_saveable: recomputes every operator> or "
-            "<save_ops: keeps the outputs of aten.sin.default>>",
-        ),
-    ],
-)
-def test_a_policy_explains_itself(policy, words):
-    assert repr(policy) == words
-
-
 @pytest.mark.parametrize("library", [torch.utils.checkpoint, ckpt_hooks])
 @pytest.mark.parametrize("policy", [p.dots_saveable, [aten.mm.default]])
 def test_a_policy_serves_torchs_checkpoint(library, policy):

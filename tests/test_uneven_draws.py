@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ckpt_hooks import DeterminismError, checkpoint, is_recomputing
+from ckpt_hooks import DeterminismError, checkpoint
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
 
@@ -69,26 +68,6 @@ def test_a_table_made_in_forward(make, options):
     assert found[0] is None or torch.equal(found[0], expected[0])
     assert found[0] is None or make is by_a_dict  # which is put back
     assert [torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True)] == [True, True]
-
-
-def test_other_draws_before_a_tensor_that_is_not_wanted_are_no_error():
-    """Nor are they looked into, beside another thread, which may have drawn."""
-
-    def function(x):
-        y = masked(x)
-        torch.rand(5 if is_recomputing() else 4)
-        y.cos()
-        return y
-
-    over = threading.Event()
-    other = threading.Thread(target=over.wait)
-    other.start()
-    try:
-        expected, found = steps(function, lambda function, x: function(x)), steps(function, checkpoint)
-    finally:
-        over.set()
-        other.join()
-    assert list(map(torch.equal, found, expected)) == [True] * 3
 
 
 @pytest.mark.parametrize("form", ["no region", "without its state"])

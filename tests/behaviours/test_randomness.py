@@ -39,14 +39,6 @@ def test_preserve_rng_state_false_draws_anew(run):
     assert not torch.equal(masks[0], masks[1])
 
 
-@runs(*FORMS, torch_fails=SILENT)
-def test_preserve_rng_state_false_leaves_the_stream_outside_alone(run):
-    y = run.having(preserve_rng_state=False)(dropout, leaf(8)).sum()
-    state = torch.get_rng_state()
-    y.backward()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 # Devices
 
 

@@ -158,28 +158,6 @@ def test_a_write_to_a_tensor_of_which_another_face_was_saved(face, dies, form):
         assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(function(x), x)[0])
 
 
-def test_what_only_a_replay_reads_may_not_be_modified_either():
-    """Where plain autograd would not mind: the message says so, and has the way out, which works (a known limit)."""
-    x, table = leaf(4), torch.ones(4, dtype=torch.float64)
-
-    def function(x):
-        return (x.sin() + table).exp().cos()
-
-    found = []
-    for run in (plain, Recorded().selecting([aten.exp.default]), Recorded()):
-        table.fill_(1)
-        y = run(function, x)
-        table.add_(1)
-        if run is plain or "policy" in run._options:
-            found.append(torch.autograd.grad(y.sum(), x)[0])
-        else:
-            with pytest.raises(
-                MutationError, match=r"use a clone of it in the region\. Or have what was computed from it kept"
-            ):
-                y.sum().backward()
-    assert torch.equal(*found)
-
-
 # Writes that no operator on the tape does
 
 

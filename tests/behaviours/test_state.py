@@ -232,21 +232,3 @@ def test_batch_norm_in_something_else_than_a_module(run, way):
         return results(REACHED[way](run, module, x), x, module)
 
     assert_as_eager(program, run)
-
-
-@pytest.mark.parametrize(
-    ("kind", "buffer"), [("BatchNorm", "0.running_var"), ("FP8 amax in place", "history"), ("FP8 amax rebound", "history")]
-)
-@runs("region", "nested", torch_fails=(SILENT, RuntimeError))
-def test_buffers_that_another_graph_has_saved(run, kind, buffer):
-    """Putting buffers back is no change that a graph outside of the region would notice."""
-
-    def program(run):
-        module = make(kind)
-        x = data(module)
-        y = run(module, x)
-        z = x.sum() * module.get_buffer(buffer)
-        y.sum().backward()
-        return results(z, x, module)
-
-    assert_as_eager(program, run)

@@ -220,34 +220,6 @@ def test_views_and_aliases_see_one_storage_in_a_rerun(run):
     assert_as_eager(program, run)
 
 
-@all_regions
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 6), (1, 6), (6, 6)])
-def test_a_storage_of_another_kind(shape, dtype, run):
-    """A buffer changes its shape and its type for a part of forward, as a quantiser's does."""
-
-    class Changes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.linspace(1, 2, 6))
-
-        def forward(self, x):
-            y = (x + self.scale).sin()
-            self.scale.data = (self.scale.data.expand(shape) * 1.5).to(dtype)
-            y = (y + self.scale.float().sum(0)).sin()
-            self.scale.data = self.scale.data[-1].float() / 2
-            return y.exp()
-
-    def program(run):
-        module, found = Changes(), []
-        for _ in range(4):
-            x = torch.randn(6, requires_grad=True)
-            found += [*gradients(run(module, x), x), module.scale.clone()]
-        return found
-
-    assert_as_eager(program, run)
-
-
 def test_memory_of_a_storage_that_forward_takes_away_goes_with_backward():
     """A region may hold forward's until then, and no longer."""
     module, _ = averaging(Average, 6000, torch.add, 0)

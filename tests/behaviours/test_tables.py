@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn.utils.parametrize as parametrize
 from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, policies
@@ -80,35 +79,3 @@ def several_steps(run, module):
 def test_tables_that_forward_builds(kind, policy, form):
     """The first step and later ones, whatever is kept."""
     assert_as_eager(lambda run: several_steps(run, kind()), Run("ours", form).selecting(POLICIES[policy]))
-
-
-class Symmetric(nn.Module):
-    """Computes a weight from half of it."""
-
-    def forward(self, weight):
-        return weight.triu() + weight.triu(1).t()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_parametrize_cached(policy, trained, inside):
-    """The first region computes a weight, the second one finds it; backward runs inside of the block, or where it is gone."""
-
-    def program(run):
-        layer = nn.Linear(4, 4, dtype=torch.float64)
-        parametrize.register_parametrization(layer, "weight", Symmetric())
-        layer.parametrizations.weight.original.requires_grad_(trained)
-        found = []
-        for _ in range(2):
-            x = leaf(2, 4)
-            with parametrize.cached():
-                y = run(lambda x: layer(x.sin()).exp(), run(lambda x: layer(x.sin()).exp(), x))
-                if inside:
-                    y.sum().backward()
-            if not inside:
-                y.sum().backward()
-            found += [y, x.grad, *(parameter.grad for parameter in layer.parameters())]
-        return found
-
-    assert_as_eager(program, Run("ours").selecting(POLICIES[policy]))
