@@ -407,3 +407,15 @@ def test_advice_gives_what_it_promises_and_the_same_gradients(name):
     line = next(line for line in str(before).splitlines() if waste.value in line)
     assert ("at most" in line) is is_at_most
     assert "detach" not in str(before)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_policy_that_matches_nothing_in_a_ledger(policy, recorded):
+    found = ledger_of(stepping(Block, plain, list("012345"), policy=policy, recorded=recorded))
+    (advice,) = found.advice
+    assert (advice.waste, advice.count, advice.peak_nbytes) == (Waste.UNMATCHED_POLICY, 6, 0)
+    assert advice.code == "name operators that run: trace(operators=True) lists them"
+    traced = step_traced(policy, recorded).advice[0].code
+    assert traced == "policy=[torch.ops.aten.addmm.default]"
+    assert ledger_of(stepping(Block, plain, list("012345"), policy=[ADDMM], recorded=recorded)).advice == ()
