@@ -107,50 +107,6 @@ class ForwardSwiGLU(Function):
         return g * b * s * (1 + a * (1 - s)), g * a * s
 
 
-class GeGLU(Function):
-    """Writes its gradients over what it saved, in backward."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        out = torch.empty_like(a)
-        write(out, F.gelu(a) * b)
-        ctx.save_for_backward(a, b)
-        return out
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b = ctx.saved_tensors
-        ga, gb = aten.gelu_backward(g * b, a), g * F.gelu(a)
-        write(a, ga)
-        write(b, gb)
-        return a, b
-
-
-class LinearCrossEntropy(Function):
-    """Makes logits in chunks, and writes their gradients over them (Liger's fused one)."""
-
-    @staticmethod
-    def forward(ctx, x, w, target):
-        loss, gx, gw = torch.zeros(()), torch.zeros_like(x), torch.zeros_like(w)
-        for rows, some, wanted in zip(x.chunk(2), gx.chunk(2), target.chunk(2), strict=True):
-            logits = rows @ w
-            p = logits.softmax(-1)
-            hot = F.one_hot(wanted, logits.shape[-1])
-            write(loss, loss - (p * hot).sum(-1).log().sum())
-            write(logits, p - hot)
-            write(some, logits @ w.t())
-            write(gw, gw + rows.t() @ logits)
-        ctx.save_for_backward(gx, gw)
-        return loss
-
-    @staticmethod
-    def backward(ctx, g):
-        gx, gw = ctx.saved_tensors
-        write(gx, gx * g)
-        write(gw, gw * g)
-        return gx, gw, None
-
-
 class RMSNorm(Function):
     """Of a kernel which fills an empty output and a statistic."""
 
@@ -168,18 +124,6 @@ class RMSNorm(Function):
         gw = g * w
         gx = scale * (gw - x * scale * scale * (gw * x).mean(-1, keepdim=True))
         return gx, (g * x * scale).sum(tuple(range(x.dim() - 1)))
-
-
-class InPlaceRMSNorm(RMSNorm):
-    """The same, whose backward writes the gradient over what came in."""
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w, scale = ctx.saved_tensors
-        gw = g * w
-        gradient = (g * x * scale).sum(tuple(range(x.dim() - 1)))
-        write(g, scale * (gw - x * scale * scale * (gw * x).mean(-1, keepdim=True)))
-        return g, gradient
 
 
 class PureRMSNorm(Function):
@@ -243,51 +187,6 @@ class Attention(Function):
         p = (q @ k.mT * scale - lse[..., None]).exp()
         gs = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * scale
         return gs @ k, gs.mT @ q, p.mT @ g
-
-
-class Scan(Function):
-    """A selective scan: each state is written where the one before was, and all are saved."""
-
-    @staticmethod
-    def forward(ctx, x, decay):
-        state, states = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
-        for step in range(x.shape[1]):
-            write(state, state * decay[:, step] + x[:, step])
-            write(states[:, step], state)
-        ctx.save_for_backward(decay, states)
-        return states.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        decay, states = ctx.saved_tensors
-        gx, gd, carry = torch.zeros_like(g), torch.zeros_like(g), torch.zeros_like(g[:, 0])
-        for step in reversed(range(g.shape[1])):
-            carry = carry + g[:, step]
-            gx[:, step] = carry
-            if step:
-                gd[:, step] = carry * states[:, step - 1]
-            carry = carry * decay[:, step]
-        return gx, gd
-
-
-class Permute(Function):
-    """Moves rows by indices that a kernel makes, as for tokens of experts."""
-
-    @staticmethod
-    def forward(ctx, x, expert):
-        index, counts = torch.zeros(x.shape[0], dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-        write(index, expert.argsort(stable=True))
-        write(counts, expert.bincount(minlength=4))
-        ctx.save_for_backward(index)
-        ctx.mark_non_differentiable(counts)
-        return x[index], counts
-
-    @staticmethod
-    def backward(ctx, g, _):
-        (index,) = ctx.saved_tensors
-        out = torch.zeros_like(g)
-        out[index] = g
-        return out, None
 
 
 class Statistics(Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,18 @@ from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.settings import observe
 
 T = TypeVar("T")
+
+
+def in_turns(first: Iterable[Any], second: Iterable[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Returns cases for ``parametrize``: the product of two parameters, with values of the others by turns."""
+    cases, lists = [], [list(values) for values in others]
+    for (row, one), (column, other) in itertools.product(enumerate(first), enumerate(second)):
+        turn, values = row + column, []
+        for chosen in lists:
+            values.append(chosen[turn % len(chosen)])
+            turn //= len(chosen)
+        cases.append((one, other, *values))
+    return cases
 
 
 class CountOps(TorchDispatchMode):

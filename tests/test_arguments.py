@@ -152,25 +152,6 @@ def _written_and_read(namespace: Any) -> Any:
     return namespace.fourth
 
 
-@dataclasses.dataclass
-class Guarded:
-    """A dataclass one of whose fields is a property that can be set once."""
-
-    x: Any
-    y: Any
-
-    def _get(self) -> Any:
-        return self.__dict__["hidden"]
-
-    def _set(self, value: Any) -> None:
-        if "hidden" in self.__dict__:
-            raise AttributeError("set already")
-        self.__dict__["hidden"] = value
-
-
-Guarded.y = property(Guarded._get, Guarded._set)
-
-
 class PrivateSlot(list):  # type: ignore[type-arg]
     """A list with an attribute in a slot whose name is mangled, and one in a slot that a subclass hides."""
 
@@ -188,26 +169,6 @@ class HiddenSlot(PrivateSlot):
     """One that hides it."""
 
     shown = property(lambda self: PrivateSlot.shown.__get__(self), lambda self, value: PrivateSlot.shown.__set__(self, value))
-
-
-class GuardedNamespace(dict):  # type: ignore[type-arg]
-    """A dict that is its own namespace, and refuses attributes."""
-
-    def __init__(self, **entries: Any) -> None:
-        super().__init__(entries)
-        object.__setattr__(self, "__dict__", self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise TypeError("frozen")
-
-
-class Filling(dict):  # type: ignore[type-arg]
-    """A dict without a ``__dict__`` that makes up attributes as it is asked for them."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return self.setdefault(name, None)
 
 
 class Pair(enum.Enum):
@@ -248,18 +209,11 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any], Cal
         lambda c: c["y"],
     ),
     "dict that is its own namespace": (lambda a, b: Namespace(x=a, y=b), _written_and_read, lambda c: c["y"]),
-    "dict that refuses attributes": (lambda a, b: GuardedNamespace(x=a, y=b), lambda c: c.x, lambda c: c["y"]),
-    "dict that makes up attributes": (
-        lambda a, b: Filling(x=a, y=b),
-        lambda c: c["x"] if len(c) == 2 else None,
-        lambda c: c["y"],
-    ),
     "members of an enumeration": (
         lambda a, b: [a, b, Pair.FIRST, Pair.SECOND],
         lambda c: c[0] if c[2] is Pair.FIRST and c[3] is Pair.SECOND else None,
         lambda c: c[1],
     ),
-    "dataclass with a property": (Guarded, lambda c: c.x, lambda c: c.y),
     "mangled slot": (PrivateSlot, lambda c: c.private(), lambda c: c[1]),
     "hidden slot": (HiddenSlot, lambda c: c.private(), lambda c: c.shown),
     "nested": (
@@ -337,28 +291,11 @@ def test_fields_that_are_not_set_stay_so() -> None:
     assert not hasattr(back, "later")
 
 
-@pytest.mark.parametrize("base", [float, str, set, ValueError])
-def test_dataclass_that_is_something_else_besides_is_handed_on(base: type[Any]) -> None:
-    """What it holds as a number, a string, a set or an exception is not among its attributes."""
-    fields, namespace = [("name", str)], {"__doc__": "Both."}
-    kind = dataclasses.make_dataclass("Both", fields, bases=(base,), namespace=namespace, eq=False, init=False)
-    value = kind(() if base is set else "2")
-    value.name = "n"
-    seen = Log()
-
-    def function(x: torch.Tensor, value: Any) -> torch.Tensor:
-        seen.append(value)
-        return x.sin().cos()
-
-    checkpoint(function, leaf(), value).sum().backward()
-    assert [one is value for one in seen] == [True, True]
-
-
 def test_dataclass_without_tensors_is_handed_on() -> None:
     """What holds no tensor and no list or dict is the same object."""
-    given = Plain(1, (2, "a"))
+    given = (Plain(1, (2, "a")), 3)
     (back,), _ = in_rerun(given)
-    assert back is given
+    assert back[0] is given[0]
 
 
 def test_return_types_of_torch_come_back_as_such() -> None:
@@ -396,25 +333,6 @@ def test_other_values_are_handed_on_as_they_are(value: Any) -> None:
     checkpoint(fn, leaf(), value, [value], record={"value": value}).sum().backward()
     assert len(seen) == 6
     assert all(entry is value for entry in seen)
-
-
-def test_custom_objects_are_not_looked_into(impl: Callable[..., Any]) -> None:
-    """Tensors in an object of some class stay where they are."""
-
-    class Holder:
-        def __init__(self) -> None:
-            self.tensors = [leaf()]
-
-    holder = Holder()
-    seen: list[Any] = Log()
-
-    def fn(holder: Holder) -> torch.Tensor:
-        seen.append(holder)
-        return holder.tensors[0].sin().cos()
-
-    impl(fn, holder).sum().backward()
-    assert seen[0] is seen[1] is holder
-    assert holder.tensors[0].grad is not None
 
 
 # The same thing twice

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, checkpoint_sequential
-from ckpt_hooks.policies import dots_saveable, save_ops
+from ckpt_hooks.policies import dots_saveable
 from tests.measure import leaf
-
-MM = torch.ops.aten.mm.default
 
 # Functions that do not run when they are called
 
@@ -84,15 +82,6 @@ def test_functions_that_do_not_run_when_they_are_called(function, grad):
             checkpoint_sequential([function, lambda value: value], 2, leaf(3))
 
 
-def test_methods_that_do_not_run_when_they_are_called():
-    with pytest.raises(TypeError, match="does not run when it is called"):
-
-        class Block:
-            @checkpoint(name="block")
-            def forward(self, x):
-                yield x
-
-
 # Keyword arguments that have the name of an option
 
 
@@ -114,18 +103,6 @@ class Swallowing(nn.Module):
 
 def keep_all(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [dots_saveable, save_ops(MM), [MM], {MM}, (MM,), [torch.ops.aten.mm]],
-    ids=["policy", "save_ops", "list", "set", "tuple", "packet"],
-)
-@pytest.mark.parametrize("function", [swallows, Swallowing(), functools.partial(swallows), lambda x: x])
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_policy_in_a_direct_call(function, policy, grad):
-    with torch.set_grad_enabled(grad), pytest.raises(TypeError, match=r"checkpoint\(policy=\.\.\.\)\(function\)"):
-        checkpoint(function, leaf(3), policy=policy)
 
 
 def test_what_a_function_takes_reaches_it():

@@ -206,24 +206,6 @@ def test_use_reentrant_none_and_false_say_nothing(use_reentrant: bool | None) ->
     assert (fn.begun, fn.ended) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(lambda fn: checkpoint(fn, leaf(), use_reentrant=True), id="direct"),
-        pytest.param(lambda fn: checkpoint(use_reentrant=True), id="curried"),
-        pytest.param(lambda fn: checkpoint_sequential([fn, fn], 2, leaf(), use_reentrant=True), id="sequential"),
-        pytest.param(lambda fn: checkpoint_sequential([fn, fn], 1, leaf(), use_reentrant=True), id="sequential, one segment"),
-    ],
-)
-def test_use_reentrant_true_is_refused_with_the_way_out(call: Callable[..., Any]) -> None:
-    """The error says that the engine is non-reentrant, and that the flag can go; the function has not run."""
-    fn = Counted(sin_cos)
-    with pytest.raises(ValueError, match="non-reentrant") as caught:
-        call(fn)
-    assert "Leave the flag out" in str(caught.value)
-    assert fn.begun == 0
-
-
 def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any]) -> None:
     """Without the check a rerun may save a tensor of another shape."""
     x = leaf()
@@ -334,26 +316,6 @@ def test_decorator_on_forward_of_a_module(curry: Callable[..., Any]) -> None:
         assert torch.equal(y, expected)
         assert torch.equal(block.linear.weight.grad, torch.autograd.grad(expected.sum(), block.linear.weight)[0])
         assert block.sin.count == 2
-
-
-def test_decorator_under_staticmethod_and_classmethod(curry: Callable[..., Any]) -> None:
-    """``@staticmethod`` and ``@classmethod`` may stand above the decorator."""
-
-    class Functions:
-        @staticmethod
-        @curry(use_reentrant=False)
-        def static(x: torch.Tensor) -> torch.Tensor:
-            return x.sin().cos()
-
-        @classmethod
-        @curry(use_reentrant=False)
-        def of_class(cls, x: torch.Tensor) -> torch.Tensor:
-            assert cls is Functions
-            return x.sin().cos()
-
-    x = leaf()
-    for fn in (Functions.static, Functions().static, Functions.of_class, Functions().of_class):
-        assert torch.equal(fn(x), sin_cos(x))
 
 
 def test_decorator_above_staticmethod_and_classmethod(curry: Callable[..., Any]) -> None:
@@ -535,22 +497,6 @@ def test_a_second_context_that_fails_can_be_tried_again(impl: Callable[..., Any]
         torch.autograd.grad(y, x, retain_graph=True)
     second.fail_in = ""
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
-def test_contextmanager_made_recompute_context_and_several_backwards() -> None:
-    """A generator-made context manager is good for one entering; each recompute gets a fresh one."""
-    entered: list[str] = []
-
-    @contextlib.contextmanager
-    def noting(name: str, *, times: int) -> Any:
-        entered.extend([name] * times)
-        yield
-
-    x = leaf()
-    y = checkpoint(sin_cos, x, context_fn=lambda: (noting("f", times=1), noting("r", times=2))).sum()
-    gradients = [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(3)]
-    assert entered == ["f"] + ["r"] * 6
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 # Early stop as a setting
@@ -750,34 +696,6 @@ def test_exception_in_the_rerun_is_the_users_own_and_leaves_the_frame_as_it_was(
     assert caught.value is error
     fn.then = sin_cos
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "options", "phrase"),
-    [
-        pytest.param(sin_cos_exp, sin_cos, {}, "A different number of tensors was saved", id="fewer"),
-        pytest.param(
-            sin_cos_exp, sin_cos, {"early_stop": False}, "A different number of tensors was saved", id="fewer, to the end"
-        ),
-        pytest.param(
-            sin_cos,
-            sin_cos_exp,
-            {"early_stop": False},
-            "trying to save more tensors during recomputation",
-            id="more",
-        ),
-        pytest.param(sin_cos, lambda x: x[:2].sin().cos(), {}, "have different metadata", id="shape"),
-        pytest.param(sin_cos, lambda x: x.double().sin().cos(), {}, "have different metadata", id="dtype"),
-        pytest.param(sin_cos, lambda x: x.to("meta").sin().cos(), {}, "have different metadata", id="device"),
-    ],
-)
-def test_messages_keep_the_words_that_users_search_for(
-    impl: Callable[..., Any], first: Any, then: Any, options: dict[str, Any], phrase: str
-) -> None:
-    """A rerun that does something else is a ``CheckpointError`` with torch's key phrase."""
-    y = impl(Switch(first, then), leaf(), **options)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=phrase):
-        y.sum().backward()
 
 
 def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:

@@ -72,32 +72,6 @@ def test_attributes_are_those_of_the_block():
     assert repr(region) == "Checkpointed" + repr(block)
 
 
-def test_what_the_class_overrides_counts():
-    class Special(nn.Linear):
-        _version = 7
-
-        def get_extra_state(self):
-            return self.told
-
-        def set_extra_state(self, state):
-            self.told = state
-
-        def train(self, mode=True):
-            self.mode = mode
-            return super().train(mode)
-
-    module = Special(2, 2)
-    module.told = "before"
-    region = checkpoint()(module)
-    state = region.state_dict()
-    assert state["_extra_state"] == "before"
-    assert state._metadata[""]["version"] == 7
-    state["_extra_state"] = "after"
-    region.load_state_dict(state)
-    region.eval()
-    assert (module.told, module.mode) == ("after", False)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(models, copied):
     plain, model = models
@@ -126,26 +100,6 @@ def test_replicas_of_data_parallel():
     assert replica.__wrapped__.extra == 3
     assert not hasattr(block, "extra")
     assert replica(torch.ones(3, 4)).shape == (3, 4)
-
-
-def test_a_module_both_plain_and_as_a_region(models):
-    """One set of buffers and parameters, rewound once."""
-    plain, _ = models
-    model = copy.deepcopy(plain)
-    model.region = checkpoint()(model.block)
-    expected = trained(plain)
-    outer = nn.Sequential(model)
-
-    def forward(x):
-        return model.region(model.first(x))
-
-    model.forward = forward
-    assert [p is q for p, q in zip(model.region.parameters(), model.block.parameters(), strict=True)] == [True] * 4
-    found = trained(checkpoint()(outer))
-    parameters = 1 + len(list(plain.parameters()))
-    assert all_same(found[: 2 * parameters], expected[: 2 * parameters])
-    assert torch.equal(model.block.norm.running_mean, plain.block.norm.running_mean)
-    assert model.block.norm.num_batches_tracked == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

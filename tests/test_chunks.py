@@ -23,7 +23,7 @@ from ckpt_hooks import (
     trace,
 )
 from tests.chunked import PROGRAMS, WIDTH, Gated, counted, loop
-from tests.measure import Calls, Log, leaf, same_bits
+from tests.measure import Calls, Log, in_turns, leaf, same_bits
 
 
 def entries(result):
@@ -108,9 +108,7 @@ def assert_alike(one, other):
     assert one[1] == other[1]
 
 
-@pytest.mark.parametrize("ending", list(ENDINGS))
-@pytest.mark.parametrize("around", list(AROUND))
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.parametrize(("name", "around", "ending"), in_turns(PROGRAMS, AROUND, ENDINGS))
 def test_as_the_loop_without_regions(name, around, ending):
     """Outputs, gradients, buffers, the random stream, and how often hooks of parameters are called."""
     ours, theirs = AROUND[around]

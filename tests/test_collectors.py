@@ -7,8 +7,6 @@ import gc
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ckpt_hooks import CheckpointError, checkpoint
 from tests.measure import Frames, leaf
@@ -20,10 +18,6 @@ FOUND = contextvars.ContextVar("FOUND", default=None)
 
 def plain(function, *args):
     return function(*args)
-
-
-def torchs(function, *args):
-    return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 def in_context(program, *args):
@@ -150,50 +144,3 @@ def test_a_discarded_forward_keeps_nothing_through_a_collector():
         in_context(forward)
     assert watching.alive() == [False, False]
     assert sum(type(one) is torch.Tensor and one.numel() == 1013 for one in gc.get_objects()) == 1
-
-
-def peak(program):
-    """Returns the largest number of bytes that a program has allocated and not freed, by the allocator's own count."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        program()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
-@pytest.mark.parametrize("collected", ["attentions", "states", "detached"])
-def test_collected_tensors_in_the_loss_take_no_more_memory_than_with_torchs_checkpoint(collected):
-    weights = [torch.randn(80, 80, requires_grad=True) for _ in range(6)]
-    x = torch.randn(80, 80)
-
-    def layer(x, weight):
-        attentions = torch.softmax(x @ weight, -1)
-        y = (attentions @ x).tanh() + x
-        found = FOUND.get()
-        if found is not None:  # in torch's reruns it is
-            one = attentions if collected == "attentions" else y
-            found["all"].append(one.detach() if collected == "detached" else one)
-        return y
-
-    def forward(form):
-        found = {"all": []}
-        FOUND.set(found)
-        y = x
-        for weight in weights:
-            y = form(layer, y, weight)
-        return y.sum() + sum(one.pow(2).mean() for one in found["all"])
-
-    def step(form):
-        in_context(forward, form).backward()
-        gradients = [weight.grad for weight in weights]
-        for weight in weights:
-            weight.grad = None
-        return gradients
-
-    expected = step(plain)
-    assert all(map(torch.equal, step(checkpoint), expected))
-    step(torchs)
-    assert peak(lambda: step(checkpoint)) <= peak(lambda: step(torchs))

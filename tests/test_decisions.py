@@ -53,11 +53,6 @@ def inputs():
     return torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
 
 
-def views(x, w):
-    h = (x.view(2, 2, 4).transpose(0, 1) @ w).reshape(4, 4)
-    return h[1:].t().diagonal().exp() * h.unbind()[0][:3] + torch.cat(h.unsafe_split(2)).sin()[0, :3]
-
-
 def writes(x, w):
     h = (x @ w).mul_(2).relu_()
     mask = torch.empty_like(h).bernoulli_(0.5)
@@ -80,39 +75,8 @@ def casts(x, w):
         return F.linear(h.float().exp(), w).double()
 
 
-def several(x, w):
-    best, place = x.max(1)
-    order, _ = (x * w).sort()
-    mean, norm = F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True), F.layer_norm(x, (4,))
-    return order * best + place * mean * norm + F.scaled_dot_product_attention(x[None], w[None], w[None])[0]
-
-
-def lists(x, w):
-    tops = torch._foreach_mul([x, w], 2.0)
-    torch._foreach_add_(tops, 1.0)
-    parts = torch.split(torch.cat([tops[0], torch.stack([*tops]).sum(0)]), [3, 5])
-    return torch.index_put(parts[1].exp(), [torch.tensor([0, 1])], parts[0][:2])[:4]
-
-
-def quietly(x, w):
-    with torch.no_grad():
-        table = (x @ w).sin().add_(1)
-    return x.sin() * table * w
-
-
-PROGRAMS = [views, writes, draws, casts, several, lists, quietly]
-
-
-def everything(x, w):
-    return sum((program(x, w) for program in (views_as_sum, writes, draws, casts, several, lists, quietly)), torch.zeros(4, 4))
-
-
-def views_as_sum(x, w):
-    return views(x, w).sum()
-
-
 @pytest.mark.parametrize("answers", [(RECOMPUTE,), (SAVE,), (SAVE, RECOMPUTE, RECOMPUTE)], ids=["nothing", "all", "some"])
-@pytest.mark.parametrize("program", [*PROGRAMS, everything], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [writes, draws, casts], ids=lambda program: program.__name__)
 def test_operators_are_numbered_and_gradients_are_exact(program, answers):
     x, w = inputs()
     torch.manual_seed(0)

@@ -77,8 +77,19 @@ def are_equal(one, other):
 
 
 @pytest.mark.filterwarnings("ignore:B?Complex")
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        *((dtype, "dense") for dtype in DTYPES),
+        *(
+            (dtype, layout)
+            for layout in LAYOUTS
+            if layout != "dense"
+            for dtype in (torch.float32, torch.bool, torch.complex128)
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.slow
 def test_values_of_any_kind(dtype, layout):
     """The same numbers are the same wherever they lie, and to change one of them is seen, where all are looked at.

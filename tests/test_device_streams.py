@@ -7,7 +7,6 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import _ambient, checkpoint
-from ckpt_hooks._ambient.switches import Switch
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log, leaf
 
@@ -52,26 +51,6 @@ def test_only_the_stream_that_is_drawn_from_is_read_and_set(install, count):  # 
     forward, backward = counts_of(devices, lambda x: x * generator.draw(), regions=3)
     assert (forward["get"], forward["set"]) == (2, 0)  # the first region finds what the one before it found
     assert (backward["get"], backward["set"]) == (1, 5)
-
-
-@pytest.mark.parametrize("has_offset", [True, False])
-@pytest.mark.parametrize("count", COUNTS)
-def test_regions_share_what_they_saw_until_a_device_draws(install, count, has_offset):  # noqa: F811
-    devices = install("fake_one", FakeDevices(count, has_offset=has_offset))
-    first, second = (_ambient.capture(preserve_rng_state=True) for _ in range(2))
-    assert first is second
-    assert first.is_simple
-    assert len(first.streams[1]) == count
-    if not count:
-        return
-    devices.default_generators[0].draw()
-    third = _ambient.capture(preserve_rng_state=True)
-    assert third is not first
-    assert third.is_simple
-    assert third.streams[0] is first.streams[0]
-    assert third.switches is first.switches
-    states = [[state for _, state in each.streams[1]] for each in (third, first)]
-    assert [one is two for one, two in zip(*states, strict=True)] == [False] + [True] * (count - 1)
 
 
 @pytest.mark.parametrize("has_offset", [True, False])
@@ -131,25 +110,3 @@ def test_an_interrupt_while_a_device_is_set_leaves_no_device_set(install):  # no
     finally:
         stream.write = write
     assert all(map(torch.equal, before, [generator.get_state() for generator in (one, two)]))
-
-
-def test_switches_for_devices_are_looked_at_on_the_fast_way(install, monkeypatch):  # noqa: F811
-    """In forward and before a recompute; where one has moved, the fast way is not taken."""
-    install("fake_one", FakeDevices(1))
-    setting, wrote = [1], Log()
-    monkeypatch.setattr(_ambient.switches, "are_devices_in_use", lambda: True)
-    switch = Switch((), lambda: setting[0], lambda value: (wrote.append(value), setting.__setitem__(0, value)))
-    monkeypatch.setattr(_ambient.switches, "DEVICES", [switch])
-    seen = Log()
-
-    def function(x):
-        seen.append(setting[0])
-        return plain(x)
-
-    first = checkpoint(function, leaf(3))
-    setting[0] = 2
-    second = checkpoint(function, leaf(3))
-    (first + second).sum().backward()
-    assert seen[:2] == [1, 2]
-    assert sorted(seen[2:]) == [1, 2]
-    assert setting[0] == 2

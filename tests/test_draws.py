@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
@@ -14,7 +13,6 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing
-from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._function import words
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log
@@ -183,15 +181,6 @@ def test_a_table_that_a_recompute_makes_anew_is_no_draw_of_another_thread(after_
         y.sum().backward()
 
 
-@pytest.mark.usefixtures("idle_thread")
-@pytest.mark.parametrize("in_forward", [0, 2, 3])
-def test_a_recompute_that_moves_no_stream_is_right_whatever_forward_did(in_forward):
-    x = leaf(3, 4)
-    (expected,) = grad(x.sin().exp().sum(), x)
-    function = draws_elsewhere(lambda x: x.sin().exp(), in_forward, 0)
-    assert torch.equal(grad(checkpoint(function, x).sum(), x)[0], expected)
-
-
 class Kernel(torch.autograd.Function):
     """A function whose kernels no operator tells of."""
 
@@ -225,21 +214,6 @@ def test_what_may_draw_beside_a_thread_that_draws(name):
 
 
 halved.register_autograd(lambda ctx, gradient: gradient / 2)
-
-
-def test_the_generators_are_free_after_a_recompute_and_after_an_error_in_it():
-    def fails(x):
-        x = F.dropout(x.sin()).exp()
-        if is_recomputing():
-            raise ZeroDivisionError
-        return x.cos()
-
-    free = []
-    for function, error in ((F.dropout, contextlib.nullcontext()), (fails, pytest.raises(ZeroDivisionError))):
-        with error:
-            checkpoint(function, leaf(3, 4).sin()).exp().sum().backward()
-        in_threads(lambda: free.append(default_generators_lock.acquire(False) and default_generators_lock.release() is None))
-    assert free == [True, True]
 
 
 @pytest.mark.usefixtures("idle_thread")
@@ -325,29 +299,3 @@ def test_a_thread_that_draws_on_another_device(install):  # noqa: F811
     expected = plain_of(lambda x: F.dropout(x.sin()).exp(), 5)
     with pytest.warns(UserWarning, match="give that thread a generator of its own"):
         assert torch.equal(run(checkpoint, function)[1], expected)
-
-
-def _dropped(x, number):
-    found = []
-    for step in range(number):
-        x = torch.nn.functional.dropout(x.sin(), 0.3)
-        found.append(x)
-        x = x * torch.rand_like(x) if step % 5 == 2 else x + torch.randn(3) if step % 7 == 3 else x
-    return found
-
-
-@pytest.mark.parametrize("whole", [None, True, False])
-@pytest.mark.parametrize("number", [3, 17, 40])
-@pytest.mark.parametrize("order", [1, -1])
-def test_draws_in_a_row_are_drawn_again_from_one_state(number, order, whole):
-    """In any order, and where other draws come in between."""
-
-    def gradients(region):
-        torch.manual_seed(number)
-        x = torch.randn(3, 5, dtype=torch.float64)[:, ::2].requires_grad_()
-        with region:
-            found = _dropped(x, number)
-        return [grad(one.sum(), x, retain_graph=True)[0] for one in found[::order]] + [torch.rand(2)]
-
-    expected = gradients(contextlib.nullcontext())
-    assert all(map(torch.equal, gradients(checkpoint_region(replay_whole=whole)), expected))

@@ -35,17 +35,6 @@ def test_disjoint_backwards_share_one_recompute(impl, group_class):
     assert torch.equal(gb, grad(x.cos().tanh().sum(), x)[0])
 
 
-def test_two_groups_recompute_twice(impl, group_class):
-    calls = Calls(two_outputs)
-    x = leaf(3)
-    a, b = impl(calls, x)
-    with group_class():
-        grad(a.sum(), x, retain_graph=True)
-    with group_class():
-        grad(b.sum(), x)
-    assert calls.count == 3
-
-
 def test_overlap_names_the_region():
     x = leaf(3)
     y = checkpoint(name="block")(lambda x: x.neg().sin())(x).sum()

@@ -11,7 +11,6 @@ import contextvars
 import copy
 import functools
 import gc
-import json
 import pickle
 import re
 import sys
@@ -58,7 +57,6 @@ from ckpt_hooks import (
     plan_memory,
     policies,
     remove_checkpointing,
-    set_checkpoint_early_stop,
     span,
     trace,
     track_rng,
@@ -120,6 +118,10 @@ def changing(*bodies, **options):
 
 def selective_pair():
     return create_selective_checkpoint_contexts([MM])
+
+
+def torchs_pair():
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([MM])
 
 
 @contextlib.contextmanager
@@ -790,11 +792,6 @@ def decorated():
             return x
 
 
-def early_stop_in_a_block(value, x):
-    with set_checkpoint_early_stop(value):
-        return checkpoint(scaled, x)
-
-
 def debug_in_a_block(value):
     with ckpt_hooks.set_checkpoint_debug_enabled(value):
         pass
@@ -842,40 +839,6 @@ FUNCTIONS = {
     r"the function alone, but got 1 more, the first 3": lambda: checkpoint_region()(scaled, scale=3),
 }
 
-#: Options that are yes or no.
-FLAGS = {
-    "early_stop": lambda value, x: checkpoint(scaled, x, early_stop=value),
-    "preserve_rng_state": lambda value, x: checkpoint(scaled, x, preserve_rng_state=value),
-    "respect_saved_tensors_hooks": lambda value, x: checkpoint(scaled, x, respect_saved_tensors_hooks=value),
-    "debug": lambda value, x: checkpoint(scaled, x, debug=value),
-    "preserve_buffers": lambda value, x: checkpoint(preserve_buffers=value)(scaled)(x),
-    "early_stop of the curried form": lambda value, x: checkpoint(early_stop=value)(scaled)(x),
-    "respect_saved_tensors_hooks of a region": lambda value, x: checkpoint_region(respect_saved_tensors_hooks=value)(scaled)(x),
-    "enable": early_stop_in_a_block,
-    "preserve_rng_state of a sequence": lambda value, x: checkpoint_sequential([scaled] * 2, 2, x, preserve_rng_state=value),
-}
-
-
-def wrong_values():
-    """Yields programs with a wrong value of an option: class, pattern, program, and a name."""
-    for name, use in FLAGS.items():
-        phrase = rf"^{name.split()[0]} should be True or False.* but got .* Pass {name.split()[0]}=False"
-        for value in ("yes", "no", 2, [True]):
-            yield TypeError, phrase, functools.partial(use, value, x), f"{name} is {value!r}"
-    for value in ("no", "False", 2, [1], torch.ones(1)):
-        phrase = "use_reentrant should be None or False, but got"
-        yield TypeError, phrase, functools.partial(checkpoint, block, x, use_reentrant=value), f"use_reentrant is {value!r}"
-    for value in (True, 1):
-        phrase = "this engine is non-reentrant"
-        yield ValueError, phrase, functools.partial(checkpoint, block, x, use_reentrant=value), f"use_reentrant is {value!r}"
-    for value in (None, 3, (noop_context_fn(),)):
-        phrase = "context_fn should be a function.*noop_context_fn"
-        yield TypeError, phrase, functools.partial(checkpoint, context_fn=value), f"context_fn is a {type(value)}"
-        yield TypeError, phrase, functools.partial(checkpoint, block, x, context_fn=value), f"context_fn is {type(value)}"
-    for value in (0, 3, True, "2", 2.0, None):
-        phrase = rf"from 1 to the number of functions \(2\), but got {value!r} of type"
-        yield ValueError, phrase, functools.partial(checkpoint_sequential, [block, block], value, x), f"{value!r} segments"
-
 
 def chunked(function=torch.sin, *args, chunks=2, **options):
     """Calls a function on slices of three rows and of two, of ones and twos."""
@@ -897,7 +860,12 @@ CALLS = {
         r"args\[0\] is an iterator": lambda: checkpoint(lambda x: x, iter([x])),
         "context_fn should return two context managers.* but returned <": lambda: with_contexts(contextlib.nullcontext()),
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
+        "use_reentrant should be None or False, but got": lambda: checkpoint(block, x, use_reentrant="no"),
         "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
+        "returned a PolicyContext and a null": lambda: with_contexts(
+            (selective_pair()[0], noop_context_fn()[0])
+        ),
+        "and a _CachedTorchDispatchMode": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
@@ -996,7 +964,7 @@ CALLS = {
         "saved_residuals reads the graph of the function's result, but got int": lambda: ckpt_hooks.saved_residuals(lambda: 3),
         r"reads the graph of tensors, but got \['str'\]": lambda: ckpt_hooks.saved_tensors_report("loss"),
         r"step should be a function to run, but got a tensor, float32\[2\] on cpu": lambda: memory_ledger(torch.ones(2)),
-        r"memory_budget should be a number of bytes, or a part .* but got \[1\] of type list": lambda: planned(budget=[1]),
+        r"memory_budget should be a number of bytes, a part .* but got \[1\] of type list": lambda: planned(budget=[1]),
         "model should be a torch.nn.Module, but got 3 of type int": lambda: plan_memory(3, print, 0.5),
         "step should be a function of the model, but got 3 of type int": lambda: plan_memory(block, 3, 0.5),
         r"step is called with \(model\), but 'function' takes \(\).*`def step\(model\):`": lambda: planned(step=lambda: None),
@@ -1031,6 +999,8 @@ CALLS = {
         "slots should be an integer from 2, but got 1": lambda: checkpoint_loop(torch.sin, x, 4, 1),
         "a number in runs should be an integer from 0, but got -1": lambda: policies.save_indices([("", MM, -1)]),
         # Sequences and modules
+        "this engine is non-reentrant": lambda: checkpoint_sequential([block], 1, x, use_reentrant=True),
+        r"from 1 to the number of functions \(2\), but got 3": lambda: checkpoint_sequential([block, block], 3, x),
         "policy. checkpoint_sequential takes .* call each": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
         "chunks should be a positive integer, but got 0 of type int": lambda: chunked(chunks=0),
         "chunks should be a positive integer, but got '8'": lambda: checkpoint_module(nn.Tanh(), chunks="8"),
@@ -1091,8 +1061,8 @@ CALLS = {
         "No blocks were found": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
         "Block '1.0' is inside of block '1'": lambda: planned(blocks=["1", "1.*"]),
         "memory_budget should be a part from 0.0 to 1.0, but got 2.0": lambda: planned(budget=2.0),
-        "memory_budget should be a number of bytes, or .* but got -3": lambda: planned(budget=-3),
-        "memory_budget should be a number of bytes, or .* but got '20 gibis'": lambda: planned(budget="20 gibis"),
+        "memory_budget should be a number of bytes, .* but got -3": lambda: planned(budget=-3),
+        "memory_budget should be a number of bytes, .* but got '20 gibis'": lambda: planned(budget="20 gibis"),
         "margin should be a part from 0.0 up to 1.0, but got 1.0": lambda: planned(margin=1.0),
         "tolerance should be a part from 0.0 to 1.0, but got nan": lambda: planned(tolerance=float("nan")),
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
@@ -1132,7 +1102,6 @@ CALLS = {
 
 TABLE |= {phrase: Row(program, TypeError, (phrase,)) for phrase, program in FUNCTIONS.items()}
 TABLE |= {phrase: Row(program, kind, (phrase,)) for kind, calls in CALLS.items() for phrase, program in calls.items()}
-TABLE |= {name: Row(program, kind, (phrase,)) for kind, phrase, program, name in wrong_values()}
 
 #: Parts of messages that nothing here provokes, and why.
 NOT_PROVOKED = {
@@ -1261,7 +1230,7 @@ def messages():
 
 def test_no_message_is_left_out():
     """Every message in the code is provoked here, or it says above why not."""
-    provoked = [str(said(name)) for name in TABLE if "buffers" not in name]
+    provoked = [str(said(name)) for name in TABLE]
     left_out = [
         place
         for parts, place in messages().items()
@@ -1318,25 +1287,6 @@ def products_again(select, **options):
     return counts[1] - counts[0]
 
 
-def offloaded(function, *args):
-    with offload_saved_tensors():
-        return function(*args)
-
-
-def right_plan_file():
-    plan = planned(model=(model := two_blocks()), blocks=["1"])
-    return model, json.loads(json.dumps(plan.to_json()))
-
-
-def undone_first():
-    model = two_blocks()
-    with apply_checkpointing(model, "1"):
-        forward = model[1].forward
-        model[1].forward = lambda x: forward(x)
-        del model[1].forward
-    return vars(model[1]).get("forward")
-
-
 def budget_of_an_optimizer(foreach):
     torch.manual_seed(0)
     model, data = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.ones(2, 64)
@@ -1367,47 +1317,6 @@ def defined(text, name):
 
 #: What is wrong, the words of the message that say what to do, and that done.
 FIXES = {
-    "a keyword of a region": (
-        lambda: checkpoint_region(polcy=[MM]),
-        "Write policy for polcy",
-        lambda: checkpoint_region(policy=[MM])(block)(x),
-    ),
-    "an option of the other kind": (
-        lambda: checkpoint_region(early_stop=False, name="a"),
-        "early_stop.*Leave out others",
-        lambda: checkpoint_region(name="a")(block)(x),
-    ),
-    "a flag of torch": (
-        lambda: checkpoint_region(use_reentrant=False),
-        "use_reentrant.*Leave out others",
-        lambda: checkpoint_region()(block)(x),
-    ),
-    "a keyword for modules": (
-        lambda: apply_checkpointing(two_blocks(), "1", polcy=[MM]),
-        "apply_checkpointing takes .*Write policy for polcy",
-        lambda: apply_checkpointing(two_blocks(), "1", policy=[MM]),
-    ),
-    "a keyword of a call": (
-        lambda: checkpoint(block, x, determinsm_check="none"),
-        r"`checkpoint\(determinism_check=\.\.\.\)\(function\)\(\*args\)`",
-        lambda: checkpoint(determinism_check="none")(block)(x),
-    ),
-    "a number for a name": (lambda: checkpoint(name=3), "name='block'", lambda: checkpoint(name="block")(block)(x)),
-    "a called policy": (
-        lambda: checkpoint(policy=policies.dots_saveable()),
-        "without parentheses: `policy=dots_saveable`",
-        lambda: checkpoint(policy=policies.dots_saveable)(block)(x),
-    ),
-    "a step that is none": (
-        lambda: checkpoint_sequential([block, None], 2, x),
-        r"functions\[1\].*Leave it out",
-        lambda: checkpoint_sequential([block], 1, x),
-    ),
-    "steps by name": (
-        lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
-        r"`\[\*functions\.values\(\)\]`",
-        lambda: checkpoint_sequential([*nn.ModuleDict({"a": block}).values()], 1, x),
-    ),
     "a policy of another signature": (
         lambda: checkpoint(policy=lambda op: True),
         re.escape(POLICY.partition("\n")[0]),
@@ -1417,85 +1326,6 @@ FIXES = {
         lambda: apply_checkpointing(two_blocks(), lambda module: True),
         re.escape(SELECT.partition("\n")[0]),
         lambda: apply_checkpointing(two_blocks(), defined(SELECT, "select")).regions[0].name == "1.1",
-    ),
-    "a policy in a plain region": (
-        lambda: policy_in_a_plain_region(),
-        "`recorded=True`",
-        lambda: (
-            products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {"recorded": True}})
-            < products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {}})
-        ),
-    ),
-    "residuals of a tensor": (
-        lambda: ckpt_hooks.saved_residuals(block(x)),
-        r"`saved_residuals\(block, x\)`",
-        lambda: ckpt_hooks.saved_residuals(block, x),
-    ),
-    "a name to remove": (
-        lambda: remove_checkpointing("1"),
-        "module should be a torch.nn.Module",
-        lambda: remove_checkpointing(two_blocks()[1]) is None,
-    ),
-    "a block without parentheses": (
-        lambda: contextlib.ExitStack().enter_context(offload_saved_tensors),
-        r"`with offload_saved_tensors\(\):`",
-        lambda: offloaded(block, x),
-    ),
-    "a word for a flag": (
-        lambda: debug_in_a_block("no"),
-        "Pass enabled=False where that means no",
-        lambda: debug_in_a_block(False) is None,
-    ),
-    "no operators": (
-        save_ops,
-        r"ckpt_hooks\.policies\.nothing_saveable",
-        lambda: checkpoint(policy=policies.nothing_saveable)(block)(x),
-    ),
-    "no names": (
-        save_only_these_names,
-        r"ckpt_hooks\.policies\.nothing_saveable",
-        lambda: checkpoint_region(policy=policies.nothing_saveable)(block)(x),
-    ),
-    "a type of devices": (
-        lambda: set_states(device_type="gpu"),
-        "that torch.device knows, as 'cuda'",
-        lambda: ckpt_hooks.set_device_states([], [], device_type="cuda") is None,
-    ),
-    "states of the host": (
-        lambda: set_states(),
-        r"write torch\.set_rng_state\(state\)",
-        lambda: torch.set_rng_state(torch.get_rng_state()) is None,
-    ),
-    "a list of modules": (
-        lambda: apply_checkpointing(Marked(), "layers.*.none"),
-        "but neither the model nor a list of modules",
-        lambda: (
-            [one.name for one in apply_checkpointing(Marked(), "**")]
-            == ["layers.0", "layers.0.attn", "layers.0.mlp", "layers.1", "layers.1.attn", "layers.1.mlp"]
-        ),
-    ),
-    "a forward wrapped since": (
-        lambda: wrapped_after(two_blocks(), "1"),
-        r"`del module\.forward`",
-        lambda: undone_first() is None,
-    ),
-    "a tolerance in words": (
-        lambda: planned(tolerance="x"),
-        "Pass 0.01",
-        lambda: planned(blocks=["1"], tolerance=0.01),
-    ),
-    "a size without a unit": (
-        lambda: planned(budget="2000"),
-        "as in '20GiB', '500MB' or '2M'",
-        lambda: (
-            [planned(blocks=["1"], budget=size).budget for size in ("20GiB", "500MB", "2M", "2MiB", "2mb")]
-            == [20 * 2**30, 500_000_000, 2**21, 2**21, 2_000_000]
-        ),
-    ),
-    "a plan of a string": (
-        lambda: Plan.from_json("file"),
-        r"by `json\.loads`",
-        lambda: Plan.from_json(right_plan_file()[1]),
     ),
     "a budget below that of an optimizer": (
         lambda: raises(budget_of_an_optimizer(True)),
@@ -1669,42 +1499,7 @@ def test_calls_that_are_right():
         assert torch.equal(form(policy=policies.dots_saveable)(scaled)(x, scale=3), scaled(x, scale=3))
 
 
-@pytest.mark.parametrize("value", [True, False, 1, 0, "numpy"], ids=str)
-@pytest.mark.parametrize("name", FLAGS)
-def test_a_flag_that_is_yes_or_no(name, value):
-    if value == "numpy":
-        value = pytest.importorskip("numpy").bool_(True)
-    x = leaf(3)
-    FLAGS[name](value, x).sum().backward()
-    assert x.grad is not None
-
-
 # Policies
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda policy: checkpoint(policy=policy),
-        lambda policy: checkpoint_region(policy=policy),
-        create_selective_checkpoint_contexts,
-        lambda policy: policies.save_from_both_policies(policies.dots_saveable, policy),
-        lambda policy: policies.save_from_both_policies(policy, [MM]),
-    ],
-)
-def test_policies_that_are_none(use):
-    factories = [value for name in policies.__all__ if type(value := getattr(policies, name)) is type(scaled)]
-    assert len(factories) >= 7
-    for policy, match in [
-        (MM, r"the operator aten\.mm\.default\. Write a list: \w+=\[torch\.ops\.aten\.mm\.default\]"),
-        (aten.mm, r"several operators\. Write a list.*\[torch\.ops\.aten\.mm\.\w+\]"),
-        (torch.ops.higher_order.cond, r"\[torch\.ops\.higher_order\.cond\]"),
-        ("dots_saveable", r"policies\.dots_saveable, say"),
-        (CheckpointPolicy.MUST_SAVE, r"of type CheckpointPolicy\. Write"),
-        *((one, rf"got {one.__name__}, which makes policies\. Call it: \w+={one.__name__}\(\.\.\.\)") for one in factories),
-    ]:
-        with pytest.raises(TypeError, match=match):
-            use(policy)
 
 
 def test_policies_that_are_some():
@@ -1759,15 +1554,6 @@ def test_a_slip_in_a_later_region():
     assert heard(policy, "first") == []
     (message,) = heard(policy, "hidden")
     assert "'hiden'. Is 'hidden' meant?" in message
-
-
-def test_names_of_which_none_came():
-    policy = saves("hidden", "other")
-    (message,) = heard(policy, "attention")
-    assert "'hidden', 'other'. Names in the region: 'attention'." in message
-    assert heard(policy, "attention") == []
-    (message,) = heard(saves("hidden"))
-    assert "Names in the region: none." in message
 
 
 @pytest.mark.parametrize("given", ["q_proj", "layer_1", "h1", "hide", "in"])

@@ -16,14 +16,6 @@ def leaf(size):
     return torch.linspace(-1, 1, size, dtype=torch.float64).requires_grad_()
 
 
-def run(module, x):
-    """Returns the gradient, and what the module's buffers are before and after backward."""
-    y = checkpoint(module, x)
-    before = [buffer.clone() for buffer in module.buffers()]
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    return gradient, before, [buffer.clone() for buffer in module.buffers()]
-
-
 def test_regions_share_copies_of_what_nobody_writes_to():
     """Where they are made at all: of small tensors, and while the first forwards run. Of large frozen weights none is made."""
 
@@ -97,26 +89,6 @@ def test_tensors_that_are_gone_share_memory_in_a_rerun_as_they_did(kind):
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
     assert torch.equal(module.whole, plain.whole)
     assert torch.equal(module.part, plain.part)
-
-
-def test_a_frozen_parameter_that_is_gone_is_a_parameter_in_a_rerun():
-    class Steps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.step = nn.Parameter(torch.ones(3), requires_grad=False)
-
-        def forward(self, x):
-            assert isinstance(self.step, nn.Parameter)
-            y = (x * self.step).sin()
-            self.step = nn.Parameter(self.step + 1, requires_grad=False)
-            return y
-
-    plain, module = Steps(), Steps()
-    x = leaf(3)
-    for _ in range(3):
-        expected = torch.autograd.grad(plain(x).sum(), x)[0]
-        assert torch.equal(torch.autograd.grad(checkpoint(module, x).sum(), x)[0], expected)
-    assert torch.equal(module.step, plain.step)
 
 
 def test_an_argument_that_comes_to_require_grad_keeps_its_class_and_attributes():

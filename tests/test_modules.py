@@ -263,25 +263,6 @@ def test_replicas_of_data_parallel(base, options):
     assert layer._replicate_for_data_parallel().forward.__func__ is Block.forward
 
 
-@pytest.mark.parametrize("options", [{}, {"recorded": True}])
-def test_functional_call(base, options):
-    """Parameters given for one call are there in a rerun, too."""
-    model, _ = base
-    given = {name: torch.full_like(value, 0.1).requires_grad_() for name, value in model.named_parameters()}
-    x = torch.linspace(-1, 1, 12).view(3, 4)
-
-    def gradients():
-        torch.manual_seed(0)
-        loss = torch.func.functional_call(model, given, (x,)).pow(2).sum()
-        return torch.autograd.grad(loss, list(given.values()))
-
-    expected = gradients()
-    apply_checkpointing(model, Block, **options)
-    before = dict(model.named_parameters())
-    assert all_same(gradients(), expected)
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-
-
 @pytest.mark.parametrize("bind", ["functional_call", "between", "frozen"])
 def test_parameters_bound_anew(bind):
     """A rerun finds those of forward, whatever their versions; MAML takes a step so."""
@@ -316,10 +297,6 @@ def test_parameters_bound_anew(bind):
         return gradients
 
     assert all_same(program(True), program(False))
-
-
-class Special(nn.Parameter):
-    """A class of a library."""
 
 
 def test_a_frozen_parameter_that_is_gone():
@@ -537,49 +514,6 @@ def test_the_models_own_checkpointing_is_warned_of_once(flag, selected, when):
 
 
 # Wrong calls
-
-
-@pytest.mark.parametrize(
-    ("select", "options", "error", "match"),
-    [
-        (nn.Conv2d, {}, ValueError, r"selects no module\. Select among these classes: BatchNorm1d, Block, Linear"),
-        ("layer.*", {}, ValueError, r"'layer\.\*' selects no module\. .* near to it: 'layers"),
-        ({"layers.*": None, "hed": None}, {}, ValueError, "'hed' selects no module.*'head'"),
-        ({3: None}, {}, TypeError, "a key of select should be a name pattern, but got 3"),
-        (3, {}, TypeError, "select should be module classes, name patterns"),
-        (nn.Linear(2, 2), {}, TypeError, "select should be module classes.*a module, Linear"),
-        ([Block, "head"], {}, TypeError, "select should be module classes"),
-        (int, {}, TypeError, "select should be module classes"),
-        ([], {}, TypeError, "select should be module classes"),
-        ({}, {}, ValueError, "selects no module"),
-        (every(2, of=every(2)), {}, TypeError, "of should be module classes"),
-        ("layers", {}, ValueError, "'layers' is a ModuleList, which has no forward. Select the modules in it"),
-        ({"head": None}, {"policy": policies.dots_saveable}, ValueError, "Write the policy into select"),
-        (Block, {"name": "x"}, ValueError, "Unexpected keyword arguments: name. apply_checkpointing takes"),
-        (Block, {"early_stop": "no"}, TypeError, "early_stop should be True or False"),
-        (Block, {"policy": 3}, TypeError, "policy"),
-        (Block, {"recorded": "yes"}, TypeError, "recorded should be True or False"),
-        (Block, {"replay_whole": True}, ValueError, "Unexpected keyword arguments: replay_whole"),
-        (Block, {"recorded": True, "early_stop": True}, ValueError, "Unexpected keyword arguments: early_stop. With recorded"),
-    ],
-)
-def test_wrong_calls(base, select, options, error, match):
-    """Each is named, and changes no module."""
-    model, _ = base
-    with pytest.raises(error, match=match):
-        apply_checkpointing(model, select, **options)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_modules_that_cannot_be_regions():
-    class Generating(nn.Module):
-        def forward(self, x):
-            yield x
-
-    with pytest.raises(TypeError, match="does not run when it is called"):
-        checkpoint_module(Generating())
-    with pytest.raises(ValueError, match="which has no forward"):
-        checkpoint_module(nn.ModuleDict())
 
 
 def test_a_coroutine_is_refused_when_it_runs():

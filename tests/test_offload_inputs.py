@@ -213,23 +213,3 @@ def test_a_whole_model(transfers):
             found = grad(stack(x * 1).sum(), (x, *stack.parameters()))
         assert all(map(torch.equal, found, expected))
     assert transfers.count("send") == transfers.count("fetch") == 6
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu(form):
-    """Equal, with a lower peak: of the inputs, few are on the device at a time."""
-    layers, x, mask = model(depth=24, width=1024)
-    layers, x, mask = layers.cuda(), torch.randn(4096, 1024, device="cuda", requires_grad=True), torch.ones(1, device="cuda")
-    found, peaks = [], []
-    for options in ({}, {"offload_inputs": True}):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss = run(form, layers, x, mask, **options)
-        found.append(grad(loss, (x, *layers.parameters())))
-        del loss
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        if form in (FORMS["module"], FORMS["recorded-module"]):
-            layers = model(depth=24, width=1024)[0].cuda()
-    assert all(map(torch.equal, *found))
-    assert peaks[1] < peaks[0]

@@ -9,27 +9,14 @@ import typing
 
 import pytest
 import torch
-from torch import nn
 
-from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region, patch_torch
+from ckpt_hooks import checkpoint, checkpoint_region, patch_torch
 from ckpt_hooks._function.options import OPTIONS, Form, RegionOptions, defaults_of, options_of, values_of
-from ckpt_hooks._recorded.frame import RecordedFrame
 from tests.measure import leaf
 
 
 def block(x):
     return x.sin().exp()
-
-
-#: Ways to write each form with some options, and to run it.
-WAYS = {
-    "direct": (Form.DIRECT, lambda x, **options: checkpoint(block, x, **options)),
-    "curried": (Form.CURRIED, lambda x, **options: checkpoint(**options)(block)(x)),
-    "region": (Form.RECORDED, lambda x, **options: checkpoint_region(**options)(block)(x)),
-    "module": (Form.CURRIED, lambda x, **options: checkpoint_module(nn.Tanh(), **options)(x)),
-    "recorded module": (Form.RECORDED, lambda x, **options: checkpoint_module(nn.Tanh(), recorded=True, **options)(x)),
-}
-PASSED_ON = [(way, name) for way, (form, _) in WAYS.items() for name in defaults_of(form)]
 
 
 def signatures():
@@ -48,23 +35,6 @@ def test_signatures_have_the_options_of_their_form(form, function):
     keywords = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert sorted(keywords) == sorted(options_of(form))
     assert {name: keywords[name] for name in defaults_of(form)} == defaults_of(form)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python remembers no overloads")
-def test_each_option_of_a_direct_call_has_an_overload():
-    """By which a call with the option is told from one whose arguments are compared with the function's parameters."""
-    *by_option, plain, _ = typing.get_overloads(inspect.unwrap(checkpoint))
-    required = [
-        p.name
-        for one in by_option
-        for p in inspect.signature(one).parameters.values()
-        if p.kind is p.KEYWORD_ONLY and p.default is p.empty
-    ]
-    assert sorted(required) == sorted(options_of(Form.DIRECT))
-    assert [p.kind for p in inspect.signature(plain).parameters.values()][1:] == [
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
-    ]
 
 
 TYPED = """
@@ -105,27 +75,6 @@ def test_documented(form):
     """Each by its name."""
     documentation = checkpoint_region.__doc__ if form is Form.RECORDED else checkpoint.__doc__
     assert [name for name in options_of(form) if not re.search(rf"^ +(- )?`*{name}`*: ", documentation, re.MULTILINE)] == []
-
-
-def test_frames_have_the_same_defaults():
-    """By their own names."""
-    recorded = {p.name: p.default for p in inspect.signature(RecordedFrame.__init__).parameters.values()}
-    for form, known in ((Form.CURRIED, vars(RegionOptions())), (Form.RECORDED, recorded)):
-        for name, default in defaults_of(form).items():
-            option = OPTIONS[name]
-            assert known[option.field or name] == option.check(default, name)
-            assert values_of([(name, default)]) == {}
-
-
-@pytest.mark.parametrize(("way", "name"), PASSED_ON)
-def test_each_option_on_each_form(way, name):
-    """The default is taken, and a wrong value is refused by name."""
-    call = WAYS[way][1]
-    x = leaf(3)
-    call(x, **{name: OPTIONS[name].default}).sum().backward()
-    assert x.grad is not None
-    with pytest.raises((TypeError, ValueError), match=rf"^{name} should be .* but got 3\b"):
-        call(leaf(3), **{name: 3})
 
 
 OTHERS = {"determinism_check": "none", "respect_saved_tensors_hooks": False}

@@ -242,25 +242,6 @@ def test_contexts_of_other_kinds_and_a_policy(form):
     same_as_plain(found)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_contexts_change_stays(form):
-    """They are around a recompute, and no part of it; hooks of a module that is composed hold them."""
-    seen, count = [], 0
-
-    @contextlib.contextmanager
-    def note(word):
-        nonlocal count
-        try:
-            yield
-        finally:
-            seen.append(word)
-            count += 1
-
-    with patch_torch():
-        FORMS[form](block(), context_fn=lambda: (note("forward"), note("recompute")))(leaf(2, 8).double()).sum().backward()
-    assert (seen, count) == (["forward", "recompute"], 2)
-
-
 # Reentrant calls, and calls without the flag
 
 
@@ -522,22 +503,6 @@ def test_hooks_around_a_region_are_respected_as_the_call_says():
         assert run(True) == run(None) == run(False) + 1
 
 
-def test_graph_exec_group_of_torch():
-    runs = Log()
-
-    def function(x):
-        runs.append(1)
-        a, b = x.sin(), x.cos()
-        return a.sin(), b.cos()
-
-    with patch_torch():
-        a, b = imported_early(function, leaf(3), use_reentrant=False)
-        with torch.utils.checkpoint.GraphExecGroup():
-            a.sum().backward(retain_graph=True)
-            b.sum().backward()
-    assert len(runs) == 2
-
-
 def test_without_gradients_the_function_is_called_plainly():
     count = Count()
     with count, patch_torch(reentrant=True), torch.no_grad():
@@ -672,19 +637,6 @@ def test_a_program_that_replaces_the_reentrant_function(monkeypatch):
     monkeypatch.undo()
 
 
-def test_other_code_for_torchs_engine_stays():
-    code, defaults = ENGINE.__code__, (ENGINE.__defaults__, ENGINE.__kwdefaults__)
-
-    def theirs(*args, **kwargs):
-        yield "theirs"
-
-    with patch_torch():
-        ENGINE.__code__ = theirs.__code__
-    assert ENGINE.__code__ is theirs.__code__
-    assert next(ENGINE()) == "theirs"
-    ENGINE.__code__, ENGINE.__defaults__, ENGINE.__kwdefaults__ = code, *defaults
-
-
 def plain_lambda(module):
     return lambda x: imported_early(lambda x: module(x).sin(), x, use_reentrant=False)
 
@@ -723,39 +675,6 @@ def test_a_compiler_understands_the_calls_as_torchs(program):
     assert (breaks, regions) == (0, 0)
 
 
-def broken(module):
-    def body(x):
-        x = module(x).sin()
-        torch._dynamo.graph_break()
-        return x.cos().sin()
-
-    return lambda x: imported_early(body, x, use_reentrant=False)
-
-
-@pytest.mark.compile
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_call_that_a_compiler_gives_up_runs_here(backend):
-    expected, breaks, _ = compiled(broken, False, backend=backend)
-    found, same_breaks, regions = compiled(broken, True, backend=backend)
-    assert_same(found, expected)
-    assert (same_breaks, regions) == (breaks, 2)
-
-
-@pytest.mark.compile
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_module_in_a_region():
-    torch._dynamo.reset()
-    module = nn.Sequential(nn.Linear(8, 8), nn.GELU()).double()
-    call = torch.compile(module, backend="aot_eager")
-    count, x = Count(), leaf(4, 8)
-    with count, patch_torch():
-        imported_early(call, x, use_reentrant=False).sum().backward()
-    assert count.recomputes == 1
-    plain = x.detach().requires_grad_()
-    assert torch.equal(x.grad, torch.autograd.grad(call(plain).sum(), plain)[0])
-
-
 @pytest.mark.slow
 def test_dynamo_is_not_imported_by_the_patch():
     program = (
@@ -766,10 +685,3 @@ def test_dynamo_is_not_imported_by_the_patch():
         "assert not any(name.startswith('torch.distributed._composable') for name in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
-
-
-def test_a_segment_of_torchs_sequential_is_called_as_its_function():
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-    with patch_torch(), ckpt_hooks.trace() as found:
-        sequential_of_torch(layers, 2, leaf(2, 4).float(), use_reentrant=False)
-    assert found.steps[0].regions[0].name == "checkpoint_sequential.<locals>.run_function.<locals>.forward"

@@ -21,7 +21,6 @@ from ckpt_hooks import (
     patch_torch,
     plan_memory,
     policies,
-    remove_checkpointing,
     saved_residuals,
     trace,
     track_rng,
@@ -117,17 +116,3 @@ def test_handles():
             assert copy.deepcopy(handle) is copy.copy(handle) is handle
             with pytest.raises(TypeError, match=rf"^{type(handle).__name__} belongs to objects of this process.*`to_json\(\)`"):
                 pickle.dumps({"handle": handle})
-
-
-def test_copies_of_a_model_with_regions_are_undone_by_name():
-    """As the error says: modules carry their regions, and ``remove_checkpointing`` takes these away."""
-    found = model()
-    apply_checkpointing(found, Block)
-    read = pickle.loads(pickle.dumps(found))
-    with trace() as seen:
-        step(read)
-    assert len(seen.steps[0].regions) == 4
-    remove_checkpointing(read)
-    with trace() as seen:
-        step(read)
-    assert not seen.steps

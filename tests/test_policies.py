@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -124,31 +123,6 @@ def test_both_policies_and_counts():
     assert decide(CONTEXT, aten.tan.default) is RECOMPUTE
 
 
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        (p.everything_saveable, "<everything_saveable: keeps the output of every operator>"),
-        (p.save_ops(aten.mm.default), "<save_ops: keeps the outputs of aten.mm.default>"),
-        (p.offload_ops(aten.mm.default), "<offload_ops: moves the outputs of aten.mm.default to the host>"),
-        (
-            p.offload_dot_with_no_batch_dims,
-            "<offload_dot_with_no_batch_dims: moves the outputs of matrix products without batch dimensions to the host>",
-        ),
-        (
-            p.save_every(aten.mm.default, 2),
-            "<save_every: keeps the output of one in 2 runs of aten.mm.default, counted in each region>",
-        ),
-        (
-            p.save_from_both_policies(p.nothing_saveable, [aten.sin.default]),
-            "<save_from_both_policies: <nothing_saveable: recomputes every operator> or "
-            "<save_ops: keeps the outputs of aten.sin.default>>",
-        ),
-    ],
-)
-def test_a_policy_explains_itself(policy, words):
-    assert repr(policy) == words
-
-
 @pytest.mark.parametrize("library", [torch.utils.checkpoint, ckpt_hooks])
 @pytest.mark.parametrize("policy", [p.dots_saveable, [aten.mm.default]])
 def test_a_policy_serves_torchs_checkpoint(library, policy):
@@ -221,45 +195,6 @@ def test_torchs_contexts_serve_our_checkpoint(policy, form):
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
     if form not in ("nested", "in a region"):
         assert {count for count in counts if count is not None} == {0}
-
-
-PAIRS = {
-    "ours": functools.partial(ckpt_hooks.create_selective_checkpoint_contexts, [aten.addmm.default]),
-    "torch's": functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [aten.addmm.default]),
-}
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: (PAIRS["ours"]()[0], nullcontext()), "returned a PolicyContext and a nullcontext, alone"),
-        (lambda: (nullcontext(), PAIRS["ours"]()[1]), "returned a nullcontext and a PolicyContext"),
-        (lambda: PAIRS["ours"]()[::-1], "exchanged"),
-        (lambda: (PAIRS["ours"]()[0], PAIRS["ours"]()[1]), "of two calls"),
-        (
-            lambda: (within(PAIRS["ours"]()[0]), PAIRS["ours"]()[1]),
-            "returned a _GeneratorContextManager and a PolicyContext",
-        ),
-        (lambda: (PAIRS["ours"]()[0], within(PAIRS["ours"]()[1])), "and a _GeneratorContextManager"),
-        (lambda: tuple(map(within, PAIRS["ours"]())), "within another context"),
-        (lambda: (PAIRS["torch's"]()[0], nullcontext()), "returned a _CachingTorchDispatchMode and a nullcontext"),
-        (lambda: (PAIRS["torch's"]()[0], PAIRS["torch's"]()[1]), "of two calls"),
-        (lambda: (PAIRS["ours"]()[0], PAIRS["torch's"]()[1]), "returned a PolicyContext and a _CachedTorchDispatchMode"),
-        (lambda: (PAIRS["torch's"]()[0], PAIRS["ours"]()[1]), "and a PolicyContext"),
-        (lambda: (1, nullcontext()), "one of them is 1 of type int"),
-        (lambda: (nullcontext(), None), "one of them is None"),
-        (lambda: (nullcontext, nullcontext), "of type ABCMeta"),
-    ],
-)
-@pytest.mark.parametrize("policy", [None, [aten.sin.default]])
-def test_contexts_that_are_no_pair(make, words, policy):
-    """The error comes before the region runs, and leaves nothing behind."""
-    calls = []
-    region = ckpt_hooks.checkpoint(context_fn=make, policy=policy)(lambda x: calls.append(x) or (x @ x).sin())
-    with pytest.raises(TypeError, match=words):
-        region(leaf(2, 2))
-    assert not calls
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_a_policy_and_contexts_of_ones_own():

@@ -59,22 +59,6 @@ def test_a_decorator_makes_each_call_a_region():
     assert ops.counts["exp"] == 2
 
 
-def test_an_object_may_be_entered_again():
-    """One after the other, and within itself."""
-    region, x = checkpoint_region(), leaf(3)
-
-    def program(how):
-        y = x
-        for _ in range(3):
-            with how():
-                y = y.sin().exp()
-                with how():
-                    y = y.cos().tanh()
-        return y
-
-    assert_as_eager(program, x, region=lambda: region)
-
-
 # Ways to leave it
 
 

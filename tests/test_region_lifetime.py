@@ -231,62 +231,16 @@ class Transformer(nn.Module):
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](x)))))
 
 
-class Residual(nn.Module):
-    """A block of a ResNet, which writes in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
-        self.norms, self.relu = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2)), nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        y = self.relu(self.norms[0](self.convs[0](x)))
-        return self.relu(self.norms[1](self.convs[1](y)) + x)
-
-
-class Experts(nn.Module):
-    """A mixture of experts, whose shapes depend on the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(64, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4))
-
-    def forward(self, x):
-        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows, places = torch.where(chosen == index)
-            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, places].unsqueeze(-1))
-        return x + out
-
-
-class Head(nn.Module):
-    """A loss, with the logits handed out."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, 512)
-
-    def forward(self, x):
-        logits = self.out(self.norm(x))
-        return nn.functional.cross_entropy(logits, torch.arange(128)), logits
-
-
 ATEN = torch.ops.aten
-PRODUCTS = [ATEN.addmm.default, ATEN.convolution.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default]
+PRODUCTS = [ATEN.addmm.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default]
 
 
 @pytest.mark.parametrize("form", ["call", "region"])
-@pytest.mark.parametrize(
-    ("kind", "shape", "more"),
-    [(Transformer, (2, 64, 64), 4 * 2 * 64 * 64), (Residual, (2, 8, 16, 16), 0), (Experts, (128, 64), 0), (Head, (128, 64), 0)],
-)
-def test_blocks_whose_products_are_kept_hold_no_more_than_with_torchs_checkpoint(kind, shape, more, form):
+def test_blocks_whose_products_are_kept_hold_no_more_than_with_torchs_checkpoint(form):
     """But for an output that another backward could need, which torch refuses, in the peak of a step."""
     contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, PRODUCTS)
     torch.manual_seed(0)
-    module, x = kind(), torch.randn(shape, requires_grad=True)
+    module, x = Transformer(), torch.randn(2, 64, 64, requires_grad=True)
 
     def theirs(x):
         return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False, context_fn=contexts)
@@ -298,8 +252,7 @@ def test_blocks_whose_products_are_kept_hold_no_more_than_with_torchs_checkpoint
     def step(run):
         torch.manual_seed(1)
         out = run(x)
-        loss = out.square().mean() if isinstance(out, torch.Tensor) else out[0] + out[1].square().mean()
-        loss.backward()
+        out.square().mean().backward()
 
     def measured(run):
         most = peak_bytes(lambda: step(run))
@@ -314,7 +267,7 @@ def test_blocks_whose_products_are_kept_hold_no_more_than_with_torchs_checkpoint
     )
     assert all(map(torch.equal, found, expected))
     assert held <= held_by_torchs
-    assert most <= most_of_torchs + more
+    assert most <= most_of_torchs + x.nbytes
 
 
 @pytest.mark.slow

@@ -56,23 +56,6 @@ def test_a_long_region(count):
 # Mixes of frames
 
 
-def in_region(function, *args):
-    with checkpoint_region():
-        return function(*args)
-
-
-def layers(x, w, kinds, writes):
-    """Operators before and after each frame in a frame: random, read by both, written to."""
-    if not kinds:
-        return (x @ w).relu()
-    h = F.dropout(x.sin(), 0.25)
-    inner = kinds[0](layers, h.exp(), w, kinds[1:], writes)
-    if writes:
-        inner = inner * 1
-        inner.add_(h.detach()).mul_(2)
-    return (inner * h).cos() @ w
-
-
 def test_a_region_in_a_function_frame_costs_its_rerun_and_its_replay():
     """The rerun of the function makes a region anew, which nobody asks; the handles are those of forward."""
     x, calls = leaf(3), Log()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad, grad
+from torch.autograd import grad
 
 from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
 from tests.measure import CountOps, Watch, leaf
@@ -170,21 +170,6 @@ def test_batched_gradients():
     assert (ops.counts["exp"], ops.counts["tanh"]) == (1, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch itself calls there
-def test_forward_mode():
-    """Tangents go through a region, and through its backward."""
-    x, tangent = leaf(4), torch.randn(4, dtype=torch.float64)
-
-    def program(region):
-        torch.manual_seed(0)
-        with forward_ad.dual_level():
-            y = recorded(forward_ad.make_dual(x, tangent), region)
-            (g,) = grad(y.sum(), x)
-            return [y.detach(), *(part for part in forward_ad.unpack_dual(y) if part is not None), g.detach()]
-
-    assert_same(program(checkpoint_region), program(plain))
-
-
 def test_backward_inside_a_region_over_what_was_before_it():
     """A replay of the inner region asks the outer one, which is still open."""
     x = leaf(4)
@@ -200,68 +185,7 @@ def test_backward_inside_a_region_over_what_was_before_it():
     assert_as_eager(program, x)
 
 
-def test_a_region_inside_of_backward():
-    """A custom function whose backward has a region of its own."""
-
-    class Own(torch.autograd.Function):
-        how = plain
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                with Own.how():
-                    y = x.sin().sin().asin()
-                return g * grad(y.sum(), x)[0]
-
-    x = leaf(4)
-
-    def program(region):
-        Own.how = region
-        with region():
-            return Own.apply(x.exp()).cos()
-
-    assert_as_eager(program, x)
-
-
-def test_saved_tensors_may_be_asked_for_twice():
-    """By a custom function, in one backward: they are brought back again."""
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, y):
-            ctx.save_for_backward(x, y)
-            return x * y
-
-        @staticmethod
-        def backward(ctx, g):
-            first, second = ctx.saved_tensors, ctx.saved_tensors
-            assert_same(list(first), list(second))
-            return g * second[1], g * second[0]
-
-    x = leaf(4)
-
-    def program(region):
-        with region():
-            return Twice.apply(x.sin(), x.exp()).cos()
-
-    assert_as_eager(program, x)
-
-
 # Groups of backwards
-
-
-def two(x, **options):
-    """Two outputs over one tensor in a region, which have no handle in common."""
-    with checkpoint_region(**options):
-        h = x.sin()
-        return h.exp().tanh(), h.cos().tan()
 
 
 def test_backwards_of_a_group_that_overlap():

@@ -6,8 +6,6 @@ once a test says so.
 
 from __future__ import annotations
 
-import copy
-import pickle
 import types
 import warnings
 
@@ -285,40 +283,6 @@ class Choices(CountOps):
         if torch._C._current_graph_task_id() != -1 and routing_saveable(None, func, *args, **(kwargs or {})) is SAVE:
             self.ran.append(str(func))
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-FLOATS, INTEGERS, ELSEWHERE = torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, device="meta")
-
-
-@pytest.mark.parametrize(
-    ("op", "args", "kwargs", "decision"),
-    [
-        (aten.topk.default, (FLOATS, 1), {}, SAVE),
-        (aten.max.dim, (FLOATS, 0), {}, SAVE),
-        (aten.max.default, (FLOATS,), {}, RECOMPUTE),
-        (aten.nonzero.default, (INTEGERS,), {}, SAVE),
-        (aten._local_scalar_dense.default, (FLOATS,), {}, SAVE),
-        (aten.index.Tensor, (FLOATS, [INTEGERS]), {}, RECOMPUTE),
-        (aten.mm.default, (FLOATS, FLOATS), {}, RECOMPUTE),
-        (aten.gt.Scalar, (FLOATS, 0), {}, SAVE),
-        (aten.gt.Scalar, (INTEGERS, 0), {}, RECOMPUTE),
-        (aten.gt.Tensor, (INTEGERS, FLOATS), {}, SAVE),
-        (aten._to_copy.default, (FLOATS,), {"dtype": torch.float64}, RECOMPUTE),
-        (aten._to_copy.default, (FLOATS,), {"dtype": torch.int64}, SAVE),
-        (aten._to_copy.default, (INTEGERS,), {"dtype": torch.bool}, RECOMPUTE),
-        (aten._to_copy.default, (FLOATS,), {"device": torch.device("cpu")}, RECOMPUTE),
-        (aten._to_copy.default, (ELSEWHERE,), {"device": torch.device("cpu")}, SAVE),
-        (aten._to_copy.default, (FLOATS,), {"device": "meta"}, RECOMPUTE),
-        (aten.topk.values, (FLOATS, 1), {}, RECOMPUTE),
-    ],
-)
-def test_decisions(op, args, kwargs, decision):
-    """Also together with another policy, and after a copy."""
-    for policy in (routing_saveable, copy.deepcopy(routing_saveable), pickle.loads(pickle.dumps(routing_saveable))):
-        assert policy(None, op, *args, **kwargs) is decision
-        assert policy.for_op(op) in (decision, None)
-    assert BOTH(None, op, *args, **kwargs) is (SAVE if op is aten.mm.default else decision)
-    assert routing_saveable.start() is routing_saveable
 
 
 #: Shapes from data which are no routes, and operators which are made of others.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -236,26 +234,6 @@ def test_outside_of_a_backward(form):
     with CountOps() as ops:
         assert torch.equal(grad(y.sum(), x)[0], expected)
     assert ops.counts["exp"] == 0
-
-
-def test_rule_11_two_threads(form):
-    """Each handle is unpacked twice in all, whoever is first."""
-    x = torch.randn(4, requires_grad=True)
-    y = form(split_backward=True)(function)(x)
-    expected = grad(function(x).sum(), x)[0]
-    found, start = [], threading.Barrier(4)
-
-    def run():
-        start.wait()
-        found.append(grad(y.sum(), x, retain_graph=True)[0])
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(one, expected) for one in found)
 
 
 @pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])

@@ -3,7 +3,6 @@
 import gc
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
@@ -32,71 +31,12 @@ class Block(nn.Module):
         return x
 
 
-def swap(block):
-    block.layers[0], block.layers[2] = block.layers[2], block.layers[0]
-
-
-CHANGES = {
-    "another": lambda block: setattr(block, "first", nn.Linear(4, 4)),
-    "another without tensors": lambda block: setattr(block, "act", nn.SiLU()),
-    "none": lambda block: setattr(block, "first", nn.Identity()),
-    "in a container": lambda block: block.layers.__setitem__(1, nn.Linear(4, 4)),
-    "inside of one in a container": lambda block: block.layers[1].__setitem__(1, nn.Sigmoid()),
-    "one less": lambda block: block.layers.__delitem__(1),
-    "one less, by name": lambda block: block.table.pop("scale"),
-    "one more": lambda block: block.layers.append(nn.Tanh()),
-    "one more in between": lambda block: block.layers.insert(1, nn.Tanh()),
-    "one more by name": lambda block: setattr(block, "extra", nn.Tanh()),
-    "another order": swap,
-    "another container": lambda block: setattr(block, "layers", nn.ModuleList([nn.Linear(4, 4)])),
-    "no hook of registration": lambda block: block._modules.update(act=nn.Sigmoid()),
-    "with buffers": lambda block: block.table.update({"norm": nn.BatchNorm1d(4)}),
-}
-
-FORMS = {
-    "module": lambda block, x: checkpoint(block, x),
-    "closure": lambda block, x: checkpoint(lambda x: block(x) * 2, x),
-    "method": lambda block, x: checkpoint(block.forward, x),
-    "argument": lambda block, x: checkpoint(lambda block, x: block(x), block, x),
-    "inside a region": lambda block, x: checkpoint(lambda x: checkpoint(block, x).cos(), x),
-}
-PLAIN = {
-    "closure": lambda block, x: block(x) * 2,
-    "inside a region": lambda block, x: block(x).cos(),
-}
-
-
-def outcome(form, change, num_forwards=1):
-    """Runs forwards, a change, and the last backward; returns gradients and state of modules old and new, and names."""
-    torch.manual_seed(0)
-    block = Block()
-    held = list(block.modules())
-    for _ in range(num_forwards):
-        x = torch.randn(3, 4, requires_grad=True)
-        y = form(block, x)
-    change(block)
-    y.square().sum().backward()
-    names = [name for name, _ in block.named_modules()]
-    modules = [*held, *(module for module in block.modules() if module not in held)]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
-    return [x.grad, *(tensor for one in tensors for tensor in (one, one.grad))], names
-
-
 def assert_alike(found, expected):
     assert found[1] == expected[1]
     assert len(found[0]) == len(expected[0])
     for one, other in zip(found[0], expected[0], strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
-
-
-@pytest.mark.parametrize("num_forwards", [1, 4])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_rerun_has_the_submodules_of_forward(change, form, num_forwards):
-    plain = PLAIN.get(form, lambda block, x: block(x))
-    expected = outcome(plain, CHANGES[change], num_forwards)
-    assert_alike(outcome(FORMS[form], CHANGES[change], num_forwards), expected)
 
 
 def test_state_of_an_inserted_submodule_is_put_back():
@@ -113,46 +53,6 @@ def test_state_of_an_inserted_submodule_is_put_back():
         return [x.grad, *model.buffers(), *(parameter.grad for parameter in model.parameters())], list(model.state_dict())
 
     assert_alike(run(checkpoint), run(lambda model, x: model(x)))
-
-
-class Rebinding(nn.Module):
-    """Binds submodules in forward."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.act, self.kind, self.made = nn.GELU(), kind, []
-
-    def forward(self, x):
-        before = self.act
-        if self.kind == "for a while":
-            self.act = nn.SiLU()
-            x = self.act(x)
-            self.act = before
-        elif self.kind == "for good":
-            x = self.act(x).sin()
-            self.act = nn.Tanh() if isinstance(before, nn.GELU) else nn.GELU()
-        else:
-            del self.act
-            x = x.sin()
-            self._modules["act"] = before
-        return self.act(x * 2).cos()
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("kind", ["for a while", "for good", "taken out"])
-def test_a_forward_that_binds_submodules(kind, early_stop):
-    def run(form):
-        torch.manual_seed(0)
-        module, kinds = Rebinding(kind), []
-        for _ in range(3):
-            x = torch.randn(3, 4, requires_grad=True)
-            y = form(module, x)
-            kinds.append(type(module.act).__name__)
-            y.sum().backward()
-            kinds.append(type(module.act).__name__)
-        return [x.grad], kinds
-
-    assert_alike(run(lambda module, x: checkpoint(module, x, early_stop=early_stop)), run(lambda module, x: module(x)))
 
 
 def test_a_submodule_that_knows_its_parent_keeps_no_model_alive():

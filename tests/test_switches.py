@@ -16,7 +16,7 @@ from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import streams, switches
 from ckpt_hooks._operators.facts import facts_of
 from tests.behaviours.test_ambient import AUTOCAST_CACHE, PRECISIONS, SETTINGS, attribute, written
-from tests.measure import Log, leaf
+from tests.measure import Log, in_turns, leaf
 
 #: Restored by a row of the table: seen in a recompute as in forward, and left as found. Tests here and in
 #: tests/behaviours/test_ambient.py show each.
@@ -181,20 +181,6 @@ def test_every_row_has_a_setting(switch):
     assert switch.read() == before
 
 
-def test_recorded_regions_compare_what_operators_heed():
-    """By value, ahead of each operator; guards tell of the rest."""
-    unguarded = [switch for switch in switches.SWITCHES if switch.is_used and switch.compared is switches.Compared.BY_VALUE]
-    assert len(switches.read_fast()) == len(unguarded)
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
-            continue
-        facts = facts_of(getattr(packet, packet.overloads()[0]))
-        heeded = {id(switch) for switch in unguarded if any(part in facts.name for part in switch.heeded_by)}
-        assert facts.looks_at_switches == bool(heeded)
-        assert facts.looks_at_all_switches or heeded <= set(map(id, switches.COMMON))
-
-
 def test_operators_of_other_libraries_may_heed_any_switch():
     """Nothing is known of them."""
     assert facts_of(torch.ops.quantized.add.default).looks_at_all_switches
@@ -224,9 +210,9 @@ def skip_unheeded(setting, operator):
         pytest.skip("the operator does not heed it")
 
 
-@pytest.mark.parametrize("around", ["forward", "backward"])
-@pytest.mark.parametrize("setting", list(SETTINGS))
-@pytest.mark.parametrize("operator", ["product", "convolution"])
+@pytest.mark.parametrize(
+    ("setting", "operator", "around"), in_turns(SETTINGS, ("product", "convolution"), ("forward", "backward"))
+)
 def test_a_replay_sees_what_forward_saw(operator, setting, around):
     """And leaves it as it was."""
     skip_unheeded(SETTINGS[setting], "mm" if operator == "product" else "convolution")

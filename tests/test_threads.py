@@ -66,41 +66,6 @@ def test_rule_11_two_backwards_over_one_frame_at_once():
     assert torch.equal(results[0], grad(x.sin().exp().cos().tanh().neg().sum(), x)[0])
 
 
-def test_rule_11_one_recompute_for_two_threads_of_one_backward():
-    """Two threads that unpack under one key, as two engine threads do: the second one waits and finds the values there."""
-    from ckpt_hooks._core.scopes import GraphExecGroup, group_scope
-    from ckpt_hooks._function.frame import unpack
-    from ckpt_hooks._torch.autograd import set_graph_exec_group
-
-    recomputing, both_here, runs = threading.Event(), threading.Event(), Log()
-
-    def function(x):
-        if is_recomputing():
-            runs.append(1)
-            recomputing.set()
-            assert both_here.wait(10)
-        return x.sin().exp().cos()
-
-    x = leaf(3)
-    y = checkpoint(function, x)
-    handles = [y.grad_fn._raw_saved_self.data, y.grad_fn.next_functions[0][0]._raw_saved_result.data]
-    group = GraphExecGroup()
-    group_scope(group)
-    found = [None, None]
-
-    def take(index):
-        set_graph_exec_group(group)
-        if index == 1:
-            assert recomputing.wait(10)
-            both_here.set()
-        found[index] = unpack(handles[index])
-        set_graph_exec_group(None)
-
-    in_threads(lambda: take(0), lambda: take(1))
-    assert list(runs) == [1]
-    assert all(torch.equal(one, x.detach().sin().exp()) for one in found)
-
-
 def test_threads_have_stacks_of_their_own():
     """Regions that are open on several threads at once do not see each other."""
     barrier = threading.Barrier(4)

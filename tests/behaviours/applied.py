@@ -31,6 +31,7 @@ class Applied(Run):
 
 FUNCTION_REGIONS = {"region": Run("ours"), "nested": Run("ours", "nested"), "applied": Applied()}
 RECORDED_REGIONS = {"recorded": Recorded(), "recorded inside": Recorded("inside")}
+ALL_REGIONS = {**FUNCTION_REGIONS, **RECORDED_REGIONS}
 
 
 def in_regions(**regions: Run) -> pytest.MarkDecorator:
@@ -39,4 +40,4 @@ def in_regions(**regions: Run) -> pytest.MarkDecorator:
 
 
 function_regions = in_regions(**FUNCTION_REGIONS)
-all_regions = in_regions(**FUNCTION_REGIONS, **RECORDED_REGIONS)
+all_regions = in_regions(**ALL_REGIONS)

@@ -14,7 +14,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ckpt_hooks import checkpoint
 from tests.behaviours.runs import FORMS, SILENT, Run, assert_as_eager, gradients, runs
 from tests.measure import CountOps, Log, leaf
 from tests.test_threads import in_threads
@@ -40,19 +39,6 @@ def autocast(device_type, dtype):
 def private(getter, setter, other):
     """The same for a switch of which torch has no public getter, or none without side effects."""
     return getattr(torch._C, getter), getattr(torch._C, setter), other
-
-
-def variable(owner, name, other):
-    """The same for an attribute that may not be there."""
-    there = vars(owner)
-
-    def write(value):
-        if value is None:
-            there.pop(name, None)
-        else:
-            setattr(owner, name, value)
-
-    return functools.partial(there.get, name), write, other
 
 
 cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
@@ -252,23 +238,6 @@ def test_autocast_weight_cache(run, warm):
     assert_as_eager(program, run)
 
 
-@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["", "generator"])
-def test_a_setting_that_the_rerun_has_changed_when_it_stops(generator):
-    """What the function sets back in its end is set back, whatever else a rerun has to restore."""
-    read, write, other = SETTINGS["default dtype"]
-    before = read()
-
-    def function(x, generator):
-        write(other)
-        y = x.sin().exp()
-        write(before)
-        return y
-
-    y = checkpoint(function, leaf(3), generator).sum()
-    y.backward()
-    assert read() == before
-
-
 # Defaults of factory functions
 
 
@@ -353,25 +322,6 @@ def test_context_variable_set_around_backward_where_forward_had_none(run):
             return gradients(y, x)
         finally:
             _factor.reset(token)
-
-    assert_as_eager(program, run)
-
-
-@runs("region", "nested", torch_fails=SILENT)
-def test_context_variable_set_inside(run):
-    """What a rerun sets stays in its copy of the context."""
-
-    def program(run):
-        def function(x):
-            _factor.set(_factor.get() + 1.0)
-            return (x * _factor.get()).sin().exp()
-
-        def inner():
-            x = leaf(3)
-            y = run(function, x)
-            return gradients(y, x), _factor.get()
-
-        return contextvars.copy_context().run(inner)
 
     assert_as_eager(program, run)
 

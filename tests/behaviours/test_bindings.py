@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
-from ckpt_hooks import checkpoint
-from tests.behaviours.applied import all_regions, function_regions
+from tests.behaviours.applied import ALL_REGIONS, all_regions, function_regions
 from tests.behaviours.runs import assert_as_eager
+from tests.measure import in_turns
 
 # Changes: each changes a model, and returns what takes the change back.
 
@@ -295,31 +295,26 @@ def state(model):
     return [*map(torch.clone, values.values()), *values, *(type(module).__name__ for module in model.modules())]
 
 
-CASES = {f"{name}-{when.__name__}": (change, when) for name, change in CHANGES.items() for when in WHEN}
-CASES |= {
-    f"{name}-{when.__name__}": (change, when)
-    for name, change in PARAMETRIZATIONS.items()
-    for when in (in_forward, from_forward_on)
-}
-
-
-@all_regions
-@pytest.mark.parametrize(("change", "when"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("change", "when", "run"),
+    [*in_turns(CHANGES, WHEN, ALL_REGIONS), *in_turns(PARAMETRIZATIONS, (in_forward, from_forward_on), ALL_REGIONS)],
+)
 def test_changes_of_a_module(change, when, run):
     """Some steps, between which the model runs without a region too: whatever is left of a change would be seen there."""
+    made = {**CHANGES, **PARAMETRIZATIONS}[change]
 
     def program(run):
         model, counter, found = Model(), Counter(), []
         for _ in range(3):
             x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-            for y in when(lambda x=x: run(model, x), lambda: change(model, counter)):
+            for y in when(lambda x=x: run(model, x), lambda: made(model, counter)):
                 y.sum().backward(inputs=[x, *(p for p in model.parameters() if p.is_leaf)])
                 found += [y, x.grad.clone(), counter.state(), state(model)]
             with torch.no_grad():
                 found += [*(None if p.grad is None else p.grad.clone() for p in model.parameters()), model(x)]
         return found
 
-    assert_as_eager(program, run)
+    assert_as_eager(program, ALL_REGIONS[run])
 
 
 @all_regions
@@ -341,176 +336,7 @@ def test_handles_work_after_a_rerun(run):
     assert_as_eager(program, run)
 
 
-@function_regions
-def test_handles_that_forward_takes_from_a_list(run):
-    """Nothing else refers to them by then."""
-
-    class Pops(Model):
-        def __init__(self):
-            super().__init__()
-            self.handles = [self.inner.register_forward_hook(lambda module, args, result: result * 2)]
-
-        def forward(self, x):
-            scale = len(self.handles)
-            x = super().forward(x) * scale
-            if self.handles:
-                self.handles.pop().remove()
-            self.handles.append(self.inner.register_forward_hook(lambda module, args, result: result + 1))
-            return x
-
-    def program(run):
-        model, found = Pops(), []
-        for _ in range(3):
-            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-            y = run(model, x)
-            y.sum().backward()
-            found += [y, x.grad, len(model.handles), len(model.inner._forward_hooks)]
-        return found
-
-    assert_as_eager(program, run)
-
-
-@function_regions
-@pytest.mark.parametrize("where", ["module", "function"])
-def test_hooks_for_all_modules_that_forward_adds_and_takes_off(where, run):
-    """The hook counts in a list that forward does not name, and takes itself off in the first module that it meets."""
-
-    class Adds(Model):
-        def forward(self, x):
-            self.add()
-            return nn.Tanh()(super().forward(x) if where == "module" else x).exp()
-
-    def program(run):
-        calls, handles, found = [], [], []
-
-        def hook(module, *rest):
-            calls.append(type(module).__name__)
-            while len(handles) > 1:
-                handles.pop().remove()
-
-        def add():
-            handles.append(register_module_forward_pre_hook(hook))
-
-        model = Adds()
-        model.add = add
-        layer = nn.Tanh()
-        try:
-            for _ in range(3):
-                x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-                y = run(model if where == "module" else (lambda x: (add(), nn.Tanh()(x).exp())[1]), x)
-                run(layer, x)
-                y.sum().backward()
-                names = [name for name in calls if name not in ("Sequential", "Adds")]
-                found += [
-                    y,
-                    x.grad,
-                    len(names),
-                    len(handles),
-                    len(register_module_forward_pre_hook.__globals__["_global_forward_pre_hooks"]),
-                ]
-        finally:
-            while handles:
-                handles.pop().remove()
-        return found
-
-    assert_as_eager(program, run)
-
-
-@all_regions
-@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
-def test_counters_of_hooks_for_all_modules(register, run):
-    """Such hooks stay, and count in a cell."""
-
-    def program(run):
-        model, calls, names, found = Model(), 0, [], []
-
-        def note(module, *rest):
-            nonlocal calls
-            calls += 1
-            names.append(type(module).__name__)
-
-        handle = register(note)
-        try:
-            for _ in range(3):
-                x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-                y = run(model, x)
-                y.sum().backward()
-                found += [y, x.grad]
-        finally:
-            handle.remove()
-        model(x)
-        names = [name for name in names if name not in ("Sequential", "Model")]  # a region's module is called otherwise
-        return found, calls, names
-
-    assert_as_eager(program, run)
-
-
 # Attributes of functions
-
-
-def gate(x):
-    return x * (1 + gate.calls % 3)
-
-
-@functools.wraps(gate)
-def wrapped(x):
-    """Has the attributes in the dict of a function around another."""
-    wrapped.calls += 1
-    return gate(x) * wrapped.calls
-
-
-def named_by_a_global(closed_over, x):
-    gate.calls += 1
-    return gate(x)
-
-
-def named_by_a_closure(closed_over, x):
-    closed_over.calls += 1
-    closed_over.seen.append(closed_over.calls)
-    return closed_over(x) * len(closed_over.seen)
-
-
-def named_by_a_list(closed_over, x):
-    (function,) = [closed_over]
-    function.calls, function.seen = function.calls + 1, [*function.seen, 1]
-    return function(x) * len(function.seen)
-
-
-GATES = {
-    "global": named_by_a_global,
-    "closure": named_by_a_closure,
-    "rebound": named_by_a_list,
-    "wrapped": lambda _, x: wrapped(x),
-}
-FUNCTIONS = [gate, wrapped]
-
-
-@all_regions
-@pytest.mark.parametrize("in_module", [False, True], ids=["function", "module"])
-@pytest.mark.parametrize("use", GATES.values(), ids=GATES)
-def test_attributes_of_functions_that_forward_names(use, in_module, run):
-    def program(run):
-        def closed_over(x):
-            return x * closed_over.calls
-
-        class Module(nn.Module):
-            def forward(self, x):
-                return use(closed_over, x.sin()).exp()
-
-        for function in (*FUNCTIONS, closed_over):
-            function.calls, function.seen = 0, []
-        called = Module() if in_module else lambda x: use(closed_over, x.sin()).exp()
-        found = []
-        for _ in range(3):
-            x = torch.randn(3, dtype=torch.float64, requires_grad=True)
-            y = run(called, run(called, x))
-            for function in (*FUNCTIONS, closed_over):
-                function.calls += 5
-            y.sum().backward()
-            found += [y, x.grad, *((function.calls, list(function.seen)) for function in (*FUNCTIONS, closed_over))]
-        return found
-
-    assert_as_eager(program, run)
 
 
 # Weights that forward itself changes before it reads them
@@ -559,67 +385,4 @@ def test_a_weight_that_forward_normalises_before_it_reads_it(way, frozen, run):
     assert_as_eager(program, run)
 
 
-@function_regions
-@pytest.mark.parametrize("removed", [False, True], ids=["hook stays", "hook goes"])
-def test_lazy_modules_with_hooks_of_users(removed, run):
-    """Such a module takes off hooks of its own, and changes its class, in its first forward, which goes backward last."""
-
-    def program(run):
-        model, counter, found = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.LazyBatchNorm1d()), Counter(), []
-        handle = model[0].register_forward_hook(lambda module, args, result: result * counter())
-        xs = [torch.randn(4, 3, requires_grad=True) for _ in range(3)]
-        ys = [run(model, x) for x in xs]
-        if removed:
-            handle.remove()
-        for x, y in reversed([*zip(xs, ys, strict=True)]):
-            y.sum().backward()
-            found += [y, x.grad, counter.state(), state(model), *(p.grad.clone() for p in model.parameters())]
-        return [*found, model(xs[0])]
-
-    assert_as_eager(program, run)
-
-
 # A function that reaches much
-
-
-class Trainer:
-    """Has two hundred attributes and a long list, besides the counters that its step reads and changes."""
-
-    def __init__(self):
-        for number in range(200):
-            setattr(self, f"setting_{number}", [number] if number % 3 else number)
-        self.history, self.count, self.losses, self.named = list(range(100_000)), 0, [], {"calls": 0}
-
-    def step(self, block, x):
-        self.count += 1
-        self.named["calls"] += self.setting_199[0]
-        self.setting_0 += 1
-        y = block(x) * self.count + self.setting_0
-        self.losses.append(y.detach().sum())
-        return (y * len(self.losses) + self.history[-1] % 7).sin()
-
-
-@function_regions
-def test_a_method_of_an_object_with_much_in_it(run):
-    def program(run):
-        trainer, block, found = Trainer(), Model(), []
-        for _ in range(3):
-            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-            y = run(trainer.step, block, x)
-            trainer.history.append(trainer.count)
-            trainer.setting_0 += 10
-            y.sum().backward()
-            found += [y, x.grad, trainer.count, dict(trainer.named), trainer.setting_0, list(trainer.losses), state(block)]
-        return [*found, sum(trainer.history)]
-
-    assert_as_eager(program, run)
-
-
-def test_a_method_of_an_object_with_much_in_it_goes_with_its_graph():
-    """A region does not keep such an object, beyond what the function does itself."""
-    trainer, block = Trainer(), Model()
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    y = checkpoint(trainer.step, block, x)
-    assert trainer.count == 1
-    y.sum().backward()
-    assert trainer.count == len(trainer.losses) == 1

@@ -15,12 +15,10 @@ from torch import nn
 import ckpt_hooks
 from tests.behaviours.runs import (
     FORMS,
-    SILENT,
     UNNOTICED,
     Run,
     assert_as_eager,
     gradients,
-    plain,
     runs,
     same,
 )
@@ -411,105 +409,7 @@ def test_a_check_of_ones_own_in_a_dict():
 # Errors in a rerun
 
 
-def failing_once(backward):
-    """Returns a program whose function fails when it is rerun for the first time."""
-
-    def program(run):
-        calls = Log()
-
-        def function(x):
-            calls.append(1)
-            h = F.dropout(x.sin(), 0.5)
-            if len(calls) == 2 and run is not plain:
-                raise ValueError("not now")
-            return h.exp().cos()
-
-        x = leaf(8)
-        y = run(function, x).sum()
-        backward(run, y)
-        return y, x.grad
-
-    return program
-
-
-def twice(run, y):
-    if run is not plain:
-        with pytest.raises(ValueError, match="not now"):
-            y.backward()
-    y.backward()
-
-
-@runs(*FORMS)
-def test_backward_again_after_an_error_in_the_rerun(run):
-    assert_as_eager(failing_once(twice), run)
-
-
-def with_fallback(x):
-    try:
-        return x.sin().exp().cos().neg().neg().neg()
-    except Exception:
-        return x.tan().tan()
-
-
-def with_fallback_halfway(x):
-    try:
-        h = x.sin().exp().neg().neg().neg()
-    except Exception:
-        h = x.tan().tan()
-    return h * 2
-
-
-def simple(function):
-    def program(run):
-        x = leaf(3)
-        return gradients(run(function, x), x)
-
-    return program
-
-
-@pytest.mark.parametrize("function", [with_fallback, with_fallback_halfway])
-@runs(*FORMS, torch_fails=AssertionError)
-def test_except_exception_around_the_early_stop(run, function):
-    assert_as_eager(simple(function), run)
-
-
 # Operators and functions with ways of their own
-
-
-def rrelu_of_written_noise(x):
-    noise = torch.empty_like(x).fill_(0.0).add_(7.0)
-    return torch.ops.aten.rrelu_with_noise(x.sin(), noise, 0.1, 0.3, True)
-
-
-RRELUS = {
-    "alone": nn.RReLU(),
-    "after others": nn.Sequential(nn.Tanh(), nn.RReLU()),
-    "of noise that was written before": rrelu_of_written_noise,
-}
-
-
-@pytest.mark.parametrize("function", RRELUS.values(), ids=RRELUS)
-@runs(*FORMS, torch_fails=SILENT)
-def test_rrelu_last_in_the_region(run, function):
-    """It saves its noise before it fills it."""
-    assert_as_eager(simple(function), run)
-
-
-def by_random(x):
-    return (x * random.random()).sin()
-
-
-def by_gauss(x):
-    """Of which every second one is left over from the draw before."""
-    return (x * random.gauss(0, 1)).sin()
-
-
-def by_numpy(x):
-    return (x * float(pytest.importorskip("numpy").random.rand())).sin()
-
-
-def by_randn(x):
-    return (x * float(pytest.importorskip("numpy").random.randn())).sin()
 
 
 # Random numbers of other libraries, which are tracked or not
@@ -519,22 +419,7 @@ def by_control_flow(x):
     return (x * 2).sin() if random.random() < 0.5 else (x * 2).sin().exp()
 
 
-SOURCES = {by_random: "python", by_gauss: "python", by_numpy: "numpy", by_randn: "numpy"}
-
-
 FINGERPRINTS = ["values", "sampled_values", lambda tensor: tensor.sum()]
-
-
-@pytest.mark.parametrize("check", ["default", *FINGERPRINTS])
-@pytest.mark.parametrize("function", list(SOURCES))
-@runs("region", "nested", torch_fails=SILENT)
-def test_random_numbers_that_are_tracked(run, function, check):
-    def program(run):
-        x = leaf(3)
-        with contextlib.nullcontext() if run is plain else run.track_rng(SOURCES[function]):
-            return gradients((run if run is plain else run.having(determinism_check=check))(function, x), x)
-
-    assert_as_eager(program, run)
 
 
 def second_of(seed):
@@ -549,16 +434,3 @@ def test_a_branch_by_a_random_number_that_is_not_tracked(check):
     y = Run("ours").having(determinism_check=check, early_stop=False)(by_control_flow, leaf(3))
     with pytest.raises(ckpt_hooks.DeterminismError, match=r"ckpt_hooks\.track_rng"):
         y.sum().backward()
-
-
-def logs_sometimes(x):
-    """Draws what no result depends on."""
-    if random.random() < 2:
-        x = x * 1.0
-    return x.sin().exp()
-
-
-@pytest.mark.parametrize("check", ["default", "none", *FINGERPRINTS])
-def test_random_numbers_on_which_no_value_depends(check):
-    """Are drawn a second time, and no error."""
-    Run("ours").having(determinism_check=check)(logs_sometimes, leaf(3)).sum().backward()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import weakref
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from tests.behaviours.runs import (
     FORMS,
     SILENT,
     UNNOTICED,
-    Run,
     assert_as_eager,
     assert_as_eager_or_error,
     gradients,
@@ -25,13 +21,6 @@ from tests.behaviours.runs import (
     runs,
 )
 from tests.measure import leaf
-
-
-@dataclasses.dataclass
-class Batch:
-    """An input in a field."""
-
-    mask: torch.Tensor
 
 
 def weighted(x, mask):
@@ -57,31 +46,6 @@ def assert_notices(run, call, mutate, *, tensor=None, error=ckpt_hooks.MutationE
         if tensor is not None:
             assert found.tensor == tensor
             assert tensor in str(found)
-
-
-@runs(*FORMS)
-def test_positional_tensor_mutated(run):
-    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
-    h = x * mask
-    assert_notices(run, lambda run: run(lambda h: h.sin().cos(), h), lambda: h.add_(1), tensor="args[0]")
-
-
-NESTED = {
-    "list": (lambda run, x, m: run(lambda x, c: weighted(x, c[0]), x, [m]), "args[1][0]"),
-    "dict": (lambda run, x, m: run(lambda x, c: weighted(x, c["mask"]), x, {"mask": m}), "args[1]['mask']"),
-    "dataclass": (lambda run, x, m: run(lambda x, c: weighted(x, c.mask), x, Batch(m)), "args[1].mask"),
-    "kwarg": (lambda run, x, m: run(weighted, x, mask=m), "kwargs['mask']"),
-    "partial": (lambda run, x, m: run(functools.partial(weighted, mask=m), x), "kwargs['mask']"),
-}
-
-
-@pytest.mark.parametrize("place", list(NESTED))
-@runs("region", "nested", torch_fails=UNNOTICED)
-def test_nested_tensor_mutated(run, place):
-    call, tensor = NESTED[place]
-    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
-    in_form = tensor if run.form == "region" or place != "partial" else None  # the partial is called by a function there
-    assert_notices(run, lambda run: call(run, x, mask), lambda: mask.add_(1), tensor=in_form)
 
 
 @runs(*FORMS, torch_fails=UNNOTICED)
@@ -161,33 +125,6 @@ def test_parameters_that_a_region_reaches_and_does_not_read_may_change(run, reac
     assert_as_eager(program, run)
 
 
-@runs("region")
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("reached", ["module", "method", "closure"])
-def test_parameter_that_forward_clamps(run, reached, calls, autocast):
-    """Where forward itself writes to a parameter, that is no error: it is so in each forward, and in each region with it."""
-
-    class Clamped(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                self.bias.clamp_(-0.25, 0.25)
-                torch._foreach_clamp_max_([self.bias], 0.25)
-            return super().forward(x).tanh()
-
-    def program(run):
-        torch.manual_seed(0)
-        layer = Clamped(3, 3)
-        x = y = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-        function = {"module": layer, "method": layer.forward, "closure": lambda x: layer(x)}[reached]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            for _ in range(calls):
-                y = run(function, y)
-        return gradients(y, x, *layer.parameters())
-
-    assert_as_eager(program, run)
-
-
 @runs("region", torch_fails=SILENT)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parameter_that_forward_decays(run, when):
@@ -209,26 +146,6 @@ def test_parameter_that_forward_decays(run, when):
         return gradients(run(layer, x), x)
 
     assert_as_eager_or_error(program, run, naming="the parameter 'bias' of Decaying")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_that_renormalises_in_a_recorded_region_inside(tied):
-    """What the inner region copies before the write is its own business, and no read of the table."""
-
-    def program(run):
-        table, found = nn.Embedding(4, 3, max_norm=0.5), []
-
-        def function(x):
-            with ckpt_hooks.checkpoint_region() if run.ours else contextlib.nullcontext():
-                h = (table(torch.tensor([1, 3])) * x).sin()
-                return (h @ table.weight.t()).exp() if tied else h
-
-        for _ in range(2):
-            x = torch.ones(2, 3, requires_grad=True)
-            found += [*gradients(run(function, x), x, table.weight), table.weight.detach().clone()]
-        return found
-
-    assert_as_eager(program, Run("ours"))
 
 
 # Functions that mutate their inputs
@@ -271,36 +188,6 @@ def test_function_mutates_its_nested_input(run, place, name):
 
 
 # Nested tensors under outer hooks
-
-CONTAINERS = {
-    "list": lambda run, fn, h: run(lambda c: fn(c[0]), [h]),
-    "dict": lambda run, fn, h: run(lambda c: fn(c["h"]), {"h": h}),
-    "dataclass": lambda run, fn, h: run(lambda c: fn(c.mask), Batch(h)),
-    "kwarg": lambda run, fn, h: run(lambda *, h: fn(h), h=h),
-    "partial": lambda run, fn, h: run(functools.partial(fn, h)),
-}
-
-
-@runs(torch_fails=SILENT)
-def test_nested_tensors_under_save_on_cpu_go_through_its_hooks(run, no_gc):
-    """Hooks that keep a copy, as ``save_on_cpu`` does of a tensor on an accelerator."""
-    for place, call in CONTAINERS.items():
-        packed: list[int] = []
-
-        def pack(tensor, packed=packed):
-            packed.append(tensor.data_ptr())
-            return tensor.detach().clone()
-
-        x = leaf(3)
-        h = x * 2.0
-        alive, pointer = weakref.ref(h), h.data_ptr()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = call(run, lambda h: h.sin().cos(), h)
-        del h
-        assert pointer in packed, place
-        assert alive() is None
-        y.sum().backward()
-        assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().sum(), x)[0])
 
 
 # requires_grad changed before backward
@@ -385,103 +272,4 @@ def test_function_replaces_the_hook_on_its_argument(run, saved_by, backwards):
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("written", ["one", "other"])
-def test_parameters_in_one_memory(written):
-    """A parameter that has not changed may be read though its neighbour has."""
-    flat = torch.linspace(-1, 1, 8)
-
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = (nn.Parameter(torch.empty(0)) for _ in range(2))
-            self.one.data, self.other.data = flat[:4], flat[4:]
-
-        def forward(self, x):
-            return (x + self.one.view(2, 2).mT.reshape(4)).sin()
-
-    module, x = Flat(), torch.ones(4, requires_grad=True)
-    (expected,) = torch.autograd.grad(module(x).sum(), x)
-    y = ckpt_hooks.checkpoint(module, x)
-    with torch.no_grad():
-        getattr(module, written).mul_(3)
-    if written == "other":
-        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
-    else:
-        with pytest.raises(ckpt_hooks.MutationError, match="the parameter 'one' of Flat"):
-            y.sum().backward()
-
-
 # Parameters that are freed after forward and filled again
-
-
-class Scale(nn.Module):
-    """Multiplies by a parameter, which autograd saves as it is."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(size))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-def shard_by_data(layer):
-    """Frees and fills a layer's weight as ZeRO-3 does, by another storage: for its forward, and where it gets a gradient."""
-    full = layer.weight.detach().clone()
-
-    def gather(*_):
-        layer.weight.data = full.clone()
-
-    def release(*_):
-        layer.weight.data = torch.empty(0)
-
-    release()
-    layer.register_forward_pre_hook(gather)
-    layer.register_forward_hook(release)
-    if layer.weight.requires_grad:
-        layer.register_full_backward_pre_hook(gather)
-
-
-def shard_in_place(layer):
-    """Frees and fills a layer's weight as FSDP does, in one storage: for its forward and its backward."""
-    weight, full = layer.weight, layer.weight.detach().clone()
-    storage = weight.untyped_storage()
-
-    def gather(*_):
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
-            storage.resize_(full.nbytes)
-            weight.copy_(full)
-
-    def release(*_):
-        storage.resize_(0)
-
-    release()
-    layer.register_forward_pre_hook(gather)
-    layer.register_forward_hook(release)
-    layer.register_full_backward_pre_hook(gather)
-
-
-def sharded(shard, *, trainable):
-    """Returns a program over two layers, which are sharded where they run in a region."""
-
-    def program(run):
-        layers = nn.Sequential(Scale(3), nn.Tanh(), Scale(3), nn.Tanh()).requires_grad_(trainable)
-        x = torch.rand(2, 3, requires_grad=True)
-        if run is not plain:
-            shard(layers[0])
-            shard(layers[2])
-        y = run(layers, x)
-        return gradients(y, x, *(p for p in layers.parameters() if trainable))
-
-    return program
-
-
-@pytest.mark.parametrize(("shard", "trainable"), [(shard_by_data, True), (shard_in_place, True), (shard_in_place, False)])
-@runs(*FORMS)
-def test_parameter_storage_freed_and_refilled(run, shard, trainable):
-    assert_as_eager(sharded(shard, trainable=trainable), run)
-
-
-@runs(*FORMS, torch_fails=RuntimeError)
-def test_storage_of_a_frozen_parameter_freed_and_refilled(run):
-    assert_as_eager(sharded(shard_by_data, trainable=False), run)

@@ -173,17 +173,6 @@ def test_a_mode_around_backward_alone_that_changes_results_is_named_on_request(c
         gradient(functools.partial(frame, determinism_check=check), three_operators, backward=Doubling)
 
 
-def test_other_causes_are_not_laid_at_the_door_of_a_mode_that_is_there_again():
-    scale = Log([4.0, 3.0])
-
-    def function(x):
-        return (x * scale.pop()).sin()
-
-    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
-        gradient(frame, function, around=Counting, backward=Counting)
-    assert "dispatch mode" not in str(caught.value)
-
-
 # One that watches
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import queue
 import threading
-import weakref
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from torch import nn
 from ckpt_hooks import checkpoint, is_recomputing
 from ckpt_hooks.policies import dots_saveable
 from tests.behaviours.runs import Run, assert_as_eager, plain
-from tests.measure import Log, leaf
+from tests.measure import leaf
 
 # Containers: each is made with a value "h", is read, and is changed.
 
@@ -25,57 +23,10 @@ class Plain:
     """An object with attributes."""
 
 
-class Namespace(dict):
-    """A dict which is its own ``__dict__``."""
-
-    def __init__(self):
-        super().__init__()
-        self.__dict__ = self
-
-
 class Slots:
     """An object with slots, of which one may be empty."""
 
     __slots__ = ("count", "h")
-
-
-class SlotsAndMore(Slots):
-    """An object with slots and attributes."""
-
-
-class Property:
-    """An object with a property, as batches of graphs have."""
-
-    def __init__(self):
-        self._store = {}
-
-    @property
-    def h(self):
-        return self._store["h"]
-
-    @h.setter
-    def h(self, value):
-        self._store["h"] = value
-
-    @property
-    def count(self):
-        return self._store["count"]
-
-    @count.setter
-    def count(self, value):
-        self._store["count"] = value
-
-
-@dataclasses.dataclass(slots=True)
-class SlottedData:
-    """A dataclass with slots."""
-
-    h: object = None
-    count: int = 0
-
-
-class Encoding(collections.UserDict):
-    """What Transformers' tokenizers return."""
 
 
 class Attributes:
@@ -148,21 +99,6 @@ class Inside(Attributes):
         self.inner.put(self.unwrap(held), name, value)
 
 
-class Rebound(Attributes):
-    """Has a list, and binds a new one each time."""
-
-    def make(self):
-        held = Plain()
-        held.all = [None, None]
-        return held
-
-    def get(self, held, name):
-        return held.all[("h", "count").index(name)]
-
-    def put(self, held, name, value):
-        held.all = [value, held.all[1]] if name == "h" else [held.all[0], value]
-
-
 def in_object(value):
     held = Plain()
     held.inner = [value]
@@ -172,19 +108,12 @@ def in_object(value):
 KINDS = {
     "object": Attributes(Plain),
     "slots": Attributes(Slots),
-    "slots and attributes": Attributes(SlotsAndMore),
-    "property": Attributes(Property),
-    "dataclass with slots": Attributes(SlottedData),
     "dict": Keys(dict),
     "default": Keys(functools.partial(collections.defaultdict, int)),
-    "its own dict": Attributes(Namespace),
-    "UserDict": Keys(Encoding),
     "list": Entries(list),
     "deque with a length": Entries(functools.partial(collections.deque, maxlen=40)),
     "set": Only(set),
     "in an object": Inside(Keys(dict), in_object, lambda held: held.inner[0]),
-    "in a tuple": Inside(Attributes(Plain), lambda value: (1, value), lambda held: held[1]),
-    "rebound": Rebound(None),
 }
 
 # Places
@@ -275,11 +204,11 @@ def call(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_container_that_the_function_reads_and_changes(kind, place, form):
+def test_a_container_that_the_function_reads_and_changes(kind, place):
     """Its value is a tensor, of another history in each call, and the loop around binds the value anew as well."""
+    form = list(FORMS)[(list(KINDS).index(kind) + PLACES.index(place)) % len(FORMS)]
     kind = KINDS[kind]
 
     def program(run):
@@ -330,32 +259,6 @@ def test_parts_that_the_first_call_makes(form):
         y.sum().backward()
         assert all(one is two for one, two in zip(made, (module.scale, module.mask), strict=True))
         return [y, x.grad, module.bias.grad, module.bias, *module.state_dict().values(), torch.get_rng_state()]
-
-    assert_as_eager(program, Run("ours"))
-
-
-@pytest.mark.parametrize("make", [dict, functools.partial(collections.defaultdict, int), collections.Counter, list])
-def test_backward_within_an_iteration(make):
-    """Goes on where it was, though each recompute takes entries out and puts them in again."""
-
-    def program(run):
-        losses, x = make(), leaf(3)
-
-        def function(x, number):
-            loss = (x * (number + 1)).sin().exp().sum()
-            if isinstance(losses, list):
-                losses.append(loss)
-            else:
-                losses[number] = loss
-            return loss
-
-        for number in range(4):
-            (run if run is not plain else call)(function, x, number)
-        met = []
-        for place in losses if not isinstance(losses, list) else range(4):
-            losses[place].backward(retain_graph=True)
-            met.append(place)
-        return [*met, x.grad]
 
     assert_as_eager(program, Run("ours"))
 
@@ -412,121 +315,7 @@ def test_a_long_container_that_forward_exchanges(kind):
     assert len(after) == 1500
 
 
-@pytest.mark.usefixtures("no_gc")
-def test_a_rerun_leaves_no_cycle_behind():
-    held, made = Plain(), Log()
-    held.h = None
-
-    def function(x):
-        y = x.sin().exp()
-        made.append(weakref.ref(y))
-        held.h = y
-        return y.cos()
-
-    def train():
-        x = leaf(3)
-        made.append(weakref.ref(x))
-        checkpoint(function, x).sum().backward()
-
-    train()
-    held.h = None
-    assert [one() for one in made] == [None] * 3
-
-
 # What a stopped recompute leaves behind
-
-
-def _stash(held, h):
-    held.by["stash"] = h
-    return lambda: held.by.pop("stash")
-
-
-def _bind(held, h):
-    held.h = h
-    return lambda: vars(held).pop("h")
-
-
-def _append(held, h):
-    held.entries.append(h)
-    return held.entries.pop
-
-
-def _add(held, h):
-    held.seen.add(h)
-    return held.seen.pop
-
-
-@pytest.mark.parametrize("put", [_stash, _bind, _append, _add])
-@pytest.mark.parametrize("is_attribute", [False, True])
-def test_what_is_put_and_taken_out(put, is_attribute):
-    """A recompute stops in between, and leaves nothing of its own."""
-
-    def program(run):
-        held, x = Plain(), leaf(3)
-        held.by, held.entries, held.seen = {}, [], set()
-
-        def function(x, held=held):
-            take = put(held, x.cos())
-            y = x.sin().exp().cos()
-            return y + take()
-
-        module = nn.Module()
-        module.held, module.forward = held, lambda x: function(x, module.held)
-        run(module if is_attribute else function, x).sum().backward()
-        return [x.grad, list(held.by), list(vars(held)), len(held.entries), len(held.seen)]
-
-    assert_as_eager(program, Run("ours"))
-
-
-def _set_entry(value, name, one):
-    value[name] = one
-
-
-def _plain(**attributes):
-    value = Plain()
-    vars(value).update(attributes)
-    return value
-
-
-#: How a container is made with a value "h" and a count of 0, and how one is read and bound.
-REACHED_TWICE = {
-    "list": (
-        lambda h: [h, 0],
-        lambda value, name: value[("h", "count").index(name)],
-        lambda value, name, one: _set_entry(value, ("h", "count").index(name), one),
-    ),
-    "dict": (lambda h: {"h": h, "count": 0}, lambda value, name: value[name], _set_entry),
-    "object": (lambda h: _plain(h=h, count=0), getattr, setattr),
-}
-
-
-@pytest.mark.parametrize("kind", REACHED_TWICE)
-@pytest.mark.parametrize("way", ["closure", "attribute", "module"])
-@pytest.mark.parametrize("is_argument_read", [True, False])
-def test_an_argument_that_is_reached_otherwise_too(kind, way, is_argument_read):
-    """What is bound in the one is seen in the other, in a rerun as in forward; and forward's own is bound once."""
-    make, read, bind = REACHED_TWICE[kind]
-
-    def program(run):
-        torch.manual_seed(0)
-        x, layer = leaf(3), nn.Linear(3, 3, dtype=torch.float64)
-        value, holder = make(x.sin()), layer if way == "module" else Plain()
-        holder.held = value
-
-        def function(given, x):
-            other = value if way == "closure" else holder.held
-            one, two = (other, given) if is_argument_read else (given, other)
-            assert one is two
-            bind(one, "count", read(one, "count") + 1)
-            bind(one, "h", (layer(read(one, "h")) * x).exp())
-            return read(two, "h").sin() * read(two, "count")
-
-        for _ in range(2):
-            y = run(function, value, x)
-        y.sum().backward()
-        return y, x.grad, layer.weight.grad, read(value, "h"), read(value, "count")
-
-    assert_as_eager(program, Run("ours"))
 
 
 def _insert(entries):

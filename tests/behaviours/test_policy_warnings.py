@@ -135,16 +135,6 @@ def test_a_function_in_torchs_form_that_says_to_save_a_view(run, make, fresh_war
     assert "PREFER_RECOMPUTE for views" in message
 
 
-class Views(policies.Policy):
-    """A policy of the user's own."""
-
-    def for_op(self, op):
-        return CheckpointPolicy.MUST_SAVE
-
-    def __repr__(self):
-        return "<mine>"
-
-
 @pytest.fixture
 def fresh_warnings(monkeypatch):
     """Functions of which nothing was said yet, whatever ran before."""

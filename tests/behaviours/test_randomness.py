@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import random
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,35 +16,15 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs, same
+from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs
 from tests.devices import OnDevice, forget_modules
 from tests.measure import Log, Table, leaf
-from tests.test_threads import in_threads
 
 # The default generator
 
 
 def dropout(x):
     return F.dropout(x.sin(), 0.5).exp()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(dropout, id="dropout"),
-        pytest.param(lambda x: (x * torch.rand_like(x)).sin(), id="rand_like"),
-        pytest.param(lambda x: (x * torch.bernoulli(torch.full_like(x, 0.5))).sin(), id="bernoulli"),
-    ],
-)
-@runs(*FORMS)
-def test_default_generator(run, function):
-    def program(run):
-        x = leaf(8)
-        y = run(function, x)
-        between = torch.rand(2)
-        return gradients(y, x), between, torch.rand(2)
-
-    assert_as_eager(program, run)
 
 
 @runs("region", "nested")
@@ -58,14 +37,6 @@ def test_preserve_rng_state_false_draws_anew(run):
 
     run.having(preserve_rng_state=False)(function, leaf(8)).sum().backward()
     assert not torch.equal(masks[0], masks[1])
-
-
-@runs(*FORMS, torch_fails=SILENT)
-def test_preserve_rng_state_false_leaves_the_stream_outside_alone(run):
-    y = run.having(preserve_rng_state=False)(dropout, leaf(8)).sum()
-    state = torch.get_rng_state()
-    y.backward()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # Devices
@@ -213,31 +184,11 @@ def by_closure(run, x, generator):
     return run(lambda x: draw(x, generator), x)
 
 
-def by_default_argument(run, x, generator):
-    def function(x, generator=generator):
-        return draw(x, generator)
-
-    return run(function, x)
-
-
-def by_keyword_default(run, x, generator):
-    def function(x, *, generator=generator):
-        return draw(x, generator)
-
-    return run(function, x)
-
-
 GENERATORS = {
     "argument": lambda run, x, generator: run(draw, x, generator),
-    "keyword": lambda run, x, generator: run(draw, x, generator=generator),
-    "list": lambda run, x, generator: run(lambda x, c: draw(x, c[0]), x, [generator]),
-    "dict in a tuple": lambda run, x, generator: run(lambda x, c: draw(x, c[1]["g"]), x, (0, {"g": generator})),
     "dataclass": lambda run, x, generator: run(lambda x, c: draw(x, c.tensor), x, Batch(generator)),
     "closure": by_closure,
-    "default argument": by_default_argument,
-    "keyword default": by_keyword_default,
     "partial": lambda run, x, generator: run(functools.partial(draw, generator=generator), x),
-    "partial in a partial": lambda run, x, generator: run(functools.partial(functools.partial(draw), generator=generator), x),
     "attribute of a module": lambda run, x, generator: run(Drawing(generator), x),
 }
 
@@ -343,52 +294,3 @@ def test_a_source_tracked_since_forward_is_put_back():
 
 
 # Threads
-
-
-def result_of(forward, seed):
-    """Returns the gradient of a forward that has the generator to itself."""
-    x = torch.ones(64, requires_grad=True)
-    torch.manual_seed(seed)
-    forward(x).sum().backward()
-    return x.grad
-
-
-@runs(torch_fails=SILENT)
-def test_two_recomputes_at_once(run):
-    """Each draws twice from the default generator, the second one in between the draws of the first; masks do not mix."""
-    alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
-    recomputing, first_has_drawn, second_has_drawn, first_is_done = (threading.Event() for _ in range(4))
-
-    def first(x):
-        h = dropout(x)
-        if recomputing.is_set():
-            first_has_drawn.set()
-            second_has_drawn.wait(0.2 if run.ours else 10)  # in vain where recomputes wait for each other
-        try:
-            return dropout(h)
-        finally:  # where a recompute stops early, too
-            first_is_done.set()
-
-    def second(x):
-        h = dropout(x)
-        if recomputing.is_set():
-            second_has_drawn.set()
-            assert first_is_done.wait(10)
-        return dropout(h)
-
-    inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
-    outputs = []
-    for seed, function, x in zip((1, 2), (first, second), inputs, strict=True):
-        torch.manual_seed(seed)
-        outputs.append(run(function, x).sum())
-    first_is_done.clear()
-    recomputing.set()
-    state = torch.get_rng_state()
-
-    def second_backward():
-        assert first_has_drawn.wait(10)
-        outputs[1].backward()
-
-    in_threads(outputs[0].backward, second_backward)
-    assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
-    assert torch.equal(torch.get_rng_state(), state)

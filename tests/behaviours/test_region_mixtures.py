@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_region, policies
 from ckpt_hooks.report import Reason
 
 ATEN = torch.ops.aten
@@ -33,27 +33,6 @@ def assert_same(function, policy=None, hooks=None, **options):
 
 
 COPYING = (lambda tensor: tensor.detach().clone(), torch.clone)
-
-
-@pytest.mark.parametrize("hooks", [None, COPYING], ids=["no hooks", "copying hooks"])
-def test_a_named_face_of_what_is_written_to_later(hooks):
-    """The other faces are of the same memory, kept or not (Rule 15)."""
-
-    def named_view(x):
-        b = x.sin()
-        v = checkpoint_name(b.view(-1), "v")
-        b.mul_(2)
-        return (v * v.cos()).exp()
-
-    def named_base(x):
-        b = x.sin()
-        v = b.view(-1)
-        checkpoint_name(b, "v")
-        v.mul_(2)
-        return (b * b.cos()).exp()
-
-    for function in (named_view, named_base):
-        assert_same(function, policies.save_only_these_names("v"), hooks)
 
 
 @pytest.mark.parametrize("hooks", [None, COPYING], ids=["no hooks", "copying hooks"])

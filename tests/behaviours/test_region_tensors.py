@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,50 +51,6 @@ def test_sparse_results_that_a_policy_keeps():
 
 
 # Functions of the user's
-
-
-class Scale(torch.autograd.Function):
-    """Saves an input, an output, and something that it made."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        scale = x.abs().max()
-        y = x.sin() * scale * factor
-        ctx.save_for_backward(x, y, scale)
-        ctx.factor = factor
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        x, y, scale = ctx.saved_tensors
-        return g * (x.cos() * scale * ctx.factor + 0 * y), None
-
-
-class Write(torch.autograd.Function):
-    """Writes to its input, and returns it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        x.mul_(3)
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * 3 + 0 * x
-
-
-@runs("region", "nested", "inside")
-@pytest.mark.parametrize("kind", ["pure", "in place"])
-def test_custom_functions(run, kind):
-    def program(run):
-        x = leaf(4)
-        call = (lambda h: Scale.apply(h, 2.0)) if kind == "pure" else (lambda h: Write.apply(h * 1))
-        return gradients(run(lambda x: call(x.exp()).cos() * x, x), x)
-
-    assert_as_eager(program, run)
 
 
 @runs("region", "nested")
@@ -320,61 +273,3 @@ def test_parameters_made_in_inference_mode(run):
 
 
 # Collectives
-
-DISTRIBUTED = """
-import warnings
-import torch, torch.distributed as dist
-warnings.simplefilter("ignore")
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-import torch.distributed._functional_collectives as collectives
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from ckpt_hooks import checkpoint_region, policies
-from tests.measure import CountOps
-from tests.regions import plain
-
-mesh, group = init_device_mesh("cpu", (1,)), dist.group.WORLD
-torch.manual_seed(0)
-x, y = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
-shards = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-whole = distribute_tensor(x + 1, mesh, [Replicate()]).requires_grad_()
-
-
-def reduced():
-    h = y.sin()
-    k = h.exp()
-    with torch.no_grad():
-        total = k.detach().clone()
-        dist.all_reduce(total)
-    return (k * total).cos()
-
-
-programs = {
-    "tensors of a mesh": (lambda: (shards @ whole).sin().exp().full_tensor(), (shards, whole)),
-    "their parts": (lambda: ((shards @ whole).sin().to_local() * 2).exp(), (shards, whole)),
-    "functional": (lambda: collectives.all_reduce(y.sin(), "sum", group).exp().cos(), (y,)),
-    "in place": (reduced, (y,)),
-}
-for name, (program, inputs) in programs.items():
-    for policy in (None, policies.everything_saveable, policies.save_compute_and_communication):
-        found = []
-        for region in (plain, checkpoint_region):
-            with region(policy=policy):
-                with region():
-                    out = program()
-                out = out * 1
-            with CountOps() as ops:
-                gradients = torch.autograd.grad(out.sum(), inputs)
-            found.append([getattr(one, "to_local", lambda one=one: one)() for one in (out, *gradients)])
-            found.append(sum(count for op, count in ops.counts.items() if "reduce" in op))
-        eager, collectives_of_eager, ours, collectives_of_ours = found
-        assert all(torch.equal(a, b) for a, b in zip(eager, ours)), (name, policy)
-        assert collectives_of_ours == collectives_of_eager, (name, policy)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_collectives_and_tensors_of_a_mesh():
-    """In a process of its own, which is the only one of its group: gradients as eager, collectives not run again (Rule 16)."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", DISTRIBUTED], check=True, timeout=100)

@@ -11,138 +11,32 @@ from torch.autograd.graph import saved_tensors_hooks
 from ckpt_hooks import CheckpointError, MutationError, checkpoint, checkpoint_region
 from tests import regions
 from tests.behaviours.recorded import Recorded, runs
-from tests.behaviours.runs import SILENT, assert_as_eager, gradients, plain
-from tests.measure import leaf
+from tests.behaviours.runs import assert_as_eager, gradients, plain
+from tests.measure import in_turns, leaf
 
 aten = torch.ops.aten
 
 
 @runs("region", "nested", "inside")
-@pytest.mark.parametrize("way", ["tensor", "numpy"])
-def test_memory_that_a_tensor_has_left(run, way):
-    """Another tensor may get the storage that ``h.data = ...`` has freed, at its very address."""
-    numpy = pytest.importorskip("numpy")
-    other = torch.ones(4, 4, dtype=torch.float64)
-
-    def function(x):
-        h = x.exp()
-        h.data = other
-        fours = [[4.0] * 4] * 4
-        c = torch.tensor(fours, dtype=x.dtype) if way == "tensor" else torch.from_numpy(numpy.array(fours))
-        return (x * c).sin() * c.cos() + h.detach()
-
-    def program(run):
-        found = []
-        for _ in range(20):
-            x = leaf(4, 4)
-            found.append(gradients(run(function, x), x))
-        return found
-
-    assert_as_eager(program, run)
-
-
-@runs("region", "nested", "inside")
-@pytest.mark.parametrize("name", ["operators", "views", "indices", "copies", "out", "foreach", "transpose", "resize"])
-def test_writes_inside(run, name):
-    """To what the region made itself."""
+def test_writes_inside(run):
+    """To what the region made itself: dimensions are exchanged in place, and lists of tensors are written to."""
 
     def function(x):
         h, k = x.sin(), x.exp()
-        if name == "operators":
-            return h.add_(1).mul_(2).relu_().cos() * k
-        if name == "views":
-            h[1:].mul_(3)
-            h.t()[0].zero_()
-            return h * (k * 1).view(-1)[:4].exp_().view(2, 2)
-        if name == "indices":
-            h[h.detach() > 0] = 2.0
-            return h.masked_fill_(k > 2, 0.5).index_add_(0, torch.tensor([1]), k[:1]).cos()
-        if name == "copies":
-            buffer = torch.empty(2, 4, dtype=x.dtype)
-            buffer[:, :2] = h
-            buffer[:, 2:].copy_(k)
-            return buffer.cos()
-        if name == "out":
-            with torch.no_grad():
-                scale = torch.empty(0, dtype=x.dtype)
-                torch.add(h, k, out=scale)
-                total = torch.empty_like(h)
-                torch.mul(h, scale, out=total)
-            return (h * scale).exp() * total
-        if name == "foreach":
-            with torch.no_grad():
-                a, b = h.clone(), k.clone()
-                torch._foreach_mul_([a, b], 2.0)
-                torch._foreach_add_([a], [b])
-            return (h * a).cos() * b
-        if name == "transpose":
-            h.t_()
-            j = (k * 1).unsqueeze_(0)
-            j.transpose_(1, 2).squeeze_(0)
-            return h.cos() * j
-        other = torch.ones(1, dtype=x.dtype).resize_(4).fill_(3)
-        return (h.view(-1) * other).exp()
+        h.t_()
+        j = (k * 1).unsqueeze_(0)
+        j.transpose_(1, 2).squeeze_(0)
+        with torch.no_grad():
+            a, b = h.clone(), k.clone()
+            torch._foreach_mul_([a, b], 2.0)
+            torch._foreach_add_([a], [b])
+        return h.cos() * j * a * b
 
     def program(run):
         x = leaf(2, 2)
         return gradients(run(function, x), x)
 
     assert_as_eager(program, run)
-
-
-@runs(torch_fails=RuntimeError)
-def test_writes_to_inputs(run):
-    """Who reads it later sees what was written, and so does backward; a region does not need what was there before."""
-
-    def program(run):
-        x = leaf(4)
-        h = x * 1
-
-        def function(h):
-            h.mul_(2)
-            return h.sin() * h
-
-        y = run(function, h)
-        return [*gradients(y + h.cos(), x), h]
-
-    assert_as_eager(program, run)
-
-
-@runs(torch_fails=SILENT)
-def test_writes_to_a_buffer_that_was_read_before(run):
-    """Neither the region's input nor what backward needs of it is lost."""
-
-    def program(run):
-        x, buffer = leaf(4), torch.ones(4, dtype=torch.float64)
-
-        def function(x):
-            with torch.no_grad():
-                before = buffer.sin()
-                buffer.add_(1)
-            return (x.sin() * before).exp() * buffer.clone()
-
-        y = run(function, x) * run(function, x * 2)
-        return [*gradients(y, x), buffer]
-
-    assert_as_eager(program, run)
-
-
-@pytest.mark.parametrize("form", ["region", "nested"])
-def test_a_saved_tensor_that_is_overwritten_later_in_the_region(form):
-    """Plain autograd raises too, and says less."""
-    x = leaf(4)
-
-    def function(x):
-        h = x.exp()
-        k = h * 2
-        h.add_(1)
-        return k
-
-    with pytest.raises(MutationError, match=r"saved tensor has been modified by an inplace operation \(aten\.add_") as caught:
-        Recorded(form)(function, x).sum().backward()
-    assert caught.value.region == ("region",) * (1 if form == "region" else 2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        function(x).sum().backward()
 
 
 #: Other faces of a tensor: how each is made, and whether a write to it counts as a write to the tensor.
@@ -168,43 +62,15 @@ SAVES = {
 }
 
 
-BY_PARTS = {
-    "index_fill_": lambda table, part, value: table.index_fill_(0, part.nonzero().flatten(), value),
-    "masked_fill_": lambda table, part, value: table.masked_fill_(part, value),
-    "scatter_": lambda table, part, value: table.scatter_(0, part.nonzero().flatten(), value),
-    "a slice": lambda table, part, value: table[part.nonzero().min() : part.nonzero().max() + 1].fill_(value),
-}
-
-
-@runs("region", "inside")
-@pytest.mark.parametrize("fill", BY_PARTS.values(), ids=BY_PARTS)
-def test_memory_that_is_filled_by_parts(run, fill):
-    """Of each of two writes something else is left by the other one."""
-    part = torch.tensor([True, True, False, False])
-
-    def function(x):
-        table = torch.empty(4, dtype=x.dtype)
-        fill(table, part, 1.0)
-        fill(table, ~part, 2.0)
-        return (x.sin() * table).exp() * table
-
-    def program(run):
-        x = leaf(4)
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, run)
-
-
 def _assigned(tensor):
     other = torch.zeros_like(tensor)
     other.data = tensor
     return other
 
 
-@pytest.mark.parametrize("form", ["region", "nested", "inside", "policy"])
-@pytest.mark.parametrize("dies", [False, True], ids=["alive", "dead"])
-@pytest.mark.parametrize("saves", SAVES)
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("face", "saves", "form", "dies"), in_turns(FACES, SAVES, ("region", "nested", "inside", "policy"), (False, True))
+)
 def test_a_write_to_another_face_of_a_saved_tensor(face, saves, dies, form):
     """Plain autograd raises for some, by the version that the two have in common, and hands out what was written for others."""
     make, is_counted = FACES[face]
@@ -265,9 +131,7 @@ def test_a_write_to_a_face_that_was_made_before_the_region(face, form):
         assert torch.equal(torch.autograd.grad(function(x, run), x)[0], expected)
 
 
-@pytest.mark.parametrize("form", ["region", "nested", "inside"])
-@pytest.mark.parametrize("dies", [False, True], ids=["alive", "dead"])
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(("face", "dies", "form"), in_turns(FACES, (False, True), ("region", "nested", "inside")))
 def test_a_write_to_a_tensor_of_which_another_face_was_saved(face, dies, form):
     """The other way round: the face was saved, and the tensor that it is one of is written to."""
     make, is_counted = FACES[face]
@@ -292,50 +156,6 @@ def test_a_write_to_a_tensor_of_which_another_face_was_saved(face, dies, form):
             torch.autograd.grad(function(x), x)
     else:
         assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(function(x), x)[0])
-
-
-@pytest.mark.parametrize("what", ["leaf", "input", "output", "buffer"])
-def test_a_tensor_that_is_modified_after_the_region(what):
-    """An error, which says what is needed and what to do; of a parameter, as after a step too early."""
-    x, w, buffer = leaf(4), leaf(4), torch.ones(4, dtype=torch.float64)
-    hidden = x * 1
-
-    def function(hidden):
-        return (hidden.sin() * w * buffer).exp()
-
-    y = Recorded()(function, hidden)
-    with torch.no_grad():
-        {"leaf": w, "input": hidden, "output": y, "buffer": buffer}[what].add_(1)
-    if what == "output":  # ``exp`` saved it, and a replay does not need it to be as it was
-        y.sum().backward()
-        assert torch.equal(x.grad, torch.autograd.grad(function(x * 1).sum(), x)[0])
-        return
-    with pytest.raises(RuntimeError, match=r"region 'region'.*modified by an inplace operation.*expected version 0") as caught:
-        y.sum().backward()
-    assert isinstance(caught.value, MutationError)
-    assert (caught.value.expected, caught.value.found, caught.value.region) == (0, 1, ("region",))
-
-
-def test_what_only_a_replay_reads_may_not_be_modified_either():
-    """Where plain autograd would not mind: the message says so, and has the way out, which works (a known limit)."""
-    x, table = leaf(4), torch.ones(4, dtype=torch.float64)
-
-    def function(x):
-        return (x.sin() + table).exp().cos()
-
-    found = []
-    for run in (plain, Recorded().selecting([aten.exp.default]), Recorded()):
-        table.fill_(1)
-        y = run(function, x)
-        table.add_(1)
-        if run is plain or "policy" in run._options:
-            found.append(torch.autograd.grad(y.sum(), x)[0])
-        else:
-            with pytest.raises(
-                MutationError, match=r"use a clone of it in the region\. Or have what was computed from it kept"
-            ):
-                y.sum().backward()
-    assert torch.equal(*found)
 
 
 # Writes that no operator on the tape does
@@ -368,77 +188,6 @@ def test_writes_past_autograd(run, name):
     assert_as_eager(program, run)
 
 
-@pytest.mark.parametrize("form", ["region", "nested"])
-def test_a_tensor_that_gets_another_storage(form):
-    """By ``h.data = ...``, of which no operator tells."""
-
-    def function(x):
-        h = x.sin()
-        k = h * 2
-        h.data = h.detach() * 2
-        return (h * k).exp()
-
-    def program(run):
-        x = leaf(4)
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, Recorded(form))
-
-
-@pytest.mark.parametrize("form", ["region", "nested"])
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_writes_in_one_region_to_what_another_one_made(form, depth):
-    """Through a view that was there, and one that is made there; the outer one reads before and after."""
-
-    def write(h, view):
-        view.mul_(2)
-        h.view(-1)[1:].add_(1)
-        return h.sin() * view.sum()
-
-    def program(run):
-        x = leaf(2, 2)
-
-        def function(x):
-            h = (x * 2).neg()
-            view = h[1]
-            before = h.exp() if depth else 1  # whose derivative does not need what it read
-            y = run(write, h, view) if depth < 2 else run(lambda h, view: run(write, h, view).cos(), h, view)
-            return y.exp() * h * before
-
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, Recorded(form))
-
-
-@pytest.mark.parametrize("how", ["in place", "foreach", "optimizer", "data"])
-def test_a_parameter_that_is_modified_before_backward(how):
-    """Where plain autograd raises, so do regions, by name; through ``.data`` neither does."""
-    x, w = leaf(4), leaf(4)
-
-    def run(run):
-        with torch.no_grad():
-            w.copy_(torch.arange(4))
-        y = run(lambda: (x * w).sin() * w)
-        w.grad = torch.ones_like(w)
-        if how == "data":
-            w.data.mul_(2)
-        elif how == "optimizer":
-            torch.optim.SGD([w], lr=0.1).step()
-        else:
-            with torch.no_grad():
-                w.mul_(2) if how == "in place" else torch._foreach_mul_([w], 2.0)
-        return torch.autograd.grad(y.sum(), x)[0]
-
-    if how == "data":
-        # A known limit: what eager computed in forward a replay computes again, from what is there now.
-        assert not torch.equal(run(Recorded()), run(plain))
-        return
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run(plain)
-    with pytest.raises(MutationError, match=r"float64\[4\] leaf that region 'region' saved"):
-        run(Recorded())
-
-
 @pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: saved_tensors_hooks(lambda t: t, lambda t: t)])
 @pytest.mark.parametrize("refilled", [False, True])
 def test_memory_that_is_freed_after_the_region(refilled, around):
@@ -458,21 +207,6 @@ def test_memory_that_is_freed_after_the_region(refilled, around):
         table.copy_(contents)
     (found,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(found, torch.autograd.grad((x.sin() + contents).exp().cos().sum(), x)[0])
-
-
-@pytest.mark.xfail(raises=MutationError, strict=True, reason="the tape takes what was overwritten for lost")
-def test_where_torch_allows_to_modify_what_was_saved():
-    """Its context keeps copies, for plain autograd and for function frames."""
-    x = leaf(4)
-
-    def function(x):
-        h = x.exp()
-        h.mul_(2)
-        return h.sin()
-
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        expected = torch.autograd.grad(function(x).sum(), x)[0]
-        assert torch.equal(torch.autograd.grad(Recorded()(function, x).sum(), x)[0], expected)
 
 
 @pytest.mark.parametrize("is_needed", [False, True])
@@ -633,22 +367,6 @@ def test_a_replay_in_order_that_lacks_a_tensor():
     with pytest.raises(MutationError, match="modified by an inplace operation"):
         torch.autograd.grad((h + k + y).sum(), x)
     del unasked
-
-
-@pytest.mark.parametrize("kind", ["conjugate", "negative"])
-def test_a_copy_of_what_is_not_what_is_in_memory(kind):
-    """A matrix product reads such a tensor as it is; the storage is written to before the region ends."""
-    x = leaf(2, 2).to(torch.complex128).detach().requires_grad_()
-
-    def program(region):
-        source = torch.arange(4.0, dtype=torch.float64).view(2, 2) * (1 + 2j)
-        read = source.conj() if kind == "conjugate" else source.conj().imag
-        with region():
-            y = (x + torch.eye(2, dtype=read.dtype) @ read).sin()
-            source.mul_(2)
-        return y.abs()
-
-    regions.assert_as_eager(program, x)
 
 
 #: Views whose writes nobody counts for the base, and what in the region has the base: the result of an operator that a policy

@@ -6,22 +6,18 @@ Programs here read in both ways: by an operator that saves the tensor, and by on
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckpt_hooks
-from tests.behaviours.applied import RECORDED_REGIONS, all_regions
+from tests.behaviours.applied import ALL_REGIONS, all_regions
 from tests.behaviours.runs import assert_as_eager, gradients
+from tests.measure import in_turns
 
 #: Elements: few of them, and more than the 16 KiB up to which a tensor may pass for a small one.
 SIZES = pytest.mark.parametrize("size", [6, 6000], ids=["small", "large"])
-#: How a tensor is read: what autograd saves is the result, or the tensor.
-READS = pytest.mark.parametrize("read", [torch.add, torch.mul], ids=["result saved", "tensor saved"])
 
 
 def skip_where_either_counts(run, read):
@@ -65,57 +61,14 @@ class Frozen(Average):
         self.key = nn.Parameter(key, requires_grad=False)
 
 
-class Attribute(Average):
-    """Keeps it as it is."""
-
-    def hold(self, key):
-        self.key = key
-
-
 class InContainer(Average):
-    """Keeps it in a container, or in an object's attribute."""
-
-    make = list
+    """Keeps it in a list."""
 
     def hold(self, key):
-        self.keys = self.make([key])
+        self.keys = [key]
 
     def held(self):
         return self.keys[0]
-
-
-class InTuple(InContainer):
-    """Keeps it where it cannot be bound anew."""
-
-    make = tuple
-
-
-class InDict(InContainer):
-    """Keeps it by a key."""
-
-    def hold(self, key):
-        self.keys = {0: key}
-
-
-class InObject(InContainer):
-    """Keeps it in an object of no module."""
-
-    def hold(self, key):
-        self.keys = types.SimpleNamespace(key=key)
-
-    def held(self):
-        return self.keys.key
-
-
-class OfAChild(Average):
-    """Keeps it as a buffer of another module."""
-
-    def hold(self, key):
-        self.child = nn.Sequential(nn.Identity())
-        self.child[0].register_buffer("key", key)
-
-    def held(self):
-        return self.child[0].key
 
 
 class ByClosure(Average):
@@ -137,13 +90,8 @@ class ByArgument(Average):
 
 HOLDERS = {
     "buffer": Average,
-    "frozen parameter": Frozen,
-    "attribute": Attribute,
     "list": InContainer,
-    "tuple": InTuple,
-    "dict": InDict,
-    "object": InObject,
-    "buffer of a child": OfAChild,
+    "frozen parameter": Frozen,
     "closure": ByClosure,
     "argument": ByArgument,
 }
@@ -156,16 +104,16 @@ def averaging(holder, size, read, first):
     return module, getattr(module, "extra", ())
 
 
-@all_regions
-@pytest.mark.parametrize("first", [0, 3], ids=["at once", "later"])
-@READS
-@SIZES
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_a_forward_gives_a_tensor_another_storage(holder, size, read, first, run):
+@pytest.mark.parametrize(
+    ("holder", "run", "size", "read", "first"), in_turns(HOLDERS, ALL_REGIONS, (6, 6000), (torch.add, torch.mul), (0, 3))
+)
+def test_a_forward_gives_a_tensor_another_storage(holder, run, size, read, first):
+    """From the first forward on, or from the fourth."""
+    run = ALL_REGIONS[run]
     skip_where_either_counts(run, read)
 
     def program(run):
-        (module, extra), found = averaging(holder, size, read, first), []
+        (module, extra), found = averaging(HOLDERS[holder], size, read, first), []
         for _ in range(6):
             x = torch.randn(size, requires_grad=True)
             y = run(module, x, *extra)
@@ -179,11 +127,11 @@ def test_a_forward_gives_a_tensor_another_storage(holder, size, read, first, run
 
 
 @all_regions
-@SIZES
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["in order", "reversed"])
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_forwards_that_give_a_tensor_storages_before_the_first_backward(holder, order, size, run):
+@pytest.mark.parametrize("holder", [Average, ByClosure])
+def test_forwards_that_give_a_tensor_storages_before_the_first_backward(holder, order, run):
     """Each rerun finds the storage of its own forward, and the program its latest one."""
+    size = 6
 
     def program(run):
         (module, extra), xs, found = averaging(holder, size, torch.add, 0), torch.randn(3, size).requires_grad_(), []
@@ -191,69 +139,6 @@ def test_forwards_that_give_a_tensor_storages_before_the_first_backward(holder, 
             ys = [run(module, x, *extra) for x in xs]
             for number in order:
                 found += [*torch.autograd.grad(ys[number].sum(), [xs, module.query]), module.held().clone()]
-        return found
-
-    assert_as_eager(program, run)
-
-
-class Weighted(nn.Module):
-    """Reads a trained weight, and may give it another storage after that."""
-
-    def __init__(self, size, read, *, normalises=False):
-        super().__init__()
-        self.read, self.normalises = read, normalises
-        self.weight = nn.Parameter(torch.linspace(-1, 2, size))
-
-    def forward(self, x):
-        y = self.read(x.sin(), self.weight).sin()
-        if self.normalises:
-            self.weight.data = F.normalize(self.weight.data, dim=0)
-        return y.exp()
-
-
-@all_regions
-@READS
-@SIZES
-@pytest.mark.parametrize("backward", ["after the swap", "before the swap"])
-def test_an_average_stands_in_for_a_trained_parameter_in_forward(backward, size, read, run):
-    """It is swapped in by its storage, and back before backward."""
-    skip_where_either_counts(run, read)
-
-    def program(run):
-        module, average, found = Weighted(size, read), torch.linspace(1, 3, size), []
-        optimizer = torch.optim.SGD(module.parameters(), 0.5)
-        for _ in range(4):
-            x = torch.randn(size, requires_grad=True)
-            trained, module.weight.data = module.weight.data, average
-            y = run(module, x)
-            if backward == "after the swap":
-                module.weight.data = trained
-            found += [*gradients(y, x), module.weight.grad.clone(), module.weight.data_ptr() == trained.data_ptr()]
-            module.weight.data = trained
-            optimizer.step()
-            optimizer.zero_grad()
-            average = average * 0.75 + module.weight.data * 0.25
-            found += [module.weight.clone(), average]
-        return found
-
-    assert_as_eager(program, run)
-
-
-@all_regions
-@READS
-@SIZES
-def test_a_trained_weight_is_normalised_after_its_use(size, read, run):
-    skip_where_either_counts(run, read)
-
-    def program(run):
-        module, found = Weighted(size, read, normalises=True), []
-        optimizer = torch.optim.SGD(module.parameters(), 0.5)
-        for _ in range(4):
-            x = torch.randn(size, requires_grad=True)
-            y = run(module, x)
-            found += [*gradients(y, x), module.weight.grad.clone(), module.weight.clone()]
-            optimizer.step()
-            optimizer.zero_grad()
         return found
 
     assert_as_eager(program, run)
@@ -335,34 +220,6 @@ def test_views_and_aliases_see_one_storage_in_a_rerun(run):
     assert_as_eager(program, run)
 
 
-@all_regions
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 6), (1, 6), (6, 6)])
-def test_a_storage_of_another_kind(shape, dtype, run):
-    """A buffer changes its shape and its type for a part of forward, as a quantiser's does."""
-
-    class Changes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.linspace(1, 2, 6))
-
-        def forward(self, x):
-            y = (x + self.scale).sin()
-            self.scale.data = (self.scale.data.expand(shape) * 1.5).to(dtype)
-            y = (y + self.scale.float().sum(0)).sin()
-            self.scale.data = self.scale.data[-1].float() / 2
-            return y.exp()
-
-    def program(run):
-        module, found = Changes(), []
-        for _ in range(4):
-            x = torch.randn(6, requires_grad=True)
-            found += [*gradients(run(module, x), x), module.scale.clone()]
-        return found
-
-    assert_as_eager(program, run)
-
-
 def test_memory_of_a_storage_that_forward_takes_away_goes_with_backward():
     """A region may hold forward's until then, and no longer."""
     module, _ = averaging(Average, 6000, torch.add, 0)
@@ -373,65 +230,6 @@ def test_memory_of_a_storage_that_forward_takes_away_goes_with_backward():
 
 
 # ------------------------------------------------------------------------------------------------------------------ arguments
-
-
-def halve(tensor):
-    tensor.data = tensor.data / 2
-
-
-def exchange(tensor):
-    torch.utils.swap_tensors(tensor, torch.full_like(tensor, 0.25))
-
-
-#: Arguments of a region: a leaf, a tensor without a gradient, alone and in a container, and the result of an operator.
-ARGUMENTS = {
-    "leaf": lambda: torch.linspace(1, 2, 6, requires_grad=True),
-    "plain": lambda: torch.linspace(1, 2, 6),
-    "in a list": lambda: [torch.linspace(1, 2, 6)],
-    "result": lambda: torch.linspace(1, 2, 6, requires_grad=True).exp(),
-}
-
-
-@all_regions
-@pytest.mark.parametrize("read", [torch.add, torch.mul], ids=["result saved", "tensor saved"])
-@pytest.mark.parametrize("when", ["in forward", "after it", "both"])
-@pytest.mark.parametrize("change", [halve, exchange])
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_an_argument_that_gets_other_memory(kind, change, when, read, run):
-    if change is exchange and (kind == "result" or (kind == "leaf" and when != "after it")):
-        pytest.skip("autograd refuses to swap what has a graph")
-    if change is exchange and (kind == "leaf" or read is torch.mul):
-        pytest.skip("what autograd holds cannot be swapped")
-    skip_where_either_counts(run, read if kind != "leaf" else None)
-    is_recorded = run in RECORDED_REGIONS.values()
-    if read is torch.mul and (kind == "result" and (is_recorded or run.form == "nested")):
-        pytest.skip("a limit: what a region has of a result is forward's")
-    if read is torch.mul and run.form == "nested" and kind != "leaf" and when != "in forward":
-        pytest.skip("a limit of a region inside another")
-    if is_recorded and change is exchange and (when != "after it" or run.form == "inside"):
-        pytest.skip("torch does not swap tensors with weak references, which a recorded region has while it is open")
-
-    class Reads(nn.Module):
-        def forward(self, x, given):
-            tensor = given[0] if isinstance(given, list) else given
-            y = read(x, tensor).sin()
-            if when != "after it":
-                change(tensor)
-            return read(y, tensor).sin()
-
-    def program(run):
-        module, given, found = Reads(), ARGUMENTS[kind](), []
-        for _ in range(3):
-            given = ARGUMENTS[kind]() if kind == "result" else given
-            tensor = given[0] if isinstance(given, list) else given
-            x = torch.randn(6, requires_grad=True)
-            y = run(module, x, given)
-            if when != "in forward":
-                change(tensor)
-            found += [*gradients(y, x), tensor.detach().clone()]
-        return found
-
-    assert_as_eager(program, run)
 
 
 def another_view(tensor):

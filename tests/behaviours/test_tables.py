@@ -6,12 +6,11 @@ import functools
 
 import pytest
 import torch
-import torch.nn.utils.parametrize as parametrize
 from torch import nn
 
-from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, policies
-from tests.behaviours.runs import Run, assert_as_eager, gradients, plain
-from tests.measure import Log, leaf
+from ckpt_hooks import CheckpointPolicy, policies
+from tests.behaviours.runs import Run, assert_as_eager, gradients
+from tests.measure import leaf
 
 aten = torch.ops.aten
 pytestmark = [
@@ -80,77 +79,3 @@ def several_steps(run, module):
 def test_tables_that_forward_builds(kind, policy, form):
     """The first step and later ones, whatever is kept."""
     assert_as_eager(lambda run: several_steps(run, kind()), Run("ours", form).selecting(POLICIES[policy]))
-
-
-@pytest.mark.parametrize("outer", ["a list", "everything", None])
-@pytest.mark.parametrize("inner", ["a list with the table's", "everything", None])
-def test_tables_in_nested_regions_of_different_policies(outer, inner):
-    def call(policy, function, *args):
-        return checkpoint(policy=policy and POLICIES[policy])(function)(*args)
-
-    def program(run):
-        module, x = Cached(), leaf(3, 4)
-        if run is plain:
-            return gradients(module(module(x).sin()).cos(), x)
-        return gradients(call(outer, lambda x: call(inner, module, call(inner, module, x).sin()).cos(), x), x)
-
-    if outer is None is not inner:  # the rerun finds the table, and the region inside hands it over as from outside
-        with pytest.raises(DeterminismError, match=r"other tensors|different number of tensors"):
-            program(Run("ours"))
-    else:
-        assert_as_eager(program, Run("ours"))
-
-
-class Symmetric(nn.Module):
-    """Computes a weight from half of it."""
-
-    def forward(self, weight):
-        return weight.triu() + weight.triu(1).t()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_parametrize_cached(policy, trained, inside):
-    """The first region computes a weight, the second one finds it; backward runs inside of the block, or where it is gone."""
-
-    def program(run):
-        layer = nn.Linear(4, 4, dtype=torch.float64)
-        parametrize.register_parametrization(layer, "weight", Symmetric())
-        layer.parametrizations.weight.original.requires_grad_(trained)
-        found = []
-        for _ in range(2):
-            x = leaf(2, 4)
-            with parametrize.cached():
-                y = run(lambda x: layer(x.sin()).exp(), run(lambda x: layer(x.sin()).exp(), x))
-                if inside:
-                    y.sum().backward()
-            if not inside:
-                y.sum().backward()
-            found += [y, x.grad, *(parameter.grad for parameter in layer.parameters())]
-        return found
-
-    assert_as_eager(program, Run("ours").selecting(POLICIES[policy]))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_second_run_would_do_otherwise(policy):
-    """A table, other operators, more of them, other data and random numbers."""
-
-    def program(run):
-        calls, build = Log(), functools.lru_cache(lambda size: torch.arange(size, dtype=torch.float64).sin())
-
-        def function(x, w, data):
-            calls.append(1)
-            if len(calls) == 1:
-                data = data * 3 + torch.rand(3, dtype=torch.float64)
-            h = nn.functional.dropout(x * w, 0.5) * build(3) * data
-            for _ in range(len(calls)):
-                h = (h @ w).sin() * w
-            h = h.exp() if len(calls) == 1 else h.tanh()
-            return nn.functional.dropout(h @ w, 0.5).sin()
-
-        x, w = leaf(3, 3), leaf(3, 3)
-        return [*gradients(run(function, x, w, leaf(3, 3).detach()), x, w), len(calls)]
-
-    assert_as_eager(program, Run("ours").selecting(POLICIES[policy]))

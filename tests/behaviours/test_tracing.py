@@ -7,15 +7,12 @@ import functools
 
 import pytest
 import torch
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import grad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import checkpoint, checkpoint_region, checkpoint_sequential, create_selective_checkpoint_contexts, policies
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.measure import leaf
 
 pytestmark = pytest.mark.compile
 
@@ -116,27 +113,6 @@ def test_a_symbolic_graph_takes_other_shapes(region):
     assert [torch.equal(a, b) for a, b in zip(graph(x, w), step(block)(x, w), strict=True)] == [True] * 3
 
 
-@pytest.mark.parametrize("region", list(REGIONS))
-def test_ahead_of_time(region):
-    """A joint graph of forward and backward, cut in two by a compiler of one's own."""
-
-    def run(function):
-        graphs = []
-
-        def compiler(graph, example):
-            graphs.append(graph.code)
-            return make_boxed_func(graph)
-
-        torch.manual_seed(0)
-        x, w = leaf(4, 4), leaf(4, 4)
-        y = aot_function(lambda x, w: function(function(x, w), w), fw_compiler=compiler, bw_compiler=compiler)(x, w)
-        return graphs, [y, *grad(y.square().sum(), (x, w))]
-
-    (graphs, found), (expected_graphs, expected) = run(REGIONS[region](block)), run(block)
-    assert graphs == expected_graphs
-    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
-
-
 class Doubles(TorchDispatchMode):
     """Makes each sine twice as large."""
 
@@ -162,27 +138,3 @@ def test_a_context_for_forward_is_entered(policy):
 
     assert traced(region, "fake").code == traced(by_hand, "fake").code
     assert entered == ["forward"] * 2
-
-
-@pytest.mark.parametrize("region", [name for name in REGIONS if name != "function, values compared"])
-def test_under_a_fake_mode_alone_a_region_is_one(region):
-    """Nobody traces there: memory is estimated, which is to be that of a region."""
-    alive = []
-
-    def watched(x, w):
-        with FakeTensorMode() if mode is None else contextlib.nullcontext():
-            return dropout(x, w)
-
-    for wrap in (REGIONS[region], lambda f: f):
-        with FakeTensorMode() as mode:
-            x, w = leaf(4, 4), leaf(4, 4)
-            saved = []
-            function = wrap(watched)
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-                y = function(x, w)
-            y = function(y, w)
-            found = grad(y.sum(), (x, w))
-            assert [type(g) for g in found] == [FakeTensor] * 2
-            assert [tuple(g.shape) for g in found] == [(4, 4)] * 2
-            alive.append(len(saved))
-    assert alive[0] < alive[1]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs
-from tests.measure import Log, leaf
+from tests.measure import leaf
 
 # Loops
 
@@ -33,25 +31,10 @@ def loop(body):
     return program
 
 
-def by_lambda(run, ls, h):
-    for layer in ls:
-        h = run(lambda y: layer(y), h)
-    return h
-
-
 def with_numbers(run, ls, h):
     for number, layer in enumerate(ls):
         scale = 1.0 / (number + 1)
         h = run(lambda y: (layer(y) * scale).sin() + number, h)
-    return h
-
-
-def by_slices(run, ls, h):
-    """Slices of a list, each of which dies when the variable is bound to the next, which may come to lie in its place."""
-    members = [*ls, *ls]
-    for start in range(0, len(members), 2):
-        chunk = members[start : start + 2]
-        h = run(lambda y: functools.reduce(lambda value, layer: layer(value), chunk, y), h)
     return h
 
 
@@ -69,45 +52,11 @@ def without_arguments(run, ls, h):
     return h
 
 
-def with_a_state(run, ls, h):
-    state = (h.sin(), h.cos())
-    for layer in ls:
-        state = run(lambda y: (layer(state[0]) + y, layer(state[1]) * state[0]), h)
-    return state[0] * state[1]
-
-
 def with_a_residual(run, ls, h):
     """A value with a history, which is freed when its variable is bound to the next."""
     for layer in ls:
         skip = (h.exp() + 1).mul_(2)
         h = run(lambda y: layer(y).sin() * skip, h)
-    return h
-
-
-def with_a_residual_read_by_a_recorded_region(run, ls, h):
-    """Which keeps leaves and hands all other tensors to the frame around it."""
-
-    def block(layer, skip):
-        def call(y):
-            with ckpt_hooks.checkpoint_region() if run.ours else contextlib.nullcontext():
-                return layer(y).sin() * skip
-
-        return call
-
-    for layer in ls:
-        skip = h.exp() + 1
-        h = run(lambda y: block(layer, skip)(y), h)
-    return h
-
-
-def by_a_helper(run, ls, h):
-    """Which shares the variable."""
-    for layer in ls:
-
-        def helper(y):
-            return layer(y).sin()
-
-        h = run(lambda y: helper(y) + layer(y), h)
     return h
 
 
@@ -120,43 +69,6 @@ def by_a_partial(run, ls, h):
 def by_a_function_handed_over(run, ls, h):
     for layer in ls:
         h = run(lambda f, y: f(y), lambda y: layer(y), h)
-    return h
-
-
-def by_a_decorated_function(run, ls, h):
-    def twice(function):
-        @functools.wraps(function)
-        def wrapper(*args):
-            return function(*args) + function(*args).sin()
-
-        return wrapper
-
-    for layer in ls:
-
-        @twice
-        def block(y):
-            return layer(y)
-
-        h = run(block, h)
-    return h
-
-
-class Calling:
-    """An object whose call, or method, calls a function that it holds."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, y):
-        return self.function(y)
-
-    def method(self, y):
-        return self.function(y).sin()
-
-
-def by_a_method(run, ls, h):
-    for layer in ls:
-        h = run(Calling(lambda y: layer(y)).method, h)
     return h
 
 
@@ -180,19 +92,12 @@ def with_a_region_inside(run, ls, h):
 LOOPS = {
     function.__name__: function
     for function in (
-        by_lambda,
         with_numbers,
-        by_slices,
         by_a_variable_that_goes,
         without_arguments,
-        with_a_state,
         with_a_residual,
-        with_a_residual_read_by_a_recorded_region,
-        by_a_helper,
         by_a_partial,
         by_a_function_handed_over,
-        by_a_decorated_function,
-        by_a_method,
         by_a_method_with_a_closure,
         with_a_region_inside,
     )
@@ -214,27 +119,6 @@ def test_loops_backward_twice_and_double_backward(run):
         (g,) = torch.autograd.grad(y, x, create_graph=True)
         g.sum().backward()
         return [x.grad, *(p.grad for p in ls.parameters())]
-
-    assert_as_eager(program, run)
-
-
-@runs(*FORMS[:2], torch_fails=SILENT)
-def test_backward_inside_of_forward(run):
-    """Where the variable is what forward has made of it so far."""
-
-    def program(run):
-        x = leaf(3)
-        scale = 2.0
-
-        def function(y):
-            nonlocal scale
-            z = (y * scale).sin().exp()
-            scale += 1.0
-            (g,) = torch.autograd.grad(z.sum(), y, create_graph=True)
-            return (z * g * scale).sin()
-
-        y = run(function, x)
-        return [*gradients(y, x), scale]
 
     assert_as_eager(program, run)
 
@@ -335,24 +219,6 @@ def test_a_variable_that_forward_assigns_first(run):
     assert_as_eager(program, run)
 
 
-def test_a_rerun_sees_each_variable_as_forward_did():
-    """And nobody else does, before or after."""
-    x, number, seen = leaf(3), 0, Log()
-
-    def function(y):
-        seen.append(number)
-        return y.sin().exp()
-
-    ys = Log()
-    for number in range(3):  # noqa: B007 -- the function reads it
-        ys.append(ckpt_hooks.checkpoint(function, x))
-    number = "later"
-    for y in ys:
-        y.sum().backward()
-        seen.append(number)
-    assert seen == [0, 1, 2, 0, "later", 1, "later", 2, "later"]
-
-
 # Globals
 
 _scale = 1.0
@@ -372,10 +238,6 @@ def _globals_are_put_back():
 
 def names_globals(y):
     return _act(_layer(y) * _scale + _bias).exp()
-
-
-def helper():
-    return _scale
 
 
 CHANGES = {
@@ -405,50 +267,3 @@ def test_globals_bound_to_something_else(run, change):
 
 
 # Threads
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_backwards_of_several_threads_that_share_a_variable():
-    """Each finds its own content, from the beginning of its rerun to the end."""
-    x, number, seen = leaf(3), 0, Log()
-    both = threading.Barrier(2)
-
-    def function(y):
-        before = number
-        if ckpt_hooks.is_recomputing():
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.2)  # is broken, since one of the two has to wait for the other
-        seen.append((before, number))
-        return y.sin().exp()
-
-    ys = Log()
-    for number in range(2):  # noqa: B007 -- the function reads it
-        ys.append(ckpt_hooks.checkpoint(function, x).sum())
-    number = 2
-    threads = [threading.Thread(target=torch.autograd.grad, args=(y, x)) for y in ys]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen[:2] == [(0, 0), (1, 1)]
-    assert sorted(seen[2:]) == [(0, 0), (1, 1)]
-    assert number == 2
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_threads_whose_variable_is_as_it_was_do_not_wait_for_each_other():
-    x, number, met = leaf(3), 1, Log()
-    both = threading.Barrier(2)
-
-    def function(y):
-        if ckpt_hooks.is_recomputing():
-            met.append(both.wait(60))
-        return (y * number).sin().exp()
-
-    ys = [ckpt_hooks.checkpoint(function, x).sum() for _ in range(2)]
-    threads = [threading.Thread(target=torch.autograd.grad, args=(y, x)) for y in ys]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(met) == [0, 1]
