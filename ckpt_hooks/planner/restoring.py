@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckpt_hooks._core.tensor_numbers import dry_births
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks.device_states import get_device_states, set_device_states
 
@@ -55,7 +56,9 @@ class _Copy:
     """The content of a tensor, on the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._data, self._version = tensor, tensor.detach().to("cpu", copy=True), tensor._version
+        self._tensor, self._version = tensor, tensor._version
+        is_dry = dry_births.get() is not None  # which writes to nothing
+        self._data = None if is_dry else tensor.detach().to("cpu", copy=True)
 
     def put_back_if_written(self) -> None:
         """Writes the content to the tensor if a version tells of a write: a graph from before may have saved the tensor."""
@@ -64,6 +67,8 @@ class _Copy:
 
     def put_back(self) -> None:
         """Writes the content to the tensor, unless it is there: graphs from before may have saved the tensor."""
+        if self._data is None:
+            return
         is_dense = self._data.layout is torch.strided and type(self._tensor) in (torch.Tensor, torch.nn.Parameter)
         if is_dense and self._tensor._version == self._version and torch.equal(self._tensor.detach().cpu(), self._data):
             return
