@@ -6,8 +6,20 @@ One profiled step, a simulation of every plan from it, and the cheapest plan tha
 from __future__ import annotations
 
 from .chunked import PlannedChunks
+from .estimate import EstimatedBlock, MemoryEstimate, estimate_memory
 from .pareto import ParetoFront, ParetoPoint
 from .plan import Plan, plan_memory
 from .planned import KeptRun, PlannedBlock
 
-__all__ = ["KeptRun", "ParetoFront", "ParetoPoint", "Plan", "PlannedBlock", "PlannedChunks", "plan_memory"]
+__all__ = [
+    "EstimatedBlock",
+    "KeptRun",
+    "MemoryEstimate",
+    "ParetoFront",
+    "ParetoPoint",
+    "Plan",
+    "PlannedBlock",
+    "PlannedChunks",
+    "estimate_memory",
+    "plan_memory",
+]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.misuse import unknown_error, wrong
+from ckpt_hooks._core.misuse import check_module, checked_flag, unknown_error, wrong
 from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
@@ -356,6 +356,7 @@ def plan_memory(
     tolerance: float = 0.01,
     cost: str = "operations",
     chunks: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
@@ -383,6 +384,10 @@ def plan_memory(
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
             two. Never without this, since chunks round otherwise.
+        dry_run: Whether all steps run on fake tensors, which take no memory and have no values: the model may be on the meta
+            device, and counts as one on the default device. The plan is predicted, from the shapes alone. What operators take
+            within a run is known of the host's convolutions, batch norms and attention in float32, not of low precision or of
+            accelerators, whose workspaces come on top. Not with ``cost="seconds"``.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
@@ -390,8 +395,8 @@ def plan_memory(
     Raises:
         BudgetTooSmallError: If no plan fits.
         TypeError: If an argument is of another kind.
-        ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, or the
-            model is compiled.
+        ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, the
+            model is compiled, or a step on fake tensors asks for values, as by ``item()``.
 
     Example:
         >>> import torch
@@ -405,4 +410,15 @@ def plan_memory(
         ...     model(x).sum().backward()
     """
     options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
-    return Plan(**searched(model, step, memory_budget, **options))
+    if not checked_flag(dry_run, "dry_run"):
+        return Plan(**searched(model, step, memory_budget, **options))
+    from .dry import dry
+
+    check_module(model, "model", "Pass the model, then the step.")
+    if cost == "seconds":
+        raise wrong(
+            cost, "cost", "'operations' with dry_run", "Seconds are of real steps: leave out one of the two.", ValueError
+        )
+    with dry(model):
+        found = searched(model, step, memory_budget, **options)
+    return Plan(**{**found, "predicted_peak": found["measured_peak"], "is_measured": False})
