@@ -264,10 +264,9 @@ AT_ONCE = 1 << 20
 
 
 class ReplayContext:
-    """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around.
+    """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around."""
 
-    Dispatch modes of the user's see these operators; dispatch modes of the package do not.
-    """
+    # Dispatch modes of the user's see these operators; dispatch modes of the package do not.
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -307,7 +306,6 @@ class ReplayContext:
         set_grad_enabled(False)
 
     def resume(self) -> None:
-        """Ends :meth:`suspend`."""
         set_grad_enabled(self._was_grad)
         if self._modes is not None:
             self._modes = PastFunctionModes()
@@ -427,7 +425,6 @@ class Replay:
         self.tensors[value.number] = tensor
 
     def _fetch(self, work: Work) -> None:
-        """Gets the kept tensors for some work."""
         for value in work.leaves:
             if value.number not in self.tensors:
                 try:

@@ -175,7 +175,6 @@ def _key_of(value: Any) -> str:
 
 @while_tracing
 def warn_of_instance() -> None:
-    """Warns of a region made outside of the traced function, which Dynamo enters as it is."""
     warn_user(
         "A checkpoint_region made outside of a function does nothing where torch.compile traces the function. Write `with "
         "checkpoint_region(...):` in the function, or decorate a function with it."
