@@ -106,7 +106,6 @@ def _is_still(captured: Any, value: Any) -> bool:
 
 
 def slots_in(bases: Iterable[type[Any]]) -> list[Any]:
-    """Returns the descriptors of the slots that some classes define themselves."""
     return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
