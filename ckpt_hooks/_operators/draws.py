@@ -56,7 +56,6 @@ def _find_form(operator: Any) -> _Form:
 
 
 def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
-    """Returns the device on which a call of an operator draws."""
     device = kwargs.get("device")
     if device is None:
         if args and isinstance(args[0], torch.Tensor):
@@ -294,7 +293,6 @@ class OwnDraws(QuietDispatchMode):
         self._own: dict[int, torch.Generator] = {}
 
     def own(self, generator: torch.Generator) -> torch.Generator:
-        """Returns the generator in place of a default one."""
         key = id(generator)
         if key not in self._own:
             self._own[key] = own = torch.Generator(generator.device)
