@@ -97,7 +97,6 @@ class Misuse(enum.Enum):
 
 
 def wrong(given: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
-    """Returns the error for an argument, with what it should be and what to write."""
     return Misuse.WRONG.error(given, kind, name=name, wanted=wanted, advice=advice)
 
 
