@@ -58,8 +58,6 @@ def _parent_of(modules: dict[str, Module], name: str) -> str:
 
 
 class _Calls(threading.local):
-    """The calls of parents that run on a thread."""
-
     def __init__(self) -> None:
         self.open: list[_Call] = []
 
