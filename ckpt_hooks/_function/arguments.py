@@ -297,7 +297,6 @@ class Arguments:
                 self._kept_facts[position] = before[0], found[1]
 
     def _elsewhere(self) -> Sequence[int]:
-        """Returns the positions of tensors that have other memory by now."""
         pairs = enumerate(zip(self._memory, self._tensors, strict=True))
         return [at for at, (noted, one) in pairs if noted is not None and one is not None and not noted.holds(one)]
 

@@ -80,7 +80,6 @@ def _is_default(generator: torch.Generator) -> bool:
 
 
 def _source_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.Generator | None, torch.device]:
-    """Returns the generator given to a call of an operator, if any, and the device on which the call draws."""
     given = _given_generator(operator, args, kwargs)
     return given, device_of(args, kwargs) if given is None else given.device
 

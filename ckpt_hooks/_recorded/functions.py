@@ -419,7 +419,6 @@ class FunctionCall(RunningFunction):
             self.keep("writes to memory which a policy kept and which was written to before")
 
     def _put_copies(self, store: Store) -> None:
-        """Gives kept tensors of a written storage their content from before."""
         if store.held is not None:
             copies = [(tensor, copy_from(image, tensor)) for tensor, looked, image in self._looked if looked is store]
             writes.put_copies(store, copies, self._facts.name, self._tape.path)

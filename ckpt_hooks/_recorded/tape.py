@@ -368,7 +368,6 @@ class Tape:
         return new_value(op.number, store, store, op)
 
     def parameters(self) -> list[HeldTensor]:
-        """Returns the holders of the parameters that operators on the tape read."""
         values = [value for reference in self.tables.inputs.values() if (value := reference()) is not None]
         found = [value.saved for value in values if type(value.saved) is HeldTensor]
         return [saved for saved in found if type(saved.tensor) is torch.nn.Parameter]

@@ -115,7 +115,6 @@ def builtin_of(kind: type[Any]) -> type[Any]:
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-    """Returns the value for a captured stand-in, given the tensors and the containers already built in this rerun."""
     kind = type(captured)
     if kind is TensorAt:
         return tensors[captured.position]
