@@ -91,11 +91,6 @@ def _generator_at(given: torch.Generator | None, device: torch.device) -> torch.
     return own[-1].own(default) if own and not own[-1].paused else default
 
 
-def _is_unreadable(device: torch.device) -> bool:
-    # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
-    return device.type == "meta" or (device.type != "cpu" and is_capturing(device.type))
-
-
 # For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
 _dropout_at: dict[int, int] = {}
 
@@ -268,7 +263,8 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
     """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
     given, device = _source_of(operator, args, kwargs)
-    if _is_unreadable(device):
+    # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
+    if device.type == "meta" or (device.type != "cpu" and is_capturing(device.type)):
         return operator(*args, **kwargs)
     generator = _generator_at(given, device)
     if id(generator) not in streams:

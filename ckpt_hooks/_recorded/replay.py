@@ -159,15 +159,11 @@ def _read(op: Op) -> list[Value]:
     ]
 
 
-def _targets(op: Op) -> list[Value]:
-    return [value for written in op.facts.written for value in values_on_tape(written.of(op.args, op.kwargs))]
-
-
 def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:
     last: dict[int, int] = {}
     for op in ops:
-        if op.facts.written:
-            for value in _targets(op):
+        for written in op.facts.written:
+            for value in values_on_tape(written.of(op.args, op.kwargs)):
                 last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
     plan.written = set(last)
     plan.asked = {value.number for value in asked if id(value.store) in last}
