@@ -225,7 +225,6 @@ read_common = _reader(COMMON)
 
 
 def _read_devices() -> list[Any] | None:
-    """Returns the switches for devices; None where no device is in use."""
     return _read(DEVICES) if DEVICES and are_devices_in_use() else None
 
 

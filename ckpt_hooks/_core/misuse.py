@@ -101,7 +101,6 @@ def wrong(given: Any, name: str, wanted: str, advice: str, kind: type[Exception]
 
 
 def name_of_callable(value: Any) -> str:
-    """Returns the name of a function in messages; of a module, the name of its class."""
     name = type(value).__name__ if isinstance(value, Module) else getattr(value, "__name__", None)
     return name if isinstance(name, str) and name.isidentifier() else "function"
 

@@ -100,7 +100,6 @@ class Walk:
                 self._add_root(now[key], content[key])
 
     def note(self, value: Any, levels: int = LEVELS) -> Any:
-        """Returns a note of a value, and looks ``levels`` levels into it."""
         kind = type(value)
         if kind in ATOMS:
             return value

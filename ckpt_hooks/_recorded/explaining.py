@@ -34,8 +34,6 @@ from .values import Handle, Op, Tables, Value, flatten, values_on_tape
 
 
 class Routed(NamedTuple):
-    """The results of a routing operator in forward."""
-
     shapes: list[tuple[int, ...]] | None  # the shapes of the results; None for sizes unknown while torch traces
     chose: bool  # whether the operator chose among floating-point numbers
 

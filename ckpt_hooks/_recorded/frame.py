@@ -96,8 +96,6 @@ class SplitReplay(Replay):
 
 
 class ReplayedFrame(Replayable):
-    """A recorded frame's handles and replays."""
-
     __slots__ = ("_children", "externals", "handles", "is_split")
 
     kind = "recorded"
