@@ -121,6 +121,7 @@ class Journal:
         return frozenset() if self.contents is None else self.contents.storages()
 
     def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
+        """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
         late = None if self.contents is None else self.contents.settle(failed=failed)
         kept: list[Any] = []
         for tree, parameters, versions, storages in zip(
