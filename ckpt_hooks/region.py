@@ -45,11 +45,9 @@ _OPTIONS = options_of(Form.RECORDED)
 
 
 class _Entry(weakref.ref[Any]):
-    """One entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement.
+    """One entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement."""
 
-    That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else would tell.
-    """
-
+    # That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else tells.
     __slots__ = ("frame", "is_left", "mark", "opened", "region")
 
     frame: RecordedFrame | None  # what the region does; None where it runs plainly, and when it has ended
@@ -162,10 +160,9 @@ class _Leave(functools.partial[None]):
 
 
 class _Exit:
-    """The ``__exit__`` of regions: a new object for each entry.
+    """The ``__exit__`` of regions: a new object for each entry."""
 
-    Dynamo traces a ``with`` block only if ``__exit__`` is a function, so the object passes for a function. 2.15.
-    """
+    # Dynamo traces a ``with`` block only if ``__exit__`` is a function, so the object passes for a function. 2.15.
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -371,7 +368,6 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
     @skipped
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function as a region, as the curried form of ``checkpoint`` does."""
         if torch.compiler.is_dynamo_compiling():
             with traced_region(self._policy, lambda: self):
                 return function(*args, **kwargs)
@@ -401,7 +397,6 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
 
 def _misplaced_error(value: Any) -> TypeError:
-    """Returns the error for a positional argument of ``checkpoint_region``."""
     advice = "Write `with checkpoint_region():` around the lines that compute it."
     if isinstance(value, str):
         advice = f"To name the region, write `checkpoint_region(name={value!r})`."

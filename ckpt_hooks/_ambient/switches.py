@@ -201,7 +201,6 @@ _ON_HOST = [*_DEFAULTS, *COMMON, *FURTHER, *_GUARDED]  # a default comes before 
 
 
 def heeds(name: str, switches: Sequence[Switch]) -> bool:
-    """Whether an operator of ``aten``, by its name, heeds any of some switches."""
     return any(part in name for switch in switches for part in switch.heeded_by)
 
 
@@ -226,7 +225,6 @@ read_common = _reader(COMMON)
 
 
 def _read_devices() -> list[Any] | None:
-    """Returns the switches for devices; None where no device is in use."""
     return _read(DEVICES) if DEVICES and are_devices_in_use() else None
 
 
@@ -295,7 +293,6 @@ def enter(captured: Snapshot) -> tuple[Snapshot, Snapshot | None]:
 
 
 def leave(undo: tuple[Snapshot, Snapshot | None]) -> None:
-    """Restores the switches as of before :func:`enter`."""
     captured, before = undo
     if before is not None:
         before.write()
@@ -313,7 +310,6 @@ class ThreadState:
         self._is_there, self._rows, self._absent = is_there, rows, absent
 
     def capture(self) -> Sequence[Any] | None:
-        """Returns the state; None where absent."""
         return _read(self._rows) if self._is_there() else None
 
     def enter(self, captured: Sequence[Any] | None) -> Sequence[Any] | None:

@@ -74,8 +74,6 @@ _WORDS = {
 
 
 class Cause(NamedTuple):
-    """The reason for holding one tensor."""
-
     reason: Reason
     detail: str = ""  # an operator, a name or the like, in words, for readers alone
 

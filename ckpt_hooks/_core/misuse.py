@@ -97,12 +97,10 @@ class Misuse(enum.Enum):
 
 
 def wrong(given: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
-    """Returns the error for an argument, with what it should be and what to write."""
     return Misuse.WRONG.error(given, kind, name=name, wanted=wanted, advice=advice)
 
 
 def name_of_callable(value: Any) -> str:
-    """Returns the name of a function in messages; of a module, the name of its class."""
     name = type(value).__name__ if isinstance(value, Module) else getattr(value, "__name__", None)
     return name if isinstance(name, str) and name.isidentifier() else "function"
 

@@ -86,7 +86,6 @@ def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
 
 
 def _dressed_as(tensor: torch.Tensor, data: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    """Returns a tensor on some memory with the class and the attributes of another one."""
     made = as_kind(data, type(tensor))
     made.__dict__.update(tensor.__dict__)
     return made.requires_grad_(requires_grad)
@@ -155,7 +154,6 @@ def put_hooks_back(before: Hooks, now: Hooks) -> None:
 
 
 def _path_at(captured: tuple[list[Any], dict[str, Any]] | None, position: int) -> str:
-    """Returns the place of a tensor among arguments, as a user would write it."""
     if captured is None:
         return f"args[{position}]"
     args, kwargs = captured
@@ -299,7 +297,6 @@ class Arguments:
                 self._kept_facts[position] = before[0], found[1]
 
     def _elsewhere(self) -> Sequence[int]:
-        """Returns the positions of tensors that have other memory by now."""
         pairs = enumerate(zip(self._memory, self._tensors, strict=True))
         return [at for at, (noted, one) in pairs if noted is not None and one is not None and not noted.holds(one)]
 
@@ -438,7 +435,6 @@ class Arguments:
             )
 
     def path_of(self, tensor: torch.Tensor) -> str | None:
-        """Returns the place of a tensor that is kept; None if it is none of these."""
         return next((_path_at(self._captured, at) for at, one in enumerate(self._tensors) if one is tensor), None)
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:

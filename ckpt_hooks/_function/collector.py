@@ -94,10 +94,8 @@ class Collector:
     def hook(
         self, lent: dict[int, torch.Tensor], exchanged: frozenset[int | None], *, may_return: bool, watches_draws: bool
     ) -> PackHook:
-        """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
-
-        Given what to keep, by the number of a tensor with other memory during the rerun, and storages with other content.
-        """
+        """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
+        # Given what to keep, by the number of a tensor with other memory during the rerun, and storages with other content.
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack). It
         # may keep the hook for long, so this does not refer to the frame.
         frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
@@ -158,7 +156,6 @@ class Collector:
         return fill
 
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what to keep of a tensor."""
         is_argument = bool(self.marks) and len(self.values) < sum(self.marks[-1][:2])  # of a region inside
         if not is_argument and id(tensor) in self._lent:
             # It has other memory during the rerun, and autograd would find it with the present one.

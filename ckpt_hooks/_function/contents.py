@@ -54,7 +54,6 @@ def is_copied(tensor: torch.Tensor) -> bool:
 
 
 def is_small_on_host(note: TensorNote) -> bool:
-    """Whether a noted tensor is a few bytes of contiguous memory of the host, without a history."""
     tensor = note.alias
     if tensor is None or type(tensor) is not torch.Tensor or note.requires_grad or not (tensor.is_cpu and is_plain(tensor)):
         return False
@@ -63,11 +62,10 @@ def is_small_on_host(note: TensorNote) -> bool:
 
 
 class Group:
-    """Small tensors of one tree on the host, whose memory is read and written as one string of bytes.
+    """Small tensors of one tree on the host, whose memory is read and written as one string of bytes."""
 
-    The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do. Memory is read past
-    torch, so the tensors are asked for their addresses before: a storage may be freed or resized.
-    """
+    # The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do. Memory is read
+    # past torch, so the tensors are asked for their addresses before: a storage may be freed or resized.
 
     def __init__(self, notes: Sequence[TensorNote]) -> None:
         self.notes = notes
@@ -339,7 +337,6 @@ class Undo:
                 self.freed.append(tensor)
 
     def storages(self) -> frozenset[int | None]:
-        """Returns the storages with another content in the rerun."""
         small = [one.group.storages for one, _, _, is_exchanged in self.small if is_exchanged]
         return frozenset(storage_of(tensor) for tensor, *_ in self._exchanged).union(*small)
 

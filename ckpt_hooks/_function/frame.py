@@ -355,7 +355,6 @@ class FunctionFrame(Frame):
     def _watched(
         self, pack: Callable[[torch.Tensor], Handle | Kept], fingerprint: Callable[[torch.Tensor], Any] | None
     ) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
-        """Returns hooks which note values, and tell observers."""
         note, watch, numbers = None, self.watch, self.numbers
         if fingerprint is not None:
             from ckpt_hooks._tensors.determinism import Fingerprints

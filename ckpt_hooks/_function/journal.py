@@ -41,7 +41,6 @@ _GLOBAL_HOOKS = tuple(
 
 
 def _noted_hooks() -> Sequence[tuple[Any, Note]]:
-    """Returns the dictionaries of hooks for all modules, with notes."""
     if _NO_HOOKS and not any(_GLOBAL_HOOKS):
         return _NO_HOOKS
     found: list[tuple[Any, Note]] = []
@@ -119,7 +118,6 @@ class Journal:
         return contents
 
     def storages(self) -> frozenset[int | None]:
-        """Returns the storages of tensors which may be rewound."""
         return frozenset() if self.contents is None else self.contents.storages()
 
     def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
@@ -170,7 +168,6 @@ class Journal:
         return self.contents is not None and self.contents.note_written(tensor)
 
     def hooks_hold(self) -> bool:
-        """Whether hooks for all modules are as noted."""
         if self.hooks is _NO_HOOKS:
             return not any(_GLOBAL_HOOKS)
         return all(note.holds(value) for value, note in self.hooks)
@@ -198,10 +195,8 @@ def _is_dull(function: Any) -> bool:
 def journal_of(
     function: Any, objects: Sequence[Any], *, preserve_buffers: bool, is_needed: bool = False
 ) -> Journal | Literal[False] | None:
-    """Notes all that a call reaches; None if there is nothing, False if a lazy module has no parameters yet.
-
-    The first forward of a lazy module changes the module for good, and cannot be done twice.
-    """
+    """Notes all that a call reaches; None if there is nothing, False if a lazy module has no parameters yet."""
+    # The first forward of a lazy module changes the module for good, and cannot be done twice.
     has_hooks = any(_GLOBAL_HOOKS)
     if objects or has_hooks:
         pass
@@ -236,10 +231,9 @@ _waiting: list[Loan] = []
 
 
 class Loan:
-    """A journal lent to one rerun, from :meth:`begin` to :meth:`end`.
+    """A journal lent to one rerun, from :meth:`begin` to :meth:`end`."""
 
-    Of two reruns on different threads that want other contents of one place, one waits for the other, and none otherwise.
-    """
+    # Of two reruns on different threads that want other contents of one place, one waits for the other, and none otherwise.
 
     def __init__(self, journal: Journal, stand_ins: dict[int, torch.Tensor], complain: Complain) -> None:
         self.journal, self.stand_ins, self._complain = journal, stand_ins, complain
@@ -341,7 +335,6 @@ class Loan:
                 note.fill(value, self)
 
     def put(self, owner: Any, part: Part, base: int, now: Content, content: Content) -> None:
-        """Gives a place a content, and notes what it had."""
         self._places.append((owner, part, base, now))
         if not same(now, content):
             part.put(owner, base, now, content)
@@ -375,7 +368,6 @@ class Loan:
         past_all_modes(tensor, setattr, tensor, "data", memory)
 
     def note_memory(self, tensor: torch.Tensor) -> None:
-        """Notes the present memory of a tensor, which a rerun may exchange."""
         if not is_of_framework(tensor):
             self._exchanged.append((tensor, data_of(tensor)))
 

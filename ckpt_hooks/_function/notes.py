@@ -336,7 +336,6 @@ def filled(noted: Content, keys: Sequence[Any], now: Content, loan: Any) -> Cont
 
 
 def notes_in(notes: Sequence[Any]) -> Iterator[Any]:
-    """Yields notes, and the notes of contents inside."""
     for noted in notes:
         yield noted
         if isinstance(noted, Note):

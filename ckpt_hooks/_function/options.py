@@ -351,7 +351,6 @@ def warn_of_transform(*, stacklevel: int) -> None:
 
 
 def unwrapped(function: Any) -> Any:
-    """Returns the function in a ``functools.partial``, also in one of another."""
     while type(function) is functools.partial:
         function = function.func
     return function
@@ -365,6 +364,5 @@ def name_of_function(function: Any) -> str:
 
 
 def module_of(function: Callable[..., Any]) -> Module | None:
-    """Returns the module that a function runs: itself, or that of a bound method."""
     owner = getattr(function, "__self__", function)
     return owner if isinstance(owner, Module) else None

@@ -165,8 +165,6 @@ CELLS = Part(lambda function, _: list(map(_content_of, function.__closure__)), _
 
 @lru_cache(10_000)
 def globals_part(names: tuple[str, ...]) -> Part:
-    """Returns the place which is some of a function's globals."""
-
     def read(function: Any, _: int) -> Content:
         return [function.__globals__.get(name, ABSENT) for name in names]
 

@@ -100,7 +100,6 @@ class Walk:
                 self._add_root(now[key], content[key])
 
     def note(self, value: Any, levels: int = LEVELS) -> Any:
-        """Returns a note of a value, and looks ``levels`` levels into it."""
         kind = type(value)
         if kind in ATOMS:
             return value
@@ -277,12 +276,10 @@ def _modules_within(value: Any) -> list[Module]:
 
 
 def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any]], list[Any]]:
-    """Returns context variables with their values; notes of containers and objects of users, and what these notes need.
-
-    Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held these
-    would hold what later layers add, with graphs, and would be in a cycle by way of them (Rule 9). Long ones, of which not all
-    is noted, are held, and returned besides.
-    """
+    """Returns context variables with their values; notes of containers and objects of users, and what these notes need."""
+    # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held these
+    # would hold what later layers add, with graphs, and would be in a cycle by way of them (Rule 9). Long ones, of which not
+    # all is noted, are held, and returned besides.
     found: list[tuple[ContextVar[Any], Any, Any]] = []
     others = []
     for variable, value in context.items():
@@ -334,7 +331,6 @@ def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 
 def named_functions(function: types.FunctionType) -> list[types.FunctionType]:
-    """Returns the functions of users that a function's code names."""
     variables = function.__globals__
     found = [variables.get(name) for name in facts_of_code(function)[0]]
     return [one for one in found if type(one) is types.FunctionType and not is_own(one)]

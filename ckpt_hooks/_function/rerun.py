@@ -59,10 +59,8 @@ _UNCHANGED: Changed = ()
 
 
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
-    """Calls the function of a frame again; returns an entry for each handle, up to the last one wanted (of all if None).
-
-    MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
-    """
+    """Calls the function of a frame again; returns an entry for each handle, up to the last one wanted (of all if None)."""
+    # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
     # Under the frame's lock. Leaves the frame as it was, whether it returns or raises. A probe watches random draws, and is not
     # compared with forward.
     watch = _draw_watch() if probe is None and is_beside_drawing_thread() else probe

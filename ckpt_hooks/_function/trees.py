@@ -110,7 +110,6 @@ class ModuleNote(Note):
             loan.put(value, part, base, now, content)
 
     def bound(self, name: str) -> Content:
-        """Returns the noted content of one of the module's dictionaries."""
         return self.rows[2 + DICTS.index(name)][2]  # behind the class and the attributes
 
     def flags(self) -> list[Any]:
@@ -272,7 +271,6 @@ class Tree:
             self.history.writes_parameters = True
 
     def unbound(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the parameters that are bound nowhere by now."""
         owns = [vars(module) for note in self.modules if (module := note.reference()) is not None]
         bound = {id(one) for own in owns for values in (own, own["_parameters"]) for one in values.values()}
         return [one for one in parameters if id(one) not in bound]
@@ -288,7 +286,6 @@ def _nothing_of(found: Any) -> tuple[Any, ...]:
 
 
 def _pairs_of(note: Note, own: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields the notes of one object, each with its value."""
     names = {part: name for name, part in MODULE_DICTS.items()}
     for part, _, content, keys in note.rows:
         values = own[names[part]] if part in names else own

@@ -27,7 +27,6 @@ _SEE_MORE = "Pass `debug=True` to see the operators of both runs."
 
 
 def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
-    """Returns the error for a rerun which drew other random numbers than forward did."""
     return DeterminismError(
         f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward had drawn by then, so a "
         "dropout mask, say, is another one. Usual causes: a random table which forward made and keeps (functools.lru_cache, a "
@@ -54,7 +53,6 @@ _has_warned = False
 
 
 def warn_of_drawing_thread() -> None:
-    """Warns, once, of a thread that draws beside a region which draws nothing."""
     global _has_warned
     if not _has_warned:
         _has_warned = True
@@ -66,7 +64,6 @@ def warn_of_drawing_thread() -> None:
 
 
 def is_beside_drawing_thread() -> bool:
-    """Whether a thread is known to draw, and other threads are alive."""
     return _has_warned and are_other_threads_alive()
 
 
@@ -164,7 +161,6 @@ def note_failure(error: Exception, region: tuple[str, ...]) -> None:
 
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:
-    """Returns the error for a region with contexts to enter, whose lazy modules have not run yet."""
     return CheckpointError(
         f"region {'/'.join(region)!r} has a context_fn or debug=True, and reaches lazy modules whose parameters are "
         "not made yet. Run the model once before its first step, as torch advises for such modules.",

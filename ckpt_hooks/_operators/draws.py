@@ -57,7 +57,6 @@ def _find_form(operator: Any) -> _Form:
 
 
 def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
-    """Returns the device on which a call of an operator draws."""
     device = kwargs.get("device")
     if device is None:
         if args and isinstance(args[0], torch.Tensor):
@@ -82,7 +81,6 @@ def _is_default(generator: torch.Generator) -> bool:
 
 
 def _source_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.Generator | None, torch.device]:
-    """Returns the generator given to a call of an operator, if any, and the device on which the call draws."""
     given = _given_generator(operator, args, kwargs)
     return given, device_of(args, kwargs) if given is None else given.device
 
@@ -92,11 +90,6 @@ def _generator_at(given: torch.Generator | None, device: torch.device) -> torch.
         return given
     default, own = default_generator(device), _own_draws.active
     return own[-1].own(default) if own and not own[-1].paused else default
-
-
-def _is_unreadable(device: torch.device) -> bool:
-    # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
-    return device.type == "meta" or (device.type != "cpu" and is_capturing(device.type))
 
 
 # For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
@@ -273,7 +266,8 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
     """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
     given, device = _source_of(operator, args, kwargs)
-    if _is_unreadable(device):
+    # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
+    if device.type == "meta" or (device.type != "cpu" and is_capturing(device.type)):
         return operator(*args, **kwargs)
     generator = _generator_at(given, device)
     if id(generator) not in streams:
@@ -297,7 +291,6 @@ class OwnDraws(QuietDispatchMode):
         self._own: dict[int, torch.Generator] = {}
 
     def own(self, generator: torch.Generator) -> torch.Generator:
-        """Returns the generator in place of a default one."""
         key = id(generator)
         if key not in self._own:
             self._own[key] = own = torch.Generator(generator.device)

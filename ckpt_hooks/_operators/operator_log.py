@@ -63,10 +63,9 @@ class Entry:
 
 
 class OperatorLog(QuietDispatchMode):
-    """A dispatch mode which notes each operator of one run of a region, inner regions included.
+    """A dispatch mode which notes each operator of one run of a region, inner regions included."""
 
-    Operators of a backward in the middle of the run are left out, but by a log which counts.
-    """
+    # Operators of a backward in the middle of the run are left out, but by a log which counts.
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
         # ``count`` is called as each operator begins, for ``Entry.mark``; it must not keep a frame alive.

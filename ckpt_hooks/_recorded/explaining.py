@@ -34,19 +34,15 @@ from .values import Handle, Op, Tables, Value, flatten, values_on_tape
 
 
 class Routed(NamedTuple):
-    """The results of a routing operator in forward."""
-
     shapes: list[tuple[int, ...]] | None  # the shapes of the results; None for sizes unknown while torch traces
     chose: bool  # whether the operator chose among floating-point numbers
 
 
 def routed(op: Op, args: Any, kwargs: Any, out: Any) -> Routed:
-    """Returns a note on the results of an operator which has run in forward."""
     return Routed(_shapes_of(out), op.facts.chooses(args, kwargs))
 
 
 def check_shapes(frame: Frame, op: Op, out: Any) -> None:
-    """Compares the shapes of a replay of a frame with the shapes of forward."""
     expected, found = op.routed.shapes, _shapes_of(out)
     if expected is None or found is None or expected == found:
         return
@@ -110,11 +106,9 @@ def _in_words(shapes: list[tuple[int, ...]]) -> str:
 
 
 class Lines:
-    """The lines of the operators of an outermost region, and of those of the regions directly within.
+    """The lines of the operators of an outermost region, and of those of the regions directly within."""
 
-    The log counts values: an operator of the tape is the one during which its number was given.
-    """
-
+    # The log counts values: an operator of the tape is the one during which its number was given.
     __slots__ = ("_entries", "_latest", "_log", "_places", "_root")
 
     def __init__(self, tables: Tables) -> None:
@@ -158,7 +152,6 @@ class Lines:
         return note
 
     def explain_saved(self, error: CheckpointError, handle: Any) -> None:
-        """Adds an operator and its line to the error for the tensor of a handle."""
         saved = handle.value.saved
         if saved is not None and saved.by_policy:
             self._explain(self._place_of(handle.value.number), "It is the result of", error)
@@ -166,7 +159,6 @@ class Lines:
             self._explain(self._places.get(id(handle), -1), "Autograd saved it for", error)
 
     def explain_replay(self, error: CheckpointError, value: Value, steps: Iterable[Op | Value]) -> None:
-        """Adds an operator and its line to the error for a tensor which a replay reads."""
         readers = [
             step.number
             for step in steps

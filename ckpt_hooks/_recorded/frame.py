@@ -80,7 +80,6 @@ class SplitReplay(Replay):
         return tensor is None or self.uses.is_untouched(index, tensor)
 
     def hand_out(self, index: int, tensor: torch.Tensor) -> None:
-        """Notes a use of a handle."""
         is_second = index in self.uses.used
         if not self.uses.hand_out(index, tensor):
             self._release(index, 0 if is_second else 1)
@@ -97,8 +96,6 @@ class SplitReplay(Replay):
 
 
 class ReplayedFrame(Replayable):
-    """A recorded frame's handles and replays."""
-
     __slots__ = ("_children", "externals", "handles", "is_split")
 
     kind = "recorded"
@@ -128,11 +125,9 @@ class ReplayedFrame(Replayable):
         self.is_split: bool = outer is not None and outer.is_split
 
     def saved(self) -> list[Saved]:
-        """Returns the tensors which backward may still ask for; see :meth:`Frame.saved`."""
         return [self.describe(handle) for reference in self.handles if (handle := reference()) is not None]
 
     def held(self) -> list[Holding]:
-        """Returns the tensors kept alive by this frame, in the order of their making; see :meth:`Frame.held`."""
         seen: set[int] = set()
         held = held_in_graph(self.externals, seen)
         for value in self._values():
@@ -150,12 +145,10 @@ class ReplayedFrame(Replayable):
         return sorted(values_below([handle.value for handle in handles]), key=_number)
 
     def owners(self) -> list[Frame]:
-        """Returns the frames around; see :meth:`Frame.owners`."""
         packed = [value.saved for value in self._values() if value.saved is not None and value.saved.is_packed]
         return owners_in([self.outer, packed], Frame)
 
     def describe(self, packed: Handle) -> Saved:
-        """Returns the description of a handle's tensor; see :meth:`Frame.describe`."""
         value = packed.value
         made_by = None if value.op is None else value.op.facts.full_name
         shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
@@ -273,7 +266,6 @@ class ReplayedFrame(Replayable):
         return take(Replay(self, (value,), None), value)
 
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """See :meth:`Replayable.sources_of`."""
         outer = self.outer
         assert outer is not None
         if replay.key is None:
@@ -349,7 +341,6 @@ class RecordedFrame(ReplayedFrame):
         at_end: Callable[[Tape], None] | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """Makes a frame inside the innermost frame of this thread."""
         parent = stack.innermost
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
@@ -373,7 +364,6 @@ class RecordedFrame(ReplayedFrame):
         self.tape: Tape | None = None if outer is None else outer.tape  # the frame's tape; None after the end
 
     def policy_in_words(self) -> str | None:
-        """Returns the policy in words; see :meth:`Frame.policy_in_words`."""
         return None if self._decisions is None else repr(self._decisions.policy)
 
     def __enter__(self) -> RecordedFrame:
@@ -621,7 +611,6 @@ def unpack(packed: Any) -> torch.Tensor:
 
 @skipped
 def unpack_compared(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle as :func:`unpack` does, after a comparison with the saved tensor."""
     tensor = unpack(packed)
     if isinstance(packed, Handle):
         frame = packed.frame

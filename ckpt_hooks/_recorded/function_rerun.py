@@ -130,7 +130,6 @@ def _content_of(slot: Any, value: Any) -> Any:
 
 
 def memory_of(parts: Iterable[Any]) -> list[tuple[int | None, int]]:
-    """Returns where the contents of the tensors among some parts are, and their versions."""
     return [(storage_of(one), version_of(one)) for one in parts if isinstance(one, torch.Tensor)]
 
 
@@ -295,7 +294,6 @@ class FunctionFacts(OpFacts):
         )
 
     def error(self, frame: Frame, expected: str, found: str) -> DeterminismError:
-        """Returns the error for a rerun with other results than forward."""
         region = format_path(frame.path)
         return DeterminismError(
             f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` runs again for backward, where it "

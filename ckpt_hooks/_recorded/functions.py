@@ -53,7 +53,6 @@ _tensor_at = functools.cache(TensorAt)
 def taken_apart(
     args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor], tuple[bool, ...], list[Any], str | None]:
-    """Takes the arguments of a call apart."""
     tensors: list[torch.Tensor] = []
     needs: list[bool] = []
     arguments: list[Any] = []
@@ -134,7 +133,6 @@ class RunningFunction:
         self._decisions: dict[int, int] = {}  # of the policy, on results of operators inside, by address
 
     def keep(self, reason: str) -> None:
-        """Has the results kept, unless they are already."""
         if self.reason is None:
             self.reason = f"from {self._facts.name}, which {reason}"
 
@@ -371,7 +369,6 @@ class FunctionCall(RunningFunction):
                 self._written[id(store)] = store
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Runs the call, and puts its results on the tape."""
         hooks, release = top_saved_tensors_hooks(False), None
         try:
             if hooks is not None:
@@ -422,13 +419,11 @@ class FunctionCall(RunningFunction):
             self.keep("writes to memory which a policy kept and which was written to before")
 
     def _put_copies(self, store: Store) -> None:
-        """Gives kept tensors of a written storage their content from before."""
         if store.held is not None:
             copies = [(tensor, copy_from(image, tensor)) for tensor, looked, image in self._looked if looked is store]
             writes.put_copies(store, copies, self._facts.name, self._tape.path)
 
     def _finish(self, out: Any) -> None:
-        """Puts the results on the tape."""
         if not self._is_settled:
             self._settle()
         for place, tensor in enumerate(out if isinstance(out, tuple) else (out,)):

@@ -43,11 +43,10 @@ _CAST = Kind.CAST
 
 
 class Recorder(SelectiveCheckpointContext):
-    """Records for the outermost region of a thread, and for those directly within it (Rule 14).
+    """Records for the outermost region of a thread, and for those directly within it (Rule 14)."""
 
-    Of the instructions of a small block's step, it saves a fifth that most operators do not come by way of :meth:`_record`, 3
-    to 5% that :meth:`Tape.put` is written out, and 5% under a policy that :meth:`_save` is.
-    """
+    # Of the instructions of a small block's step, it saves a fifth that most operators do not come by way of :meth:`_record`, 3
+    # to 5% that :meth:`Tape.put` is written out, and 5% under a policy that :meth:`_save` is.
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -59,7 +58,6 @@ class Recorder(SelectiveCheckpointContext):
         self._look()
 
     def abandoned(self) -> None:
-        """See :meth:`QuietDispatchMode.abandoned`."""
         super().abandoned()
         vars(self._tape).pop("recorder", None)
 
@@ -187,7 +185,6 @@ class Recorder(SelectiveCheckpointContext):
 
     @skipped
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs and records a custom function as one operator."""
         tape = self._tape
         if tape.is_in_frame and graph_task_id() != tape.task:  # as in :meth:`_record`
             return run_watched(around, function, args, kwargs)
@@ -202,7 +199,6 @@ class Recorder(SelectiveCheckpointContext):
             self._call, self.paused = None, 0
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
-        """Runs a call which may write to its arguments."""
         return writes.run_unseen(self._tape, writer, args, call)
 
     def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -266,7 +262,6 @@ class Recorder(SelectiveCheckpointContext):
         tape.held.keep(value, tensor, SAVE, tape.path, BY_POLICY)
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Runs and records an operator of any kind."""
         tape = self._tape
         if self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)

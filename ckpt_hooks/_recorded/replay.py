@@ -159,15 +159,11 @@ def _read(op: Op) -> list[Value]:
     ]
 
 
-def _targets(op: Op) -> list[Value]:
-    return [value for written in op.facts.written for value in values_on_tape(written.of(op.args, op.kwargs))]
-
-
 def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:
     last: dict[int, int] = {}
     for op in ops:
-        if op.facts.written:
-            for value in _targets(op):
+        for written in op.facts.written:
+            for value in values_on_tape(written.of(op.args, op.kwargs)):
                 last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
     plan.written = set(last)
     plan.asked = {value.number for value in asked if id(value.store) in last}
@@ -264,10 +260,9 @@ AT_ONCE = 1 << 20
 
 
 class ReplayContext:
-    """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around.
+    """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around."""
 
-    Dispatch modes of the user's see these operators; dispatch modes of the package do not.
-    """
+    # Dispatch modes of the user's see these operators; dispatch modes of the package do not.
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -307,7 +302,6 @@ class ReplayContext:
         set_grad_enabled(False)
 
     def resume(self) -> None:
-        """Ends :meth:`suspend`."""
         set_grad_enabled(self._was_grad)
         if self._modes is not None:
             self._modes = PastFunctionModes()
@@ -427,7 +421,6 @@ class Replay:
         self.tensors[value.number] = tensor
 
     def _fetch(self, work: Work) -> None:
-        """Gets the kept tensors for some work."""
         for value in work.leaves:
             if value.number not in self.tensors:
                 try:

@@ -121,7 +121,6 @@ class TensorsHeld:
                 yield Label(value.saved.cause.reason, read, tensor.requires_grad, kind)
 
     def with_histories(self) -> list[Value]:
-        """Returns the values kept with the operators that made them."""
         values = [value for reference in self._held if (value := reference()) is not None]
         return [value for value in values if value.saved is not None and value.op is not None]
 
@@ -273,7 +272,6 @@ class Tape:
             store.members.append(_weakref(tensor))
 
     def note_uninitialized(self, tensor: Any) -> None:
-        """Puts uninitialised memory on the tape."""
         address = storage_of(tensor) if isinstance(tensor, _Tensor) else None
         if address is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return
@@ -358,7 +356,6 @@ class Tape:
         return value
 
     def _uninitialized_like(self, tensor: torch.Tensor, address: int) -> Value:
-        """Returns a value for uninitialised memory like a tensor's, at an address."""
         op = Op()
         self.tables.number = op.number = self.tables.number + 1
         op.facts, op.surroundings = facts_of(_EMPTY_STRIDED), self.surroundings
@@ -371,7 +368,6 @@ class Tape:
         return new_value(op.number, store, store, op)
 
     def parameters(self) -> list[HeldTensor]:
-        """Returns the holders of the parameters that operators on the tape read."""
         values = [value for reference in self.tables.inputs.values() if (value := reference()) is not None]
         found = [value.saved for value in values if type(value.saved) is HeldTensor]
         return [saved for saved in found if type(saved.tensor) is torch.nn.Parameter]
@@ -414,7 +410,6 @@ def _of_class(tensor: torch.Tensor) -> str:
 
 
 def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs an operator, and notes its draw in ``op``."""
     if not facts.is_random or drops_nothing(func, args, kwargs):
         return facts.call(*args, **kwargs)
     if tape.draws_anew:

@@ -90,7 +90,8 @@ def _begin(policy: Any) -> int:
     around = torch.fx.traceback.current_meta.get("custom", {}).get(_REGION)
     outermost = number if around not in _now.regions else _now.regions[around].outermost
     if not _now.regions:
-        _install()
+        _now.before = set_compile_configs(_mark, torch.compiler.config.cache_key_tag)
+        at_end_of_compilation(_restore)
     _now.regions[number] = _Region(outermost, None if policy is None else policy_from(policy), num_traced_nodes())
     return number
 
@@ -103,11 +104,6 @@ def _end(number: int) -> None:
         _now.places.append(f"{region.start}:{num_traced_nodes()}:{_key_of(region.policy)}")
         digest = hashlib.sha256("|".join(_now.places).encode()).hexdigest()
         set_compile_configs(_mark, f"{_now.before[1]}ckpt_hooks:{digest}")
-
-
-def _install() -> None:
-    _now.before = set_compile_configs(_mark, torch.compiler.config.cache_key_tag)
-    at_end_of_compilation(_restore)
 
 
 def _restore() -> None:
@@ -175,7 +171,6 @@ def _key_of(value: Any) -> str:
 
 @while_tracing
 def warn_of_instance() -> None:
-    """Warns of a region made outside of the traced function, which Dynamo enters as it is."""
     warn_user(
         "A checkpoint_region made outside of a function does nothing where torch.compile traces the function. Write `with "
         "checkpoint_region(...):` in the function, or decorate a function with it."

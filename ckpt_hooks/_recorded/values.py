@@ -110,12 +110,10 @@ class Op:
 
 
 class Value:
-    """A tensor at a moment.
+    """A tensor at a moment."""
 
-    There are three kinds. A result is an output of an operator (``op``). A value after a write is what another one
-    (``before``) has become by an operator (``op``). An input has neither; it is kept.
-    """
-
+    # There are three kinds. A result is an output of an operator (``op``). A value after a write is what another one
+    # (``before``) has become by an operator (``op``). An input has neither; it is kept.
     __slots__ = ("__weakref__", "before", "counter", "number", "op", "saved", "store", "tensor")
 
     number: int  # larger than that of any value that existed when this one came to be
@@ -194,7 +192,6 @@ def is_held_twice(reference: weakref.ref[Value], holders: int = 1) -> bool:
 
 
 def flatten(outputs: Any) -> list[Any]:
-    """Returns the outputs of an operator in one list, in order: tensors and others."""
     if isinstance(outputs, (list, tuple)):
         return list(itertools.chain.from_iterable(map(flatten, outputs)))
     return [outputs]
@@ -273,7 +270,6 @@ def _copy_of(op: Op, copies: dict[int, Value | None]) -> Op | None:
 
 
 def rebuild(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:
-    """Returns an argument of an :class:`Op` with tensors in place of values."""
     if type(argument) is Value:
         return tensors[argument.number]
     if type(argument) is list:
@@ -312,7 +308,6 @@ class Tables:
         table[key] = value
 
     def is_taken(self, address: int) -> bool:
-        """Whether there is a known live storage at an address."""
         store = self.stores.get(address)
         return store is not None and store.is_alive()
 
@@ -379,7 +374,6 @@ class Tables:
                     yield value, faces
 
     def clear(self) -> None:
-        """Forgets everything, at the end of a region."""
         for store in self.stores.values():
             store.members = []
         for reference in self.inputs.values():

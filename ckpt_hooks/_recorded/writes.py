@@ -59,7 +59,6 @@ def _covers(tensor: torch.Tensor) -> bool:
 
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs and records an operator which writes to its arguments."""
     wanted = RECOMPUTE if tape.decisions is None else tape.decisions.of(facts)
     if facts.writes_first and facts.single and wanted == RECOMPUTE and facts.keywords.isdisjoint(kwargs):
         value = _alone(tape, facts, args[0])
@@ -238,7 +237,6 @@ def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], na
 
 
 def are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors in one storage are the same part of it."""
     return same_layout(one, other) and one.storage_offset() == other.storage_offset()
 
 
@@ -312,11 +310,9 @@ def _handed_over(handle: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
 def look_at_handles(
     tape: Tape, stores: Iterable[Store], bumped: list[object], name: str, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
-    """Finds the handles of tensors in outside storages which are about to be written to.
-
-    Handles whose version counts the write are lost. Handles of regions inside the user's saved-tensor hooks are given to these
-    hooks, which may copy. The other handles are returned, with their tensors.
-    """
+    """Finds the handles of tensors in outside storages which are about to be written to."""
+    # Handles whose version counts the write are lost. Handles of regions inside the user's saved-tensor hooks are given to
+    # these hooks, which may copy. The other handles are returned, with their tensors.
     quiet = []
     for store in stores:
         handles, store.handles = store.handles, None

@@ -49,6 +49,5 @@ def check_of(determinism_check: Any) -> Check:
 
 
 def version_of(facts: Any) -> int:
-    """Returns the version among noted facts, or noted alone."""
     version: int = facts[-1] if isinstance(facts, tuple) else facts
     return version

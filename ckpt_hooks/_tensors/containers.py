@@ -106,7 +106,6 @@ def _is_still(captured: Any, value: Any) -> bool:
 
 
 def slots_in(bases: Iterable[type[Any]]) -> list[Any]:
-    """Returns the descriptors of the slots that some classes define themselves."""
     return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
@@ -116,7 +115,6 @@ def builtin_of(kind: type[Any]) -> type[Any]:
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-    """Returns the value for a captured stand-in, given the tensors and the containers already built in this rerun."""
     kind = type(captured)
     if kind is TensorAt:
         return tensors[captured.position]

@@ -58,7 +58,6 @@ class HeldTensor:
         return self.cause.reason in (Reason.POLICY, Reason.NAME)
 
     def is_in(self, address: int) -> bool:
-        """Whether the content is in a storage."""
         tensor = self.tensor if self.memory is None else self.memory
         return tensor is not None and (storage_of(tensor) or 0) == address
 
@@ -75,7 +74,6 @@ class HeldTensor:
         return memory
 
     def is_elsewhere(self) -> bool:
-        """Whether the tensor was given another storage since."""
         tensor, memory = self.tensor, self.memory
         return tensor is not None and memory is not None and storage_address(tensor) != storage_address(memory)
 
@@ -273,7 +271,6 @@ class HeldByHooks(HeldTensor):
 
     @unseen
     def get(self) -> torch.Tensor:
-        """Returns the tensor unpacked by the hooks, with its strides in forward."""
         tensor: torch.Tensor = self._unpack(self._packed)
         if not recomputes(self._unpack):  # those of a frame check versions themselves
             if is_freed(tensor):

@@ -96,7 +96,6 @@ class Transfers:
         self.latest: weakref.ref[Any] | None = None
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an uninitialised tensor of the same shape, strides and dtype, in pinned memory."""
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def present_stream(self) -> Any:
@@ -123,7 +122,6 @@ class Transfers:
         return Sent(number, host, copied)
 
     def leave_behind(self, number: int) -> None:
-        """Lets go of a tensor in the stash, if it is there."""
         with self.lock:
             leaving = self._stash.get(number)
             if leaving is not None:
@@ -150,11 +148,9 @@ class Transfers:
         return arrival
 
     def wait(self, sent: Sent) -> None:
-        """Makes the present stream wait for a copy on the host."""
         self.present_stream().wait_event(sent.copied)
 
     def use(self, arrival: Arrival) -> None:
-        """Makes the present stream wait for a copy on the device, and use the copy."""
         stream = self.present_stream()
         stream.wait_event(arrival.fetched)
         if stream != arrival.stream:
@@ -168,7 +164,6 @@ def drop_copies_at_end(fetched: _Droppable) -> None:
 
 
 def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:
-    """Calls a function past all function modes and dispatch modes."""
     if num_function_modes():
         with PastFunctionModes():
             return past_all_modes(tensor, function, *args)

@@ -15,7 +15,6 @@ default_store: Callable[[], Any] = c10d._get_default_store
 
 
 def store_in(prefix: str, store: Any) -> Any:
-    """Returns a store whose keys are those of another with a prefix."""
     return c10d.PrefixStore(prefix, store)
 
 

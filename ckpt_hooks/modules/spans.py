@@ -58,8 +58,6 @@ def _parent_of(modules: dict[str, Module], name: str) -> str:
 
 
 class _Calls(threading.local):
-    """The calls of parents that run on a thread."""
-
     def __init__(self) -> None:
         self.open: list[_Call] = []
 
@@ -151,8 +149,6 @@ def check_spans(made: list[tuple[RegionSpan, SpanModules]]) -> None:
 
 
 class _Call:
-    """One call of a span's parent."""
-
     def __init__(self, span: RegionSpan, parent: Module) -> None:
         self.span, self.parent = span, parent
         self.leave: Callable[..., object] | None = None  # while the region is open

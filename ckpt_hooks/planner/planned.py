@@ -30,12 +30,6 @@ Runs = tuple[tuple[str, str, int], ...]
 Kept = Runs | Literal[False] | None
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Returns the shapes of a call."""
-    tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
-    return tuple(map(dtype_and_shape, tensors))
-
-
 def _is_within(shapes: Shapes, others: Shapes) -> bool:
     """Whether a call has as many tensors as another, of the same dtypes and ranks, none of them larger in a dimension."""
     return len(shapes) == len(others) and all(
@@ -163,7 +157,8 @@ class PlannedRunner(RegionRunner):
         """Returns the function which makes a call a region, with names of submodules in a module; None for a plain call."""
         if not torch.is_grad_enabled():
             return None
-        shapes = shapes_of(args, kwargs)
+        tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
+        shapes = tuple(map(dtype_and_shape, tensors))
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             _warn_of_compilers()

@@ -92,7 +92,6 @@ class Ranks:
             self._call, self._number = around
 
     def all(self, value: T) -> list[T]:
-        """Returns the values of all ranks."""
         if self._store is None:
             return [value]
         self._number += 1
@@ -133,7 +132,6 @@ class Ranks:
         return result
 
     def most(self, value: int) -> int:
-        """Returns the largest value of any rank."""
         return max(self.all(value))
 
     def attempt(self, function: Callable[[], T]) -> T | None:

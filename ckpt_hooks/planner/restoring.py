@@ -91,7 +91,6 @@ class _Copy:
         return tensor.detach().to("cpu", copy=True)
 
     def take(self) -> None:
-        """Copies the content if that was left for later, and nothing has been written to the tensor."""
         if self._data is None and not self.is_written:
             self._data = self._taken(self.tensor)
 
@@ -162,7 +161,6 @@ class _Notes:
         return bool(found)
 
     def put_back(self) -> list[torch.Tensor]:
-        """Restores the contents, and returns the tensors whose content is lost."""
         lost = [one.tensor for one in self._late.values() if one.is_lost]
         for undo in self._undo:
             undo()

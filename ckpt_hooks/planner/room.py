@@ -36,7 +36,6 @@ class Room:
         return int((free + unused) * (1 - _LEFT))
 
     def begin(self) -> None:
-        """Begins to measure what a step takes."""
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(self._device)
         self._before = torch.accelerator.memory_allocated(self._device)

@@ -21,8 +21,6 @@ from .base import Policy, decision_of, makes_policies
 
 
 class _SaveModules(Policy):
-    """Keeps the results of what runs in some modules."""
-
     title, kind = "save_modules", "modules"
     advice = "Names are those of named_modules(), or their ends. Modules run where they are called, not where their forward is."
 

@@ -163,8 +163,6 @@ norms_recomputed: Policy = _ByName(
 
 
 class _Routing(Policy):
-    """Keeps results on which routes and shapes depend."""
-
     title = "routing_saveable"
     meaning = "keeps results on which routes and shapes depend (top-k, sort, nonzero, item, ...)"
 
