@@ -653,6 +653,25 @@ def planned(step=None, budget=0.5, blocks=None, model=None, **options):
     return plan_memory(model, step, budget, blocks=blocks, **options)
 
 
+GUARDED = two_blocks()
+
+
+def guarded(step, limit=1):
+    with planned(model=GUARDED).guard(GUARDED, limit=limit) as guard:
+        guard(step, GUARDED)
+
+
+def written_to(model):
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    raise ValueError("later")
+
+
+@says(CheckpointError, "a parameter or the state of an optimizer, outside of any", region=())
+def a_weight_written_to_outside_of_an_optimizer():
+    guarded(written_to, None)
+
+
 @says(ValueError, "is compiled")
 def a_plan_of_a_compiled_model():
     model = nn.Linear(4, 4)
@@ -849,6 +868,8 @@ def chunked(function=torch.sin, *args, chunks=2, **options):
 #: Wrong calls, by the class and a pattern of the message.
 CALLS = {
     TypeError: {
+        "group should be a process group which this process is in, but got 3": lambda: planned(group=3),
+        "step should be a function to run, but got 3": lambda: planned(model=GUARDED).guard(GUARDED)(3),
         "offload_saved_tensors belongs to objects of this process": lambda: pickle.dumps(offload_saved_tensors()),
         # Options
         r"determinsm='none' .*Write `checkpoint\(determinism_check=\.\.\.\)\(f.* takes .*policy, ": (
@@ -1072,19 +1093,28 @@ CALLS = {
         r"cost should be one of \('operations', 'seconds'\), but got 'dollars'": lambda: planned(cost="dollars"),
         "without memory": lambda: planned(model=nn.LazyLinear(4)),
         "The model of this plan is gone": lambda: planned(blocks=["1"]).apply(),
+        "cost should be 'operations' with dry_run, but got 'seconds'": lambda: planned(cost="seconds", dry_run=True),
+        "The step calls aten.nonzero.default": lambda: planned(
+            lambda model: backward(model(torch.ones(2, 4))[torch.ones(2).nonzero()]), dry_run=True
+        ),
+        "memory_budget should be bytes, or a part from 0.0 to 1.0, but got 'auto'": lambda: planned(budget="auto"),
         "The profile of this plan is not there": lambda: Plan.from_json(planned(blocks=["1"]).to_json()).pareto(),
     },
     BudgetTooSmallError: {
         "No plan fits 1 bytes: the least peak": lambda: planned(budget=1, blocks=["1"]),
         "of which 10.0% are to be left free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
+        "No plan of the front is below the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },
     RuntimeError: {
+        "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
         "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
         "is a region by enable_in_transformers already": lambda: enable_in_transformers(enabled(enable_in_transformers)),
         "is a region by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },
-    CheckpointError: {"reaches lazy modules": lambda: checkpoint(debug=True)(Lazy())(leaf(2, 3))},
+    CheckpointError: {
+        "reaches lazy modules": lambda: checkpoint(debug=True)(Lazy())(leaf(2, 3)),
+    },
     ReferenceError: {"holds its module weakly": lambda: checkpoint_module(nn.Tanh()).forward(x)},
     AttributeError: {"no attribute 'nothing'": lambda: ckpt_hooks.nothing},
     UserWarning: {
@@ -1111,6 +1141,9 @@ NOT_PROVOKED = {
     "ckpt_hooks does not support free-threaded Python": "by a test of the import, in a process of its own",
     "ran while a CUDA graph is being captured": "on a fake device, in tests/test_graph_capture.py",
     "was to draw random numbers in a checkpoint_region": "likewise",
+    "failed while the ranks planned together": "by processes of a group, in tests/planner/test_ranks.py",
+    "the timeout of the process group. All ranks": "likewise",
+    "Ranks that plan together run the same": "likewise",
 }
 
 

@@ -159,11 +159,7 @@ class Lines:
             self._explain(self._places.get(id(handle), -1), "Autograd saved it for", error)
 
     def explain_replay(self, error: CheckpointError, value: Value, steps: Iterable[Op | Value]) -> None:
-        readers = [
-            step.number
-            for step in steps
-            if type(step) is Op and any(value in values_on_tape(argument) for argument in (*step.args, *step.kwargs.values()))
-        ]
+        readers = [step.number for step in steps if type(step) is Op and value in _read_by(step)]
         if readers:
             self._explain(self._place_of(min(readers)), "It is read by", error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -216,22 +216,22 @@ class ReplayedFrame(Replayable):
         replay = self.replay_for(SPLIT)
         assert isinstance(replay, SplitReplay)
         if not replay.expects_handle(handle.index):
-            self._forget_parts()
+            for frame in self._frames_on_tape():  # this is a third backward
+                frame.passes = NO_PASSES
             replay = self.replay_for(SPLIT)
             assert isinstance(replay, SplitReplay)
         tensor = take(replay, handle.value)
         replay.hand_out(handle.index, tensor)
         return tensor
 
-    def _forget_parts(self) -> None:
-        """Drops the replays of all frames on the tape, for a third backward."""
+    def _frames_on_tape(self) -> Iterator[ReplayedFrame]:
         root = self
         while root.outer is not None:
             root = root.outer
         todo = [root]
         while todo:
             frame = todo.pop()
-            frame.passes = NO_PASSES
+            yield frame
             todo += frame._living_children()
 
     def own(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
@@ -249,16 +249,11 @@ class ReplayedFrame(Replayable):
 
     def _has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a running replay of the tape has a tensor in the memory of ``tensor``."""
-        address, root = storage_of(tensor), self
-        while root.outer is not None:
-            root = root.outer
-        todo = [root]
-        while todo:
-            frame = todo.pop()
+        address = storage_of(tensor)
+        for frame in self._frames_on_tape():
             for replay in list(frame.passes.values()):  # those of other threads come and go
                 if any(storage_of(other) == address for other in (*replay.tensors.values(), *replay.held.values())):
                     return True
-            todo += frame._living_children()
         return False
 
     def alone(self, value: Value) -> torch.Tensor:

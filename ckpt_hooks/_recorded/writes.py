@@ -243,8 +243,8 @@ def are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
 def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
     """Makes a new value of every tensor in a written storage; returns the new values."""
     facts, tables, made = op.facts, tape.tables, []
-    handles = _live_handles(store) if store.handles is not None else ()
-    quiet = [handle for handle in handles if handle.value.counter not in bumped] if handles else ()
+    handles = [handle for reference in store.handles or () if (handle := reference()) is not None]
+    quiet = [handle for handle in handles if handle.value.counter not in bumped]
     for handle in handles:
         if handle.value.counter in bumped:
             handle.value = _overwritten(handle.value, facts.full_name, handle.frame.path)
@@ -279,10 +279,6 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
         handle.value = now
         store.handles = [*(store.handles or ()), weakref.ref(handle)]
     return made
-
-
-def _live_handles(store: Store) -> list[Any]:
-    return [handle for reference in store.handles or () if (handle := reference()) is not None]
 
 
 def _after(tape: Tape, op: Op, before: Value) -> Value:

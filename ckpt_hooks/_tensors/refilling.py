@@ -6,6 +6,7 @@ memory, which the owner frees when the last borrower gives it back. This module 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -36,33 +37,19 @@ class Origin(NamedTuple):
 Finder = Callable[[torch.Tensor], Origin | None]
 
 
-class _Registered:
-    __slots__ = ("_find", "_load", "framework")
-
-    def __init__(self, framework: str, load: Callable[[], Finder]) -> None:
-        self.framework, self._load = framework, load
-        self._find: Finder | None = None
-
-    def find(self, tensor: torch.Tensor) -> Origin | None:
-        find = self._find
-        if find is None:
-            find = self._find = self._load()
-        return find(tensor)
-
-
-_registered: list[_Registered] = []
+_registered: list[tuple[str, Callable[[], Finder]]] = []
 
 
 def register_finder(framework: str, load: Callable[[], Finder]) -> None:
     """Registers who finds the owners of a framework's memory: ``load`` returns the finder when the first question comes."""
-    _registered.append(_Registered(framework, load))
+    _registered.append((framework, functools.cache(load)))
 
 
 def owner_of(tensor: torch.Tensor) -> Origin | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
-    for registered in _registered:
+    for framework, finder in _registered:
         # While nobody has imported the framework, a question costs no more than a look-up.
-        if registered.framework in sys.modules and (origin := registered.find(tensor)) is not None:
+        if framework in sys.modules and (origin := finder()(tensor)) is not None:
             return origin
     return None
 
