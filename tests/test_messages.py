@@ -883,7 +883,9 @@ CALLS = {
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "use_reentrant should be None or False, but got": lambda: checkpoint(block, x, use_reentrant="no"),
         "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
-        "returned a PolicyContext and a null": lambda: with_contexts((selective_pair()[0], noop_context_fn()[0])),
+        "returned a PolicyContext and a null": lambda: with_contexts(
+            (selective_pair()[0], noop_context_fn()[0])
+        ),
         "and a _CachedTorchDispatchMode": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),

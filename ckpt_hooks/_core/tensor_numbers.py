@@ -6,10 +6,9 @@ object of a storage lasts as long as the storage, since torch keeps a referenced
 
 from __future__ import annotations
 
-import contextvars
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,6 @@ import torch
 from ckpt_hooks._torch.tensors import storage_of
 
 _next_number = itertools.count(1).__next__
-
-#: In a dry run, where fake tensors stand for real ones and the address of a storage is that of its object, a function to be
-#: called with real tensors that a region makes; None outside.
-dry_births: contextvars.ContextVar[Callable[[torch.Tensor], None] | None] = contextvars.ContextVar("dry_births", default=None)
 
 # By the identity of what is numbered, which leaves before another thing has the same.
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -58,9 +53,9 @@ def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
 
 
 def address_in(storage: Any) -> int:
-    """Returns the address of the memory of a storage; 0 without memory, as of fake tensors but in a dry run."""
+    """Returns the address of the memory of a storage; 0 without memory, as of fake tensors."""
     if storage.device.type == "meta":
-        return 0 if dry_births.get() is None else int(storage._cdata)
+        return 0
     try:
         return int(storage.data_ptr())
     except RuntimeError:

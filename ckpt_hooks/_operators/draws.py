@@ -17,7 +17,6 @@ from typing_extensions import Self
 
 from ckpt_hooks._ambient.streams import Snapshot, default_generator, is_capturing, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unseen
-from ckpt_hooks._core.tensor_numbers import dry_births
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import address_of_generator
 
@@ -225,8 +224,6 @@ def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], st
     _refuse_capture(operator, device)
     generator = _generator_at(given, device)
     before = generator.get_state()
-    if (tell := dry_births.get()) is not None:
-        tell(before)
     result = operator(*args, **kwargs)
     if _form_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
         return result, None

@@ -6,22 +6,9 @@ One profiled step, a simulation of every plan from it, and the cheapest plan tha
 from __future__ import annotations
 
 from .chunked import PlannedChunks
-from .estimate import EstimatedBlock, MemoryEstimate, estimate_memory
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint
 from .plan import Plan, plan_memory
 from .planned import KeptRun, PlannedBlock
 
-__all__ = [
-    "EstimatedBlock",
-    "Guard",
-    "KeptRun",
-    "MemoryEstimate",
-    "ParetoFront",
-    "ParetoPoint",
-    "Plan",
-    "PlannedBlock",
-    "PlannedChunks",
-    "estimate_memory",
-    "plan_memory",
-]
+__all__ = ["Guard", "KeptRun", "ParetoFront", "ParetoPoint", "Plan", "PlannedBlock", "PlannedChunks", "plan_memory"]

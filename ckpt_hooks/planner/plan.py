@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.misuse import check_module, checked_bytes, checked_flag, unknown_error, wrong
+from ckpt_hooks._core.misuse import checked_bytes, unknown_error, wrong
 from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
@@ -447,7 +447,6 @@ def plan_memory(
     cost: str = "operations",
     chunks: Mapping[str, Any] | None = None,
     group: Any = None,
-    dry_run: bool = False,
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
@@ -485,10 +484,6 @@ def plan_memory(
             the connections of all groups in its process. A rank that never comes is an error after the timeout of the group. A
             group of one rank plans alone. One that is a part of all runs the step as often as a plan may take, since stages of
             a pipeline meet in it; of their errors the others see that a connection is closed, or the timeout.
-        dry_run: Whether all steps run on fake tensors, which take no memory and have no values: the model may be on the meta
-            device, and counts as one on the default device. The plan is predicted, from the shapes alone. What operators take
-            within a run is known of the host's convolutions, batch norms and attention in float32, not of low precision or of
-            accelerators, whose workspaces come on top. Not with ``cost="seconds"``.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
@@ -497,8 +492,8 @@ def plan_memory(
         BudgetTooSmallError: If no plan fits.
         CheckpointError: If another rank fails, or has other arguments, blocks or operators.
         TypeError: If an argument is of another kind.
-        ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, the
-            model is compiled, or a step on fake tensors asks for values, as by ``item()``.
+        ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, or the
+            model is compiled.
 
     Example:
         >>> import torch
@@ -512,16 +507,6 @@ def plan_memory(
         ...     model(x).sum().backward()
     """
     options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
-    is_dry = checked_flag(dry_run, "dry_run")
-    if is_dry:
-        from .dry import dry
-
-        check_module(model, "model", "Pass the model, then the step.")
-        if cost == "seconds":
-            raise wrong(
-                cost, "cost", "'operations' with dry_run", "Seconds are of real steps: leave out one of the two.", ValueError
-            )
     ranks = Ranks(group)
-    with ranks.together(), dry(model) if is_dry else contextlib.nullcontext():
-        found = searched(model, step, memory_budget, ranks, **options)
-    return Plan(**{**found, "predicted_peak": found["measured_peak"], "is_measured": False} if is_dry else found)
+    with ranks.together():
+        return Plan(**searched(model, step, memory_budget, ranks, **options))

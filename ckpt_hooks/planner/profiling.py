@@ -17,7 +17,8 @@ from ckpt_hooks._core.call_sites import called_modules
 from ckpt_hooks._core.events import Operator, Region, TensorInfo
 from ckpt_hooks._core.holdings import Saved
 from ckpt_hooks._core.settings import observe
-from ckpt_hooks.report.ledger.rows import Marks, OlderMemory, RegionMarks, Row, source
+from ckpt_hooks._torch.profiling import profile_memory
+from ckpt_hooks.report.ledger.rows import Marks, OlderMemory, RegionMarks, Row, rows_of
 
 
 class Run(NamedTuple):
@@ -230,16 +231,16 @@ def _count(operator: Operator) -> float:
 
 def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
     """Runs a step whose blocks are recorded regions that keep nothing, and replay by value."""
-    recording = source.get()()
-    marks = recording.marks
+    marks = Marks()
     older = OlderMemory(marks)
+    profile = profile_memory()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recording)
+        stack.enter_context(profile)
         stack.enter_context(observe(_Watch(marks, blocks)))
         step()
     marks.is_open = False
     older.forget()
-    rows, _ = recording.rows()
+    rows, _ = rows_of(profile.events(), marks)
     return _Reader(set(blocks), older.sizes).read(rows)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from ckpt_hooks._core.misuse import wrong
-from ckpt_hooks._torch.profiling import is_profiling
+from ckpt_hooks._torch.profiling import is_profiling, profile_memory
 from ckpt_hooks.report.entries import Advice, Origin, table_of_advice
 from ckpt_hooks.report.formatting import (
     Printed,
@@ -27,7 +27,7 @@ from ckpt_hooks.report.formatting import (
 
 from .data import Holder, LedgerData, Phase, maker_in_words
 from .pictures import Picture, compare
-from .rows import OlderMemory, source, watch
+from .rows import Marks, OlderMemory, rows_of, watch
 from .wastes import remedy_for, wastes_of
 
 _HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
@@ -266,15 +266,14 @@ def _block() -> Iterator[MemoryLedger]:
             "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. Leave the block "
             "of the profiler, or of the ledger around this one, first."
         )
-    found, recording = MemoryLedger(), source.get()()
-    marks = recording.marks
+    found, marks = MemoryLedger(), Marks()
     older = OlderMemory(marks)
+    profile = profile_memory()
     with noting_out_of_memory(found.causes_now):
         try:
-            with recording, watch(marks):
+            with profile, watch(marks):
                 yield found
         finally:
             marks.is_open = False
             older.forget()
-            rows, differentiable = recording.rows()
-            found.fill(rows, differentiable, older.sizes)
+            found.fill(*rows_of(profile.events(), marks), older.sizes)

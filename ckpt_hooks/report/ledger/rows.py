@@ -7,7 +7,6 @@ memory.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import gc
 import itertools
 import sys
@@ -29,14 +28,14 @@ from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.tensor_numbers import address_in, address_of
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.modes import PastFunctionModes
-from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profile_memory, profiler_range
+from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
 from ckpt_hooks._torch.tensors import dense_parts
 from ckpt_hooks.report.entries import NOWHERE, Origin
 
 _PREFIX = "ckpt_hooks##"
 _NODE = "autograd::engine::evaluate_function: "
 _STEP = "Optimizer."
-LINE = "line"  # of a mark whose range is a call into torch
+_LINE = "line"  # of a mark whose range is a call into torch
 
 
 class Mark(NamedTuple):
@@ -66,27 +65,6 @@ class Marks:
         if self.is_open:
             with self.range_of(event, *args):
                 pass
-
-
-class Profiled:
-    """What runs in a block, as rows from torch's profiler."""
-
-    def __init__(self) -> None:
-        self.marks, self._profile = Marks(), profile_memory()
-
-    def __enter__(self) -> None:
-        self._profile.__enter__()
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._profile.__exit__(*exc_info)
-
-    def rows(self) -> tuple[list[Row], set[int]]:
-        """Returns the rows of the block that has ended, and the runs of operators which made a node of autograd."""
-        return rows_of(self._profile.events(), self.marks)
-
-
-#: Makes what tells of a step: the profiler, or in a dry run fake tensors.
-source: contextvars.ContextVar[Callable[[], Any]] = contextvars.ContextVar("source", default=Profiled)
 
 
 class RegionMarks(Observer):
@@ -169,7 +147,7 @@ class _Lines(TorchFunctionMode):
             return found
         if getattr(func, "__module__", None) == "torch._ops.profiler":  # begins or ends a range, which would end with ours
             return func(*args, **(kwargs or {}))
-        with self._range_of(LINE, site_of(sys._getframe(1))):
+        with self._range_of(_LINE, site_of(sys._getframe(1))):
             return func(*args, **(kwargs or {}))
 
 
@@ -297,7 +275,7 @@ def _walk(events: Iterable[Any], marks: dict[str, Mark], differentiable: set[int
                 if number < sequence:
                     differentiable.add(before)
                 begun[event.start_tid] = run, sequence
-        if mark is not None and mark.event == LINE:
+        if mark is not None and mark.event == _LINE:
             place = place._replace(operator=None, line=mark.args[0])
         elif mark is not None:
             yield Row(event.start_time_ns, place, mark)
