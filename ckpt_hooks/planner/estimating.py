@@ -97,7 +97,8 @@ def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstim
 
     The peak is byte for byte that of a real step for most models on a host. What kernels take inside of an operator is not
     seen, but for those of a host in float32: matrices in bfloat16 take up to an operand more there, and kernels of
-    accelerators have workspaces. Code which asks whether it is traced may choose another path.
+    accelerators have workspaces. Models of Transformers look at data for whether they need a mask: pass an ``attention_mask``
+    of four dimensions.
 
     Args:
         model: The model, with parameters on a device, or on the meta device: those count as on the default device.

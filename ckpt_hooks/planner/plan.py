@@ -489,8 +489,9 @@ def plan_memory(
             a pipeline meet in it; of their errors the others see that a connection is closed, or the timeout.
         dry_run: Whether model and step run on fake tensors, which takes no memory, and the plan has the peak predicted from
             that. Parameters may be on the meta device, and count as on the default device. Steps whose shapes or branches
-            depend on data do not run so. Blocks are recorded, never called again. What kernels take inside of an operator is
-            not seen, but for those of a host in float32; matrices in bfloat16 take up to an operand more there.
+            depend on data do not run so: models of Transformers need an ``attention_mask`` of four dimensions. Blocks are
+            recorded, never called again. What kernels take inside of an operator is not seen, but for those of a host in
+            float32; matrices in bfloat16 take up to an operand more there.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
