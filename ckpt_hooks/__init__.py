@@ -38,7 +38,7 @@ if _TYPE_CHECKING:
     from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing, span
-    from .planner import plan_memory
+    from .planner import estimate_memory, plan_memory
     from .policies import CheckpointPolicy, SelectiveCheckpointContext
     from .region import checkpoint_name, checkpoint_region
     from .report import (
@@ -77,6 +77,7 @@ __all__ = [
     "checkpoint_sequential",
     "create_selective_checkpoint_contexts",
     "enable_in_transformers",
+    "estimate_memory",
     "every",
     "format_saved_residuals",
     "get_device_states",
@@ -116,7 +117,7 @@ __getattr__, __dir__ = _names_of(
         ".integrations": "enable_in_transformers patch_torch",
         ".modules": "apply_checkpointing checkpoint_module every remove_checkpointing span",
         ".offload": "",
-        ".planner": "plan_memory",
+        ".planner": "estimate_memory plan_memory",
         ".policies": "CheckpointPolicy SelectiveCheckpointContext",
         ".region": "checkpoint_name checkpoint_region",
         ".report": "format_saved_residuals memory_ledger print_saved_residuals print_trace saved_residuals "

@@ -212,6 +212,7 @@ CASES = {
     "set_device_states": Case(
         ckpt_hooks.set_device_states, lambda: {"devices": [], "states": [torch.get_rng_state()], "device_type": "cpu"}
     ),
+    "estimate_memory": Case(ckpt_hooks.estimate_memory, lambda: {"model": model(), "step": step}),
     "plan_memory": Case(plan_memory, lambda: {"model": model(), "step": step, "memory_budget": 0.5, "blocks": "*"}),
     "Plan.apply": Case(Plan.apply, lambda: {"model": plan()[0]}, lambda **given: plan()[1].apply(**given).undo()),
     "Plan.guard": Case(Plan.guard, lambda: {"model": plan()[0]}, lambda **given: plan()[1].guard(**given)),

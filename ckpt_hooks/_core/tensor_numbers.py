@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.tensors import storage_of
+from ckpt_hooks._torch.tensors import dry_storages, storage_of
 
 _next_number = itertools.count(1).__next__
 
@@ -53,9 +53,9 @@ def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
 
 
 def address_in(storage: Any) -> int:
-    """Returns the address of the memory of a storage; 0 without memory, as of fake tensors."""
+    """Returns the address of the memory of a storage, in a dry run of its object; 0 without memory, as of fake tensors."""
     if storage.device.type == "meta":
-        return 0
+        return storage._cdata if storage._cdata in dry_storages else 0
     try:
         return int(storage.data_ptr())
     except RuntimeError:

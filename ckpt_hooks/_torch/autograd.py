@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,14 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 # The node that ``backward`` is running on this thread, or None. 2.11 to 2.15. Goes with a public way.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def is_called_by_engine(frame: FrameType | None) -> bool:
+    """Whether a frame is that which runs ``backward``: what it calls is C++, of the engine or of a node. 2.11 to 2.15."""
+    return frame is not None and frame.f_code is _ENGINE
+
 
 # Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
 # which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.

@@ -183,6 +183,10 @@ def num_holders(tensor: torch.Tensor) -> int:
     return _count(tensor) - _ALONE + 1
 
 
+#: The devices of storages of fake tensors which a dry run counts as memory, by the addresses of their objects.
+dry_storages: dict[int, torch.device] = {}
+
+
 # A weak reference to the object of a tensor's storage: no other storage takes its address as long as there is the reference.
 # And the storage of such a reference, None if it is gone. 2.11 to 2.15. Goes with a public way.
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:

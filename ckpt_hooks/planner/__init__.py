@@ -6,9 +6,22 @@ One profiled step, a simulation of every plan from it, and the cheapest plan tha
 from __future__ import annotations
 
 from .chunked import PlannedChunks
+from .estimating import BlockActivations, MemoryEstimate, estimate_memory
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint
 from .plan import Plan, plan_memory
 from .planned import KeptRun, PlannedBlock
 
-__all__ = ["Guard", "KeptRun", "ParetoFront", "ParetoPoint", "Plan", "PlannedBlock", "PlannedChunks", "plan_memory"]
+__all__ = [
+    "BlockActivations",
+    "Guard",
+    "KeptRun",
+    "MemoryEstimate",
+    "ParetoFront",
+    "ParetoPoint",
+    "Plan",
+    "PlannedBlock",
+    "PlannedChunks",
+    "estimate_memory",
+    "plan_memory",
+]

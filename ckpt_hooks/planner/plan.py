@@ -292,11 +292,12 @@ class Plan(Printed):
 
     def _headline(self) -> str:
         regions = f", beside {self.region_seconds * 1e3:.1f} ms that regions take" if self.region_seconds else ""
+        seconds = f", in {self.recomputed_seconds * 1e3:.1f} ms" if self.recomputed_seconds else ""
         chunks = f"; {chunks_in_words(self.chunks)}" if self.chunks else ""
         words = f"{format_bytes(self.predicted_peak)} predicted" if self.is_measured else "predicted, not measured"
         return (
             f"peak {format_bytes(self.measured_peak)} of {format_bytes(self.budget)}, {words}; "
-            f"{self.recomputed:.1%} of forward runs again, in {self.recomputed_seconds * 1e3:.1f} ms{regions}{chunks}; from "
+            f"{self.recomputed:.1%} of forward runs again{seconds}{regions}{chunks}; from "
             f"{format_bytes(self.least_peak)} at least to {format_bytes(self.plain_peak)} without regions"
         )
 
@@ -320,7 +321,8 @@ class Plan(Printed):
             )
             seconds = sum(block.recomputed_seconds for block in group) / len(group)
             names = fold_names(block.name for block in group)
-            again = f"{first.recomputed:.0%}", f"{seconds * 1e3:.2f}", format_bytes(first.recomputed_bytes)
+            in_ms = f"{seconds * 1e3:.2f}" if self.recomputed_seconds else ""
+            again = f"{first.recomputed:.0%}", in_ms, format_bytes(first.recomputed_bytes)
             rows.append([times(group), names, first.kind, *again, format_bytes(first.kept_bytes), kept])
         header = ["", "block", "class", "again", "ms", "bytes", "kept", "results"]
         yield Table(header, rows, (0, 3, 4, 5, 6), (1, 7), rest=self._outside())
@@ -447,6 +449,7 @@ def plan_memory(
     cost: str = "operations",
     chunks: Mapping[str, Any] | None = None,
     group: Any = None,
+    dry_run: bool = False,
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
@@ -484,6 +487,11 @@ def plan_memory(
             the connections of all groups in its process. A rank that never comes is an error after the timeout of the group. A
             group of one rank plans alone. One that is a part of all runs the step as often as a plan may take, since stages of
             a pipeline meet in it; of their errors the others see that a connection is closed, or the timeout.
+        dry_run: Whether model and step run on fake tensors, which takes no memory, and the plan has the peak predicted from
+            that. Parameters may be on the meta device, and count as on the default device. Steps whose shapes or branches
+            depend on data do not run so: models of Transformers need an ``attention_mask`` of four dimensions. Blocks are
+            recorded, never called again. What kernels take inside of an operator is not seen, but for those of a host in
+            float32; matrices in bfloat16 take up to an operand more there.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
@@ -492,8 +500,8 @@ def plan_memory(
         BudgetTooSmallError: If no plan fits.
         CheckpointError: If another rank fails, or has other arguments, blocks or operators.
         TypeError: If an argument is of another kind.
-        ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, or the
-            model is compiled.
+        ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, the
+            model is compiled, or a dry run meets an operator whose results depend on data.
 
     Example:
         >>> import torch
@@ -509,4 +517,4 @@ def plan_memory(
     options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
     ranks = Ranks(group)
     with ranks.together():
-        return Plan(**searched(model, step, memory_budget, ranks, **options))
+        return Plan(**searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))

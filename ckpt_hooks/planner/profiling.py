@@ -17,6 +17,7 @@ from ckpt_hooks._core.call_sites import called_modules
 from ckpt_hooks._core.events import Operator, Region, TensorInfo
 from ckpt_hooks._core.holdings import Saved
 from ckpt_hooks._core.settings import observe
+from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks._torch.profiling import profile_memory
 from ckpt_hooks.report.ledger.rows import Marks, OlderMemory, RegionMarks, Row, rows_of
 
@@ -32,10 +33,11 @@ class Run(NamedTuple):
 class _Watch(RegionMarks):
     """Marks what regions of blocks do, with their operators."""
 
-    wants_operators = wants_durations = True
+    wants_operators = True
 
     def __init__(self, marks: Marks, blocks: dict[str, Module]) -> None:
         super().__init__(marks)
+        self.wants_durations = active_fake_mode() is None
         self._blocks = blocks
         self._names: dict[str, dict[int, str]] = {}
         self._counts: dict[int, collections.Counter[tuple[str, str]]] = {}

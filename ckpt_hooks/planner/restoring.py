@@ -9,6 +9,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks.device_states import get_device_states, set_device_states
 from ckpt_hooks.errors import CheckpointError
 
+#: The fake mode under which steps run, of a dry run.
+dry_mode: ContextVar[Any] = ContextVar("dry_mode", default=None)
+
 _CONTAINERS = (list, dict, set, collections.deque)
 
 
@@ -28,11 +32,12 @@ _CONTAINERS = (list, dict, set, collections.deque)
 def as_before(model: Module) -> Iterator[None]:
     """Restores a model at the end of a block, an exception included."""
     gc.collect()  # garbage from before would be freed in a step, and make its peak lower
-    before = Before(model, trainers_of(model))
-    try:
-        yield
-    finally:
-        before.put_back()
+    with dry_mode.get() or contextlib.nullcontext():
+        before = Before(model, trainers_of(model))
+        try:
+            yield
+        finally:
+            before.put_back()
 
 
 class Before:
@@ -83,7 +88,8 @@ class _Copy:
     """The content of a tensor, on the host."""
 
     def __init__(self, tensor: torch.Tensor, is_late: bool = False) -> None:
-        self.tensor, self._version, self._data = tensor, tensor._version, None if is_late else self._taken(tensor)
+        is_safe = is_late or dry_mode.get() is not None  # nothing is written to real tensors in a dry run
+        self.tensor, self._version, self._data = tensor, tensor._version, None if is_safe else self._taken(tensor)
 
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", copy=True)

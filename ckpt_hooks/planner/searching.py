@@ -26,11 +26,12 @@ from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, wit
 from .choosing import Problem, block_options, choose
 from .chunked import Chunking, applied, chunkings_of
 from .cuts import choices_of, lasting_in
+from .dry import dry
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
 from .pricing import NUM_STEPS, region_prices
 from .profiling import Profile, profile_step
 from .ranks import Ranks
-from .restoring import as_before, optimizer_state
+from .restoring import as_before, dry_mode, optimizer_state
 from .room import Room, accelerator_of
 from .simulating import natural_ends, peak_of
 
@@ -53,8 +54,19 @@ def searched(
     tolerance: float = 0.01,
     cost: str = "operations",
     chunks: Any = None,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Returns the attributes of the plan that is found; all ranks call it together."""
+    if checked_flag(dry_run, "dry_run"):
+        for value, name, wanted in ((memory_budget, "memory_budget", "auto"), (cost, "cost", "seconds")):
+            if value == wanted:
+                advice = f"A dry run measures no device and no time: leave out dry_run, or pass another {name}."
+                raise wrong(value, name, "one that fake tensors have", advice, ValueError)
+        options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "chunks": chunks}
+        check_model(model, is_dry=True)
+        with dry(model):
+            plan = searched(model, step, memory_budget, ranks, **options)
+        return {**plan, "is_measured": False, "predicted_peak": plan["measured_peak"]}
     # All arguments are checked before the first profile.
     if memory_budget != "auto":
         parsed(memory_budget)
@@ -166,7 +178,7 @@ def check_step(step: Any) -> None:
     check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, is_dry: bool = False) -> None:
     """Raises unless a model can be planned."""
     check_module(model, "model", "Pass the model, then the step.")
     if any(getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod") for one in model.modules()):
@@ -175,10 +187,10 @@ def check_model(model: Any) -> None:
             "which gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the "
             "model before torch.compile."
         )
-    if any(is_lazy(tensor) or tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if any(is_lazy(tensor) or (tensor.is_meta and not is_dry) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "The model has parameters or buffers without memory: on the meta device, or of lazy modules before their first "
-            "forward. Move the model to a device, or run a forward, before the call."
+            "forward. Move the model to a device, or run a forward, before the call, or pass dry_run=True for the meta device."
         )
 
 
@@ -248,9 +260,11 @@ class Search:
         lasting = lasting_in(profile)
         firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
         names = [name for name in blocks.roots if name in firsts]
+        # In a dry run there are no values to tell whether a block that is called again gives the same.
+        callable_again = {name for name in names if name not in blocks.spans and dry_mode.get() is None}
         # Of the first rank: its numbers of operators are those of all.
         choices = ranks.first(
-            lambda: {name: choices_of(profile, *firsts[name], is_function=name not in blocks.spans) for name in names}
+            lambda: {name: choices_of(profile, *firsts[name], is_function=name in callable_again) for name in names}
         )
         self._options = block_options(profile, choices)
         self._solve()

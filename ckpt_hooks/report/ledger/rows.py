@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import sys
@@ -27,15 +28,16 @@ from ckpt_hooks._core.holdings import Holding, Reason, Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.tensor_numbers import address_in, address_of
 from ckpt_hooks._torch.autograd import sequence_number
-from ckpt_hooks._torch.modes import PastFunctionModes
+from ckpt_hooks._torch.modes import PastFunctionModes, active_fake_mode
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
-from ckpt_hooks._torch.tensors import dense_parts
+from ckpt_hooks._torch.tensors import dense_parts, dry_storages
 from ckpt_hooks.report.entries import NOWHERE, Origin
 
 _PREFIX = "ckpt_hooks##"
 _NODE = "autograd::engine::evaluate_function: "
 _STEP = "Optimizer."
 _LINE = "line"  # of a mark whose range is a call into torch
+_MEMORY = "memory"  # of a mark which tells of an allocation or free in a dry run
 
 
 class Mark(NamedTuple):
@@ -54,6 +56,8 @@ class Marks:
         self._next = itertools.count().__next__
         self._thread = threading.get_ident()
         self.is_open = True  # frames keep their observers, and may tell more when the ledger has been taken
+        if (listen := getattr(active_fake_mode(), "listen", None)) is not None:
+            listen(functools.partial(self.add, _MEMORY))
 
     def range_of(self, event: str, *args: Any) -> Any:
         name = f"{_PREFIX}{self._next()}"
@@ -163,7 +167,7 @@ class OlderMemory:
         self._ends: list[weakref.finalize[Any, Any]] = []
         for storage in _storages_of(tensor for pair in _leaves_and_others() for tensor in pair):
             address = address_in(storage)
-            if storage.device.type == "cpu" and address and address not in self.sizes:
+            if dry_storages.get(address, storage.device).type == "cpu" and address and address not in self.sizes:
                 self.sizes[address] = storage.nbytes()
                 self._ends.append(end := weakref.finalize(storage, marks.add, "older_freed", address))
                 end.atexit = False
@@ -277,6 +281,9 @@ def _walk(events: Iterable[Any], marks: dict[str, Mark], differentiable: set[int
                 begun[event.start_tid] = run, sequence
         if mark is not None and mark.event == _LINE:
             place = place._replace(operator=None, line=mark.args[0])
+        elif mark is not None and mark.event == _MEMORY:
+            address, nbytes, device, total = mark.args
+            yield Row(event.start_time_ns, place, None, address, nbytes, device, total, run, node)
         elif mark is not None:
             yield Row(event.start_time_ns, place, mark)
         elif name.startswith(_NODE):

@@ -1,0 +1,158 @@
+"""A fake mode which tells of the memory that real tensors would take."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .autograd import is_called_by_engine
+from .tensors import dry_storages, num_holders, set_versions, version_of
+
+# What fake tensors raise where a result depends on data. 2.11 to 2.15. Goes with a public way.
+_DEPENDS: Any = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+# Results of other sizes than on fake tensors: what kernels leave for backward.
+_UNKNOWN = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
+_BLOCK = 512  # bytes, which the allocators of accelerators round up to
+
+
+class _AskedByTorch(type):
+    # Programs which ask whether a tensor is fake take another path then, as Transformers to its masks of attention.
+    def __instancecheck__(cls, one: object) -> bool:
+        name = sys._getframe(1).f_globals.get("__name__", "")
+        return name.partition(".")[0] == "torch" and isinstance(one, FakeTensor)
+
+
+class _Fake(metaclass=_AskedByTorch):
+    pass
+
+
+class DryMode(FakeTensorMode):
+    # A fake mode is the last of all modes: it sees what recorded regions replay, and what they call past other modes. Real
+    # tensors of the program are exchanged for fake ones operator by operator, and nothing is written to them. 2.11 to 2.15,
+    # private in all of these. Goes with a public way.
+    def __init__(self, temporary_of: Callable[[Any, list[torch.Tensor], list[torch.Tensor]], int]) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self._temporary_of = temporary_of
+        self._tell: Callable[..., object] = lambda *_: None
+        self._is_inside = False  # of an operator, whose decomposition is none of the program's
+        self._made: dict[int, weakref.ref[Any]] = {}
+        self._real: dict[int, tuple[torch.Tensor, int, FakeTensor]] = {}  # with versions from before, by identity
+        self._totals: dict[Any, int] = {}
+        vars(torch._subclasses)["FakeTensor"] = _Fake
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else calls go through torch._dynamo, whose frames are between this one and the caller's
+
+    def listen(self, tell: Callable[..., object]) -> None:
+        """Calls a function with each change of memory from now on: address, bytes, device, and the device's bytes then."""
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_inside:
+            return self.dispatch(func, types, args, kwargs or {})
+        if func._schema.name in _UNKNOWN:
+            raise _unknown(func)
+        args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
+        given = _tensors_in((args, kwargs))
+        known = {one.untyped_storage()._cdata for one in given}
+        self._is_inside = True
+        try:
+            found = self.dispatch(func, types, args, kwargs)
+        except _DEPENDS as error:
+            raise _unknown(func) from error
+        finally:
+            self._is_inside = False
+        made = _tensors_in(found)
+        if func is torch.ops.aten.add.Tensor and is_called_by_engine(sys._getframe(1)):
+            self._take_over(given)
+        if any(one.alias_info is None for one in func._schema.returns):
+            for one in made:
+                if (storage := one.untyped_storage())._cdata not in known:
+                    self._begin(storage, one.device)
+        if temporary := self._temporary_of(func, given, made):
+            self._change(-1, temporary, made[0].device)
+            self._change(-1, -temporary, made[0].device)
+        return found
+
+    def _take_over(self, given: list[Any]) -> None:
+        # Where gradients meet, the engine adds in place to one that it alone has, but not for subclasses.
+        alone = next((one.untyped_storage() for one in given if num_holders(one) == 1), None)
+        if alone is not None:
+            self._end(alone._cdata, alone.nbytes())
+
+    def _begin(self, storage: Any, device: torch.device) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._made and nbytes:
+            self._made[key] = weakref.ref(storage, lambda _: self._end(key, nbytes))
+            dry_storages[key] = device
+            self._change(key, nbytes, device)
+
+    def _end(self, key: int, nbytes: int) -> None:
+        if self._made.pop(key, None) is not None:
+            self._change(key, -nbytes, dry_storages.pop(key))
+
+    def _change(self, key: int, nbytes: int, device: torch.device) -> None:
+        if device.type != "cpu":
+            nbytes = (-(-abs(nbytes) // _BLOCK)) * (_BLOCK if nbytes > 0 else -_BLOCK)
+        self._totals[device] = self._totals.get(device, 0) + nbytes
+        self._tell(key, nbytes, device, self._totals[device])
+
+    def _fake(self, tensor: Any) -> Any:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._real:
+            self._is_inside = True
+            try:
+                self._real[id(tensor)] = tensor, version_of(tensor), self._converted(tensor)
+            finally:
+                self._is_inside = False
+        return self._real[id(tensor)][2]
+
+    def _converted(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_meta:
+            return self.like(tensor)
+        # A single number stays known, as the number of steps of an optimizer, on a copy.
+        is_known = tensor.numel() == 1 and tensor.device.type == "cpu"
+        one = tensor.detach().clone() if is_known else tensor
+        return self.fake_tensor_converter.from_real_tensor(self, one, make_constant=is_known)
+
+    def like(self, tensor: torch.Tensor) -> Any:
+        """Returns a fake tensor like one of the meta device, on the default device."""
+        with self:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.get_default_device())
+
+    def end(self) -> None:
+        """Gives real tensors the versions from before, and forgets all."""
+        vars(torch._subclasses)["FakeTensor"] = FakeTensor
+        self._tell = lambda *_: None
+        for key in self._made:
+            dry_storages.pop(key, None)
+        self._made.clear()
+        for tensor, version, _ in self._real.values():
+            if version >= 0:
+                set_versions((tensor,), (version,))
+        self._real.clear()
+
+
+def _tensors_in(values: Any) -> list[Any]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def _unknown(func: Any) -> ValueError:
+    return ValueError(
+        f"The step calls {func}, and a dry run has no values for it, or no rule for the sizes of its results. Leave it out of "
+        "the step, as `.item()` for a log, make sizes and branches of the step independent of data, or run the step for real: "
+        "plan_memory without dry_run, or memory_ledger."
+    )

@@ -1,0 +1,174 @@
+"""What a training step takes, by kind and by block, from a dry run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks.report.formatting import (
+    Printed,
+    Table,
+    alike,
+    fold_names,
+    format_bytes,
+    json_of,
+    name_pattern,
+    times,
+    up_to_number,
+)
+from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
+
+from .dry import dry
+from .restoring import as_before, optimizer_state
+from .searching import check_model, check_step
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockActivations:
+    """What a block makes in forward and backward needs.
+
+    Attributes:
+        name: The name of the module: of a layer in a list, or of a child of the model; ``""`` for the model itself.
+        kind: The class of the module.
+        nbytes: The bytes at the end of forward.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryEstimate(Printed):
+    """The memory of a training step, of :func:`ckpt_hooks.estimate_memory`. ``print`` shows a table of blocks.
+
+    Attributes:
+        parameters: The bytes of parameters.
+        buffers: The bytes of buffers.
+        gradients: The bytes of gradients.
+        optimizer_state: The bytes of the states of optimizers which take a step in the step.
+        activations: What backward needs at the end of forward, by block, each a :class:`BlockActivations`; with several
+            microbatches, of the one that keeps the most.
+        peak: The most bytes at one time, with all of these.
+        peak_phase: The phase of the peak: ``"forward"``, ``"backward"``, ``"optimizer"`` or ``"rest"``.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    activations: tuple[BlockActivations, ...]
+    peak: int
+    peak_phase: str
+
+    to_json = json_of
+
+    def _headline(self) -> str:
+        return f"peak {format_bytes(self.peak)}, in {self.peak_phase}"
+
+    def _tables(self) -> Iterator[Table]:
+        activations = sum(one.nbytes for one in self.activations)
+        kinds = ("parameters", "buffers", "gradients", "optimizer_state")
+        sizes = {kind.replace("_", " "): getattr(self, kind) for kind in kinds} | {"activations": activations}
+        yield Table(["", "bytes"], [[kind, format_bytes(size)] for kind, size in sizes.items() if size], (1,))
+        groups = alike(self.activations, lambda one: (name_pattern(one.name), one.kind, one.nbytes))
+        rows = [
+            [times(group), fold_names(one.name for one in group), group[0].kind, format_bytes(group[0].nbytes)]
+            for group in groups
+        ]
+        yield Table(["", "block", "class", "activations"], rows, (0, 3), (1,))
+
+
+def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstimate:
+    """Estimates the memory of a training step without taking it, for a model that fits nowhere yet too.
+
+    Runs the step twice on fake tensors, which have shapes and no memory, and counts in the second run, in which gradients and
+    states of optimizers are there if the first has left them. Afterwards everything is as before. Call it with other steps to
+    see what batch, sequence and microbatches change.
+
+    The peak is byte for byte that of a real step for most models on a host. What kernels take inside of an operator is not
+    seen, but for those of a host in float32: matrices in bfloat16 take up to an operand more there, and kernels of
+    accelerators have workspaces. Models of Transformers look at data for whether they need a mask: pass an ``attention_mask``
+    of four dimensions.
+
+    Args:
+        model: The model, with parameters on a device, or on the meta device: those count as on the default device.
+        step: Runs one training step, ``step(model)``. It may make an optimizer, or use one of the model's parameters.
+
+    Returns:
+        The :class:`MemoryEstimate`: ``print`` shows it, ``to_json()`` has its values.
+
+    Raises:
+        TypeError: If an argument is of another kind.
+        ValueError: If the step calls an operator whose results depend on data, as ``nonzero`` or ``item``; or the model is
+            compiled.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import estimate_memory
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 4096))
+        >>> found = estimate_memory(model, lambda model: model(torch.ones(512, 4096)).sum().backward())
+        >>> found.parameters == found.gradients == 2 * (4096 + 1) * 4096 * 4
+        True
+    """
+    check_step(step)
+    check_model(model, is_dry=True)
+    with dry(model), as_before(model):
+        step(model)
+        before = _bytes_of(model.parameters()), _bytes_of(model.buffers()), _bytes_of(_gradients(model))
+        states_before = sum(nbytes for _, nbytes in optimizer_state(model).values())
+        states: dict[int, int] = {}
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            tensors = [list(state.values()) for state in optimizer.state.values()]
+            states[id(optimizer)] = _bytes_of(instances_in(tensors, torch.Tensor))
+
+        hook = register_optimizer_step_post_hook(after)
+        try:
+            found = memory_ledger(lambda: step(model))
+        finally:
+            hook.remove()
+    parameters, buffers, gradients = before
+    made = sum(one.nbytes for one in found.allocations if one.is_gradient)
+    return MemoryEstimate(
+        parameters=parameters,
+        buffers=buffers,
+        gradients=max(gradients, made),
+        optimizer_state=max(states_before, sum(states.values())),
+        activations=_activations(model, found),
+        peak=sum(before) + states_before + found.peak.nbytes,
+        peak_phase=found.peak.phase,
+    )
+
+
+def _gradients(model: Module) -> list[torch.Tensor]:
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def _activations(model: Module, found: MemoryLedger) -> tuple[BlockActivations, ...]:
+    modules = dict(model.named_modules())
+    ends = [found.holders_at(phase.end - 1) for phase in found.phases if phase.name == "forward"]
+    counted: list[collections.Counter[str]] = []
+    for holders in ends:
+        sizes: collections.Counter[str] = collections.Counter()
+        for one in holders:
+            if one.reason not in (None, Reason.GRADIENT):
+                name = (one.origin.module or "").rpartition(" ")[0]
+                sizes[up_to_number(name) or name.partition(".")[0]] += one.nbytes
+        counted.append(sizes)
+    most = max(counted, key=lambda sizes: sizes.total(), default=collections.Counter[str]())
+    return tuple(BlockActivations(name, type(modules[name]).__name__, most[name]) for name in modules if most[name])

@@ -1,0 +1,290 @@
+"""Plans and estimates from steps on fake tensors."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import estimate_memory, memory_ledger, plan_memory
+
+from . import models
+from .models import as_before, built, same, state_of
+
+F = nn.functional
+
+
+class Layer(nn.Module):
+    """A layer with RMS norms, rotary positions, grouped queries and a gated MLP."""
+
+    def __init__(self, width, heads, inner):
+        super().__init__()
+        self.dim = width // heads
+        self.norm, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.key, self.value = nn.Linear(width, width // 2, bias=False), nn.Linear(width, width // 2, bias=False)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        def rotated(heads):
+            one, other = heads.chunk(2, -1)
+            return heads * cos + torch.cat((-other, one), -1) * sin
+
+        y = self.norm(x)
+        query, key, value = (
+            layer(y).unflatten(-1, (-1, self.dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """A language model of such layers."""
+
+    def __init__(self, layers=3, width=64, heads=4, inner=172, vocabulary=50):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.blocks = nn.ModuleList(Layer(width, heads, inner) for _ in range(layers))
+        self.norm, self.dim = nn.RMSNorm(width), width // heads
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        angles = torch.arange(ids.shape[1])[:, None] / 1e4 ** (torch.arange(self.dim) // 2 * 2 / self.dim)
+        for block in self.blocks:
+            x = block(x, angles.cos(), angles.sin())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), ids.flatten())
+
+
+models.MODELS.setdefault("llama", (Llama, lambda: torch.randint(0, 50, (2, 64)), ["blocks.*"]))
+NAMES = ["mlp", "gpt", "resnet", "unet", "llama"]
+
+
+def measured(model, step):
+    with as_before(model):
+        return memory_ledger(lambda: step(model)).peak.nbytes
+
+
+def identities_of(model):
+    return [(id(one), one._version, id(one.grad)) for one in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dry_plans_have_the_peak_of_a_real_step(name):
+    model, step, blocks = built(name)
+    plain, before, versions = measured(model, step), state_of(model), identities_of(model)
+    plan = plan_memory(model, step, 0.5, blocks=blocks, dry_run=True)
+    assert identities_of(model) == versions
+    assert same(before, state_of(model))
+    assert not plan.is_measured
+    assert plan.predicted_peak == plan.measured_peak <= plan.budget
+    assert plan.plain_peak == pytest.approx(plain, rel=0.005)
+    with plan.apply():
+        assert measured(model, step) == pytest.approx(plan.predicted_peak, rel=0.005)
+    assert "predicted, not measured" in str(plan)
+    assert " ms" not in str(plan)
+
+
+def on_meta(name):
+    with torch.device("meta"):
+        return models.MODELS[name][0]()
+
+
+@pytest.mark.parametrize("name", ["resnet", "llama"])
+def test_models_on_the_meta_device_have_the_plans_of_real_ones(name):
+    real, _, blocks = built(name)
+    model, data = on_meta(name), models.MODELS[name][1]
+    before = identities_of(model)
+    plan, other = (
+        plan_memory(one, lambda one: one(data()).backward(), 0.5, blocks=blocks, dry_run=True) for one in (model, real)
+    )
+    assert plan.blocks == other.blocks
+    assert plan.plain_peak == pytest.approx(other.plain_peak, abs=100)  # numbers whose values stay known take memory
+    assert identities_of(model) == before
+    assert all(one.is_meta for one in model.parameters())
+
+
+def test_a_step_that_fails_leaves_all_as_it_was():
+    model, _, blocks = built("resnet", "adamw")
+    before, versions = state_of(model), identities_of(model)
+
+    def step(model):
+        model(torch.randn(4, 3, 24, 24)).backward()
+        raise KeyboardInterrupt
+
+    for run in (lambda: plan_memory(model, step, 0.5, blocks=blocks, dry_run=True), lambda: estimate_memory(model, step)):
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert identities_of(model) == versions
+        assert same(before, state_of(model))
+
+
+def test_meta_parameters_of_an_optimizer_are_put_back():
+    model = on_meta("mlp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    group, state = optimizer.param_groups[0], optimizer.state
+    parameters = group["params"]
+
+    def step(model):
+        optimizer.zero_grad()
+        model(torch.randn(256, 64)).backward()
+        optimizer.step()
+
+    found = estimate_memory(model, step)
+    number = len([*model.parameters()])
+    assert found.optimizer_state == 2 * found.parameters + 4 * number  # with a counter of steps each
+    assert optimizer.param_groups[0] is group
+    assert group["params"] is parameters
+    assert optimizer.state is state
+    assert not state
+    assert [*map(id, parameters)] == [*map(id, model.parameters())]
+    assert all(one.grad is None for one in parameters)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("variant", ["adamw", "microbatches"])
+def test_estimates_are_what_a_later_step_takes(name, variant):
+    model, step, _ = built(name, variant)
+    before, versions = state_of(model), identities_of(model)
+    found = estimate_memory(model, step)
+    assert identities_of(model) == versions
+    assert same(before, state_of(model))
+    step(model)
+    parameters = sum(one.nbytes for one in model.parameters())
+    own = found.optimizer_state + sum(
+        one.nbytes
+        for one in (*model.parameters(), *model.buffers(), *(one.grad for one in model.parameters()))
+        if one is not None
+    )
+    states = 2 * parameters + 4 * len([*model.parameters()])  # with a counter of steps each
+    assert (found.parameters, found.gradients) == (parameters, parameters)
+    assert found.optimizer_state == (states if variant == "adamw" else 0)
+    assert found.peak == pytest.approx(own + measured(model, step), rel=0.005)
+    assert found.peak_phase == "backward"
+    assert len([one for one in found.activations if one.name.startswith(("blocks.", "down.", "up."))]) > 2
+    assert ("optimizer state" in str(found)) is (variant == "adamw")
+    assert json.loads(json.dumps(found.to_json()))["peak"] == found.peak
+
+
+def test_estimates_are_of_the_shapes_of_the_step():
+    model = on_meta("gpt")
+
+    def estimated(batches):
+        def step(model):
+            for batch in batches:
+                model(torch.randint(0, 50, batch)).backward()
+
+        found = estimate_memory(model, step)
+        return found, sum(one.nbytes for one in found.activations)
+
+    (_, whole), (_, half), (_, micro) = map(estimated, ([(4, 64)], [(2, 64)], [(2, 64), (2, 64)]))
+    assert micro == half
+    assert 1.9 < whole / half < 2.1
+    assert {(one.kind, one.nbytes) for one in estimated([(4, 64)])[0].activations if "blocks" in one.name} == {
+        ("GPTBlock", one.nbytes) for one in estimated([(4, 64)])[0].activations if one.name == "blocks.0"
+    }
+
+
+def test_gradients_that_meet_are_added_in_place():
+    model = nn.Linear(256, 256)
+    x = torch.ones(256, 256)
+
+    def step(model):
+        y = model(x)
+        (y.sin() + y.cos() + y.exp()).sum().backward()
+
+    plain = measured(model, step)
+    found = estimate_memory(model, step)
+    assert found.peak == plain + 2 * sum(one.nbytes for one in model.parameters())
+
+
+class Branching(nn.Module):
+    """Blocks with an operator whose result depends on data."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+        self.function = function
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.function(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x * x.sum().item(), "aten._local_scalar_dense"),
+        (lambda x: x[x > 0], "aten.index.Tensor"),
+        (lambda x: nn.LSTM(8, 8)(x)[0], "aten.mkldnn_rnn_layer"),
+    ],
+)
+def test_operators_that_depend_on_data_are_named(function, operator):
+    model = Branching(function)
+    for call in (
+        lambda step: plan_memory(model, step, 0.5, dry_run=True),
+        lambda step: estimate_memory(model, step),
+    ):
+        with pytest.raises(ValueError, match=f"{operator}.*Leave it out of the step"):
+            call(lambda model: model(torch.ones(4, 8)).backward())
+    assert all(one.grad is None for one in model.parameters())
+
+
+def test_programs_are_not_told_that_tensors_are_fake():
+    fake = torch._subclasses.FakeTensor
+    asked = []
+
+    def step(model):
+        x = torch.ones(4, 8)
+        asked.append(isinstance(x, torch._subclasses.FakeTensor))
+        model(x).sum().backward()
+
+    estimate_memory(nn.Linear(8, 8), step)
+    assert asked == [False, False]
+    assert torch._subclasses.FakeTensor is fake
+
+
+def test_what_a_dry_run_cannot_measure_is_refused():
+    model, step, _ = built("mlp")
+    for budget, options in (("auto", {}), (0.5, {"cost": "seconds"}), (0.5, {"dry_run": "yes"})):
+        with pytest.raises((ValueError, TypeError), match="dry_run"):
+            plan_memory(model, step, budget, **{"dry_run": True, **options})
+    with pytest.raises(ValueError, match="dry_run=True"):
+        plan_memory(on_meta("mlp"), step, 0.5)
+    with pytest.raises(TypeError, match="model"):
+        estimate_memory(step, model)
+    with pytest.raises(TypeError, match="step"):
+        estimate_memory(model, None)
+
+
+def test_no_memory_is_taken():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
+    estimate_memory(nn.Linear(2, 2), lambda model: model(torch.ones(2, 2)).sum().backward())  # with what is imported once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = estimate_memory(model, lambda model: model(torch.ones(1 << 16, 4096)).sum().backward())
+    assert found.peak > 8 << 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
+
+
+@pytest.mark.slow
+def test_a_model_of_seven_billion_parameters():
+    with torch.device("meta"):
+        model = Llama(32, 4096, 32, 11008, 32000)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model):
+        optimizer.zero_grad()
+        model(torch.randint(0, 32000, (1, 2048))).backward()
+        optimizer.step()
+
+    found = estimate_memory(model, step)
+    assert 6e9 < found.parameters / 4 < 7e9
+    assert found.optimizer_state == 2 * found.parameters + 4 * len([*model.parameters()])
+    assert found.peak > 4 * found.parameters
