@@ -883,9 +883,7 @@ CALLS = {
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "use_reentrant should be None or False, but got": lambda: checkpoint(block, x, use_reentrant="no"),
         "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
-        "returned a PolicyContext and a null": lambda: with_contexts(
-            (selective_pair()[0], noop_context_fn()[0])
-        ),
+        "returned a PolicyContext and a null": lambda: with_contexts((selective_pair()[0], noop_context_fn()[0])),
         "and a _CachedTorchDispatchMode": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),
@@ -1095,7 +1093,7 @@ CALLS = {
         r"cost should be one of \('operations', 'seconds'\), but got 'dollars'": lambda: planned(cost="dollars"),
         "without memory": lambda: planned(model=nn.LazyLinear(4)),
         "The model of this plan is gone": lambda: planned(blocks=["1"]).apply(),
-        "cost should be 'operations' with dry_run, but got 'seconds'": lambda: planned(cost="seconds", dry_run=True),
+        "cost should be one that fake tensors have, but got 'seconds'": lambda: planned(cost="seconds", dry_run=True),
         "The step calls aten.nonzero.default": lambda: planned(
             lambda model: backward(model(torch.ones(2, 4))[torch.ones(2).nonzero()]), dry_run=True
         ),
