@@ -73,6 +73,9 @@ class Model(nn.Module):
         return x
 
 
+PRODUCTS = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm
+
+
 def step(model, x):
     """Returns the gradients, and the products of a step in floating-point operations."""
     torch.manual_seed(1)
@@ -81,7 +84,9 @@ def step(model, x):
     grads = [x.grad, *(parameter.grad for parameter in model.parameters())]
     x.grad = None
     model.zero_grad()
-    return grads, counter.get_total_flops()
+    # Attention's own are counted by torch 2.15, and not before.
+    counts = counter.get_flop_counts()["Global"]
+    return grads, sum(count for op, count in counts.items() if op in PRODUCTS)
 
 
 @pytest.fixture
@@ -209,6 +214,7 @@ class Gated(nn.Module):
 
 def test_norms_and_gates_that_are_written_out_run_again(x):
     cheap = {"silu.default", "mul.Tensor", "pow.Tensor_Scalar", "mean.dim", "rsqrt.default", "view.default", "t.default"}
+    cheap.add("_unsafe_view.default")  # of 2.15
     found = ran_again(checkpoint(policy=norms_recomputed)(Gated()), x)
     assert {"silu.default", "mul.Tensor"} <= set(found) <= cheap
 

@@ -47,6 +47,13 @@ _MADE_FROM_USERS = "torch.distributed.fsdp._fully_shard"
 _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
 
+def _values_of(*objects: Any) -> list[Any]:
+    """Returns classes of objects, and values of dictionaries."""
+    # From Python 3.13 on the collector shows the values of an object's attributes with that object alone, and not with another
+    # one which shares the dictionary, as a module made a region does.
+    return [*_flatten(one.values() if type(one) is dict else (type(one),) for one in objects)]
+
+
 def _is_left_alone(module: Module) -> bool:
     bases = [base for base in type(module).__mro__ if f"{base.__module__}.".startswith(_FRAMEWORKS)]
     return any(not base.__module__.startswith(_MADE_FROM_USERS) for base in bases)
@@ -187,8 +194,11 @@ class Tree:
         modules = owns[: len(self.modules)]
         self._get_dicts: Callable[[Any], tuple[Any, ...]] = _nothing_of
         self._get_filled: Callable[[Any], tuple[Any, ...]] = _nothing_of
-        values = self._flat()
-        where = {id(one): at for at, one in enumerate(values)}
+        self._referents: Callable[..., list[Any]] = get_referents
+        where = {id(one): at for at, one in enumerate(self._flat())}
+        if not all(id(one) in where for own in owns for one in own.values()):
+            self._referents = _values_of
+            where = {id(one): at for at, one in enumerate(self._flat())}
         self._get_dicts = _getter([where[id(own[name])] for own in modules for name in _LOOKED_AT])
         self._get_filled = _getter([where[id(own[name])] for own in modules for name in DICTS if own[name]])
         flat = self._flat()
@@ -235,7 +245,7 @@ class Tree:
         # The garbage collector goes through objects in C: in a quarter of the time of iterating.
         objects = [refer() for refer in self._references]
         owns = list(map(_vars, objects))
-        values = get_referents(*objects, *owns)
+        values = self._referents(*objects, *owns)
         inner = get_referents(*self._get_dicts(values))
         names = map(next, map(reversed, owns[: len(self.modules)]))  # of others in between the values would be elsewhere
         return (*values, *inner, *names, *_flatten(self._get_filled(values)))

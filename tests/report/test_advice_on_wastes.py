@@ -113,7 +113,10 @@ def test_a_waste_is_found_with_what_following_gives(name):
     assert found.count == (5 if saves_its_result else 6)
     assert found.site.startswith(("test_advice_on_wastes.py:", "applying.py:", "forward.py:")), found.site
     if found.peak_nbytes:
-        assert found.peak_nbytes == pytest.approx(before.peak.nbytes - after.peak.nbytes, rel=0.01)
+        gained = before.peak.nbytes - after.peak.nbytes
+        assert gained > 0
+        # How many regions share one state of a generator differs between versions of torch.
+        assert found.peak_nbytes == pytest.approx(gained, rel=0.01, abs=5056)
     else:
         assert before.peak.nbytes <= after.peak.nbytes * 1.0001
     if waste not in (Waste.HELD_INPUT, Waste.HELD_OUTSIDE):
