@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections import Counter, UserDict
@@ -189,8 +190,12 @@ class SavesItsResult(torch.autograd.Function):
 
 def allocated(program):
     """Returns what a program returns, and how many bytes it has allocated and not freed, by the allocator's own count."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = program()
+    gc.disable()  # garbage from before, freed in between, would count
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            result = program()
+    finally:
+        gc.enable()
     return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 

@@ -95,7 +95,7 @@ def test_a_call_by_an_early_name_is_seen(recwarn):
     assert [str(one.message)[:27] for one in recwarn] == ["the custom function Counted"] * IS_BOUND_EARLY
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="autograd takes no arguments by name")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="autograd takes no arguments by name")
 def test_arguments_by_name():
     def program(region):
         with region():
