@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Self
 
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import OfThisProcess, check_is
 from ckpt_hooks._torch.profiling import is_profiling
-from ckpt_hooks.errors import BudgetTooSmallError
+from ckpt_hooks.errors import BudgetTooSmallError, CheckpointError
 from ckpt_hooks.modules import AppliedCheckpointing
 from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
@@ -98,8 +99,14 @@ class Guard(OfThisProcess):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
                 words = "memory ran out"
-            except BaseException:
+            except Exception:
                 before.put_back()
+                raise
+            except BaseException:
+                try:
+                    before.put_back()
+                except CheckpointError as lost:  # the program waits for a KeyboardInterrupt
+                    warn_user(str(lost))
                 raise
             else:
                 if found is None or self._limit is None or peak <= self._limit:

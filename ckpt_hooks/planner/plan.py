@@ -235,9 +235,12 @@ class Plan(Printed):
         ``KeyboardInterrupt`` too, and goes on.
 
         For that each step copies buffers and gradients to the host, and each ``optimizer.step()`` inside of the guarded step
-        what it writes to: leave it outside, and call ``zero_grad()`` before, where copies take too long. State outside of the
-        model, as an average of weights, is not put back. Ranks that planned together run guarded steps together: the limit is
-        for each, and an error of the device on one goes on, on all, since others may wait for that rank within the step.
+        what it writes to: leave it outside, and call ``zero_grad()`` before, where copies take too long. Not put back are
+        parameters that the step writes to by ``.data``, schedulers and scalers made within the block, and state outside of the
+        model and of what trains it: an average of weights, metrics, generators of the program's own.
+
+        Ranks that planned together run guarded steps together: the limit is for each, and an error of the device on one goes
+        on, on all, since others may wait for that rank within the step.
 
         Args:
             model: The model, in wrappers or not; None for the one that was planned.

@@ -131,11 +131,9 @@ def _warn_of_compilers() -> None:
 class PlannedRunner(RegionRunner):
     """Calls a block as its plan says: as a region which keeps some results, or plainly; of larger shapes it keeps nothing."""
 
-    def __init__(
-        self, name: str, kept: Mapping[Shapes, Kept], on_other: Callable[[str, Shapes], None], check: str = "default"
-    ) -> None:
+    def __init__(self, name: str, kept: Mapping[Shapes, Kept], on_other: Callable[[str, Shapes], None]) -> None:
         super().__init__(True, {"name": name, "replay_whole": False})
-        self._called_again = RegionRunner(False, {"name": name, "determinism_check": check})
+        self._called_again = RegionRunner(False, {"name": name})
         self._name, self._kept, self._on_other = name, kept, on_other
         self._traced = {runs: self._runner_for(runs, None) for runs in kept.values() if runs}
         # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
@@ -188,7 +186,7 @@ class PlannedRunner(RegionRunner):
         return PlannedRunner, (self._name, self._kept, self._on_other)
 
 
-def runners_of(blocks: Iterable[PlannedBlock], check: str = "default") -> dict[str, PlannedRunner]:
+def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
     """Returns a function for each block, by the block's name, which calls the block as planned."""
     kept: dict[str, dict[Shapes, Kept]] = {}
     alike: dict[tuple[str, str], set[Shapes]] = {}
@@ -207,4 +205,4 @@ def runners_of(blocks: Iterable[PlannedBlock], check: str = "default") -> dict[s
         rows = [one for one in alike[kinds[name]] if _are_rows(one, largest)]
         own.setdefault(max(rows, key=_size_of), own[largest])
     on_other = OtherShapes()
-    return {name: PlannedRunner(name, by_shapes, on_other, check) for name, by_shapes in kept.items()}
+    return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept.items()}

@@ -56,6 +56,10 @@ class Before:
             self._notes.add(buffer)
         self._flags = [(one, one.requires_grad) for one in model.parameters()]
         self._gradients = [(one, one.grad, None if one.grad is None else _Copy(one.grad)) for one in model.parameters()]
+        for one in trainers:  # rates of learning that are tensors: schedulers write to these, before any optimizer does
+            for name, value in [pair for group in getattr(one, "param_groups", ()) for pair in group.items()]:
+                if name != "params":
+                    self._notes.add(value)
         for owner in (*trainers, *model.modules()):
             self._notes.add(vars(owner), is_late and isinstance(owner, Optimizer))
         self._streams = _Streams(model)
@@ -144,7 +148,7 @@ class _Notes:
                     copy = _Copy(value, is_late)
                     if is_late:
                         self._late[id(value)] = copy
-                    self._undo.append(copy.put_back if is_own else copy.put_back_if_written)
+                    self._undo.append(copy.put_back if is_own or is_late else copy.put_back_if_written)
             elif isinstance(value, torch.Generator):
                 self._undo.append(functools.partial(value.set_state, value.get_state()))
             elif isinstance(value, _CONTAINERS):

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError
+from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
@@ -218,10 +219,6 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
     )
 
 
-def _selected(plan: dict[str, Any], check: str = "default") -> dict[Any, PlannedRunner]:
-    return {selector_of(name): one for name, one in runners_of(plan["blocks"], check).items()}
-
-
 def _shared(
     ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes]], prices: tuple[float, float] | None
 ) -> dict[str, tuple[Shapes, ...]]:
@@ -287,6 +284,8 @@ class Search:
         tolerance: float = 0.01,
     ) -> dict[str, Any]:
         """Returns the attributes of the plan of a budget: measured, or without a step as predicted."""
+        if model is not None and step is not None:
+            self._check_called_again(model, step)
         room = Room(self._device) if memory_budget == "auto" else None
         budget = parsed(memory_budget) if room is None else min(self.ranks.all(room.nbytes())) + self._base
         is_part, margin = isinstance(budget, float), self._margin
@@ -330,47 +329,40 @@ class Search:
             chosen = self._choice(target)
             if chosen is None or chosen in seen:
                 break
-            plan = self._tried(model, step, chosen, room)
-            if plan is None:
-                seen.clear()
-                continue
             seen.append(chosen)
+            plan = self._measured(model, step, chosen, room)
             measured = plan["measured_peak"]
             if measured <= budget and self.problem.cost(chosen) < least:
                 best, least = plan, self.problem.cost(chosen)
             if budget * (1 - tolerance) <= measured <= budget:
                 break
             target = budget + plan["predicted_peak"] - measured
-        while best is None:
-            best = self._tried(model, step, self.problem.least, room)
-        return best
+        return self._measured(model, step, self.problem.least, room) if best is None else best
 
-    def _tried(
-        self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
-    ) -> dict[str, Any] | None:
-        """Returns a plan measured; None where a block gave something else when called again, after which none is."""
+    def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
+        """Has no choice of any budget call blocks again, if one that may be called again then gives something else."""
+        may_be = [name for name, of in self._options.items() if any(one.choice.is_function for one in of)]
+        if self._is_checked or not may_be:
+            return
 
-        def found() -> dict[str, Any]:
-            plan = self._measured(model, step, chosen, room)
-            if not self._is_checked:
-                with as_before(model), applied(model, _selected(plan, "values"), plan["chunks"]):
-                    step(model)
-            return plan
+        def check() -> bool:
+            runners = {selector_of(name): RegionRunner(False, {"name": name, "determinism_check": "values"}) for name in may_be}
+            with as_before(model), applied(model, runners, self._common["chunks"]):
+                step(model)
+            return True
 
-        if not any(of[at].choice.is_function for of, at in zip(self.problem.options, chosen, strict=True)):
-            return self._measured(model, step, chosen, room)
-        plan = self.ranks.attempt(found)
-        self._is_checked = plan is not None
-        if plan is None:
-            self._options = {name: [one for one in of if not one.choice.is_function] for name, of in self._options.items()}
-            self._solve()
-        return plan
+        self._is_checked = True
+        if not self.ranks.attempt(check):
+            for one in (self, *self.others):
+                one._options = {name: [way for way in of if not way.choice.is_function] for name, of in one._options.items()}
+                one._solve()
 
     def _measured(
         self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
     ) -> dict[str, Any]:
         plan = self.attributes(chosen)
-        with as_before(model), applied(model, _selected(plan), plan["chunks"]):
+        runners = {selector_of(name): one for name, one in runners_of(plan["blocks"]).items()}
+        with as_before(model), applied(model, runners, plan["chunks"]):
             if room is not None:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak

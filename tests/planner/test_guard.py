@@ -269,3 +269,47 @@ def test_wrong_calls():
         with pytest.raises(TypeError, match=r"step should be a function to run, but got 3"):
             guard(3)
         assert copy.copy(guard) is guard
+
+
+class ByData(torch.optim.SGD):
+    """Writes to its state past versions."""
+
+    def step(self):
+        for state in self.state.values():
+            state["momentum_buffer"].data.mul_(0.5)
+        super().step()
+
+
+@pytest.mark.parametrize("kind", ["state by data", "rate as a tensor"])
+def test_what_optimizers_write_to_in_their_own_ways_is_put_back(kind):
+    training = Training()
+    parameters = training.model.parameters()
+    if kind == "state by data":
+        training.optimizer = ByData(parameters, lr=0.1, momentum=0.9)
+        training.step(LARGEST)
+    else:
+        training.optimizer = torch.optim.AdamW(parameters, lr=torch.tensor(0.1), foreach=False)
+        training.schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
+    before = training.state()
+
+    def step():
+        training.schedule.step()
+        training.step(LARGEST)
+        _interrupt()
+
+    with planned().guard(training.model) as guard, pytest.raises(KeyboardInterrupt):
+        guard(step)
+    assert same(training.state(), before)
+
+
+def test_an_interrupt_stays_one_where_something_is_lost():
+    training = Training()
+
+    def step():
+        with torch.no_grad():
+            training.model.layers[0][0].weight.mul_(2)
+        _interrupt()
+
+    lost = pytest.warns(UserWarning, match="cannot be put back")
+    with planned().guard(training.model) as guard, lost, pytest.raises(KeyboardInterrupt):
+        guard(step)

@@ -82,3 +82,8 @@ def test_a_block_that_gives_something_else_when_called_again_is_recorded():
         assert plan.measured_peak <= plan.budget
         with plan.apply():
             assert same(after_a_step(model, step), plain)
+    # Nor does another budget of the same profile call it again.
+    loose = plan_memory(model, step, 1.0, blocks=["*"])
+    assert all(block.kept is None for block in loose.blocks)
+    for plan in (loose.replan(0.3), *(point.plan for point in loose.pareto().plans)):
+        assert all(block.recorded for block in plan.blocks)
