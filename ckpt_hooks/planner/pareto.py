@@ -109,16 +109,15 @@ class ParetoFront(Printed):
 
 def step_of(search: Search) -> float:
     """Returns the bytes between two budgets of a front."""
-    least = min(one.least for one in (search, *search.others))
-    return float(max(search.plain_peak, least) - least) / (_BUDGETS - 1)
+    return max(0.0, float(search.plain_peak - search.least_of_all)) / (_BUDGETS - 1)
 
 
 def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
     """Yields budgets from the least to that of no regions, with the choice for each; equal choices once."""
     seen = list[list[int]]()
-    least = min(one.least for one in (search, *search.others))
+    least, step = search.least_of_all, step_of(search)
     for number in range(_BUDGETS):
-        budget = least + step_of(search) * number
+        budget = least + step * number
         one, chosen = search.cheapest(max(budget, math.ceil(least)))
         if chosen not in seen:
             seen.append(chosen)

@@ -220,8 +220,7 @@ class Plan(Printed):
     def _tighter(self) -> Plan | None:
         """Returns the plan a step of the front below this one; None if this is the least."""
         search = self._profiled("guard")
-        least = min(one.least for one in (search, *search.others))
-        budget = max(math.ceil(least), int(self.predicted_peak - step_of(search)))
+        budget = max(math.ceil(search.least_of_all), int(self.predicted_peak - step_of(search)))
         found = self._at(budget, *search.cheapest(budget))
         return found if found.predicted_peak < self.predicted_peak else None
 

@@ -276,6 +276,11 @@ class Search:
         self.problem.add_windows(self.ranks)
         self.least = self.problem.peak(self.problem.least)
 
+    @property
+    def least_of_all(self) -> float:
+        """The least peak of any choice, with spans and other numbers of chunks too."""
+        return min(one.least for one in (self, *self.others))
+
     def plan(
         self,
         memory_budget: Budget,
@@ -289,7 +294,7 @@ class Search:
         room = Room(self._device) if memory_budget == "auto" else None
         budget = parsed(memory_budget) if room is None else min(self.ranks.all(room.nbytes())) + self._base
         is_part, margin = isinstance(budget, float), self._margin
-        least = int(min(one.least for one in (self, *self.others)))
+        least = int(self.least_of_all)
         budget = int(least + budget * max(0.0, self.plain_peak - least)) if is_part else int(budget) - self._base
         target = int(budget * (1 - margin))
         if least > target:
