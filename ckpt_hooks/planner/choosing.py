@@ -28,8 +28,8 @@ class BlockOption:
     choice: Choice
     effects: list[Effect]
     cost: float  # of the operators which run again, and of regions, in all calls
-    region_seconds: float = 0.0  # that recorded regions add to forward, and to operators that run again
-    replay_seconds: float = 0.0
+    region_seconds: float = 0.0  # that recorded regions add to forward
+    replay_seconds: float = 0.0  # and to operators that run again
 
 
 class Problem:

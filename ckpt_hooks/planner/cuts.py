@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 from .profiling import BlockCall, Profile
-from .simulating import effect_of, function_effect_of, nested_effect_of
+from .simulating import effect_of
 
 # Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
 _PRICES = 28  # in the sweep
@@ -25,7 +25,7 @@ class Choice:
 
     kept: tuple[int, ...] | None  # operators; None for no region, where autograd keeps what it saves
     nbytes: float  # kept; bytes that another block holds anyway count little
-    cost: float  # of the operators which run again
+    cost: float = 0.0  # of the operators which run again, by which options of kept results compare
     is_nested: bool = False  # whether blocks inside are regions, too
     is_function: bool = False  # whether backward calls the block again, and replays no operators
 
@@ -184,9 +184,9 @@ def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()
         for one in graph.size:
             other = graph.choice(kept ^ {one})
             found.setdefault(other.kept, other)
-    nested = [Choice((), 0, nested_effect_of(profile, entry).cost, True)] if entry.inside else []
-    called = [Choice((), 0, function_effect_of(profile, entry).cost, is_function=True)] if is_function else []
-    return [*nested, *_front(found.values()), *called, Choice(None, sum(graph.size.values()), 0.0)]
+    nested = [Choice((), 0, is_nested=True)] if entry.inside else []
+    called = [Choice((), 0, is_function=True)] if is_function else []
+    return [*nested, *_front(found.values()), *called, Choice(None, sum(graph.size.values()))]
 
 
 def _front(choices: Iterable[Choice]) -> list[Choice]:

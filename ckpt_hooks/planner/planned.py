@@ -167,8 +167,10 @@ class PlannedRunner(RegionRunner):
             else:
                 self._on_other(self._name, shapes)
         kept = self._kept.get(shapes, ())
+        if kept is False and not is_traced:
+            return self._called_again
         if not kept:
-            return None if kept is None else self if kept == () or is_traced else self._called_again
+            return None if kept is None else self
         if is_traced:  # Dynamo traces regions that are there, and makes none
             return self._traced[kept]
         module = root if isinstance(root, Module) else None
@@ -192,9 +194,9 @@ def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
     alike: dict[tuple[str, str], set[Shapes]] = {}
     kinds: dict[str, tuple[str, str]] = {}
     for block in blocks:
-        runs: Kept = False
-        if block.kept is None or block.recorded:
-            runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)
+        runs: Kept = None
+        if block.kept is not None:
+            runs = tuple((run.module, run.operator, run.number) for run in block.kept) if block.recorded else False
         # Of two blocks for the same shapes, as in several plans, the latter counts.
         kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
         kinds[block.name] = name_pattern(block.name), block.kind

@@ -163,9 +163,8 @@ class Profile:
     entries: list[BlockCall]
     older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
     others_cost: float = 0.0  # of what recomputes of other regions run again, as those of chunks
-    record_cost: float = dataclasses.field(
-        default_factory=lambda: PRICES[0]
-    )  # of each operator in a recorded region, besides its own, and of each that it replays
+    # Of each operator in a recorded region, besides its own cost, and of each that the region replays.
+    record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
