@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks.report.formatting import (
     Printed,
     Table,
@@ -28,7 +27,7 @@ from ckpt_hooks.report.formatting import (
 from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
 
 from .dry import dry
-from .restoring import as_before, optimizer_state
+from .restoring import as_before, optimizer_state, state_of
 from .searching import check_model, check_step
 
 
@@ -130,8 +129,7 @@ def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstim
         states: dict[int, int] = {}
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            tensors = [list(state.values()) for state in optimizer.state.values()]
-            states[id(optimizer)] = _bytes_of(instances_in(tensors, torch.Tensor))
+            states[id(optimizer)] = _bytes_of(state_of(optimizer))
 
         hook = register_optimizer_step_post_hook(after)
         try:

@@ -66,7 +66,7 @@ class Before:
 
     def copy_for(self, optimizer: Optimizer) -> None:
         """Copies the tensors which an optimizer is about to write to."""
-        tensors = instances_in([optimizer.param_groups, *optimizer.state.values()], torch.Tensor)
+        tensors = instances_in(optimizer.param_groups, torch.Tensor) + state_of(optimizer)
         if self._notes.take(tensors):  # of an optimizer of the model
             self._notes.add(vars(optimizer))  # made since
 
@@ -92,15 +92,14 @@ class _Copy:
     """The content of a tensor, on the host."""
 
     def __init__(self, tensor: torch.Tensor, is_late: bool = False) -> None:
-        is_safe = is_late or dry_mode.get() is not None  # nothing is written to real tensors in a dry run
-        self.tensor, self._version, self._data = tensor, tensor._version, None if is_safe else self._taken(tensor)
-
-    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("cpu", copy=True)
+        self.tensor, self._version = tensor, tensor._version
+        self._data: torch.Tensor | None = None
+        if not is_late and dry_mode.get() is None:  # nothing is written to real tensors in a dry run
+            self.take()
 
     def take(self) -> None:
         if self._data is None and not self.is_written:
-            self._data = self._taken(self.tensor)
+            self._data = self.tensor.detach().to("cpu", copy=True)
 
     @property
     def is_written(self) -> bool:
@@ -229,11 +228,15 @@ class _Streams:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
+def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Returns the tensors in the state of an optimizer."""
+    return instances_in([*optimizer.state.values()], torch.Tensor)
+
+
 def optimizer_state(model: Module) -> dict[int, tuple[str, int]]:
     """Returns the classes of a model's optimizers, and the bytes of their states, by identity."""
     found = {}
     for one in trainers_of(model):
         if isinstance(one, Optimizer):
-            tensors = instances_in([list(state.values()) for state in one.state.values()], torch.Tensor)
-            found[id(one)] = type(one).__name__, sum(tensor.nbytes for tensor in tensors)
+            found[id(one)] = type(one).__name__, sum(tensor.nbytes for tensor in state_of(one))
     return found
