@@ -205,19 +205,20 @@ def test_a_limit_below_the_least_plan_is_an_error_with_the_peak():
     assert same(training.state(), before)
 
 
+def overwriting(training, error):
+    with torch.no_grad():
+        training.model.layers[0][0].weight.mul_(2)
+    raise error
+
+
 def test_a_weight_written_to_outside_of_an_optimizer_is_an_error():
     training = Training()
-
-    def step():
-        with torch.no_grad():
-            training.model.layers[0][0].weight.mul_(2)
-        raise ValueError("later")
 
     with (
         planned().guard(training.model) as guard,
         pytest.raises(CheckpointError, match=r"float32\[32, 32\].*cannot be put back") as raised,
     ):
-        guard(step)
+        guard(overwriting, training, ValueError("later"))
     assert isinstance(raised.value.__context__, ValueError)
 
 
@@ -305,11 +306,6 @@ def test_what_optimizers_write_to_in_their_own_ways_is_put_back(kind):
 def test_an_interrupt_stays_one_where_something_is_lost():
     training = Training()
 
-    def step():
-        with torch.no_grad():
-            training.model.layers[0][0].weight.mul_(2)
-        _interrupt()
-
     lost = pytest.warns(UserWarning, match="cannot be put back")
     with planned().guard(training.model) as guard, lost, pytest.raises(KeyboardInterrupt):
-        guard(step)
+        guard(overwriting, training, KeyboardInterrupt())
