@@ -63,10 +63,10 @@ def searched(
             if value == wanted:
                 advice = f"A dry run measures no device and no time: leave out dry_run, or pass another {name}."
                 raise wrong(value, name, "one that fake tensors have", advice, ValueError)
-        options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "chunks": chunks}
+        options: dict[str, Any] = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance}
         check_model(model, is_dry=True)
         with dry(model):
-            plan = searched(model, step, memory_budget, ranks, **options)
+            plan = searched(model, step, memory_budget, ranks, cost=cost, chunks=chunks, **options)
         return {**plan, "is_measured": False, "predicted_peak": plan["measured_peak"]}
     # All arguments are checked before the first profile.
     if memory_budget != "auto":

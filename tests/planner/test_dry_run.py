@@ -255,6 +255,8 @@ def test_what_a_dry_run_cannot_measure_is_refused():
     for budget, options in (("auto", {}), (0.5, {"cost": "seconds"}), (0.5, {"dry_run": "yes"})):
         with pytest.raises((ValueError, TypeError), match="dry_run"):
             plan_memory(model, step, budget, **{"dry_run": True, **options})
+    with pytest.raises(ValueError, match="but got 'dollars'"):
+        plan_memory(model, step, 0.5, cost="dollars", dry_run=True)
     with pytest.raises(ValueError, match="dry_run=True"):
         plan_memory(on_meta("mlp"), step, 0.5)
     with pytest.raises(TypeError, match="model"):
