@@ -42,10 +42,8 @@ if _TYPE_CHECKING:
     from .policies import CheckpointPolicy, SelectiveCheckpointContext
     from .region import checkpoint_name, checkpoint_region
     from .report import (
-        format_saved_residuals,
         memory_ledger,
         print_saved_residuals,
-        print_trace,
         saved_residuals,
         saved_tensors_report,
         trace,
@@ -79,7 +77,6 @@ __all__ = [
     "enable_in_transformers",
     "estimate_memory",
     "every",
-    "format_saved_residuals",
     "get_device_states",
     "is_recomputing",
     "memory_ledger",
@@ -87,7 +84,6 @@ __all__ = [
     "patch_torch",
     "plan_memory",
     "print_saved_residuals",
-    "print_trace",
     "remove_checkpointing",
     "saved_residuals",
     "saved_tensors_report",
@@ -120,8 +116,7 @@ __getattr__, __dir__ = _names_of(
         ".planner": "estimate_memory plan_memory",
         ".policies": "CheckpointPolicy SelectiveCheckpointContext",
         ".region": "checkpoint_name checkpoint_region",
-        ".report": "format_saved_residuals memory_ledger print_saved_residuals print_trace saved_residuals "
-        "saved_tensors_report trace",
+        ".report": "memory_ledger print_saved_residuals saved_residuals saved_tensors_report trace",
         ".report.debug": "set_checkpoint_debug_enabled",
         ".selective": "SAC_IGNORED_OPS create_selective_checkpoint_contexts",
         "torch.utils.checkpoint": "CheckpointFunction check_backward_validity detach_variable",

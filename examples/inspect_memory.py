@@ -1,7 +1,7 @@
 """Show what backward of a small GPT holds in memory, and why, with and without activation checkpointing.
 
     python examples/inspect_memory.py
-    python examples/inspect_memory.py --mode none,region:dots_saveable --rows 20
+    python examples/inspect_memory.py --mode none,region:dots_saveable
     python examples/inspect_memory.py --mode checkpoint --json > residuals.json
     python examples/inspect_memory.py --mode none,region,budget:0.4 --plot steps.png
 
@@ -32,7 +32,6 @@ from ckpt_hooks.report import (
     SavedResiduals,
     Trace,
     compare,
-    format_saved_residuals,
     saved_residuals,
     trace,
 )
@@ -93,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the report of each mode asked for."""
     parser = argparse.ArgumentParser(description="Show what backward of a small GPT holds in memory, and why.")
     parser.add_argument("--mode", default="none,checkpoint,region,selective", help="modes of train_charlm.py, by commas")
-    parser.add_argument("--rows", type=int, default=12, help="rows of a table; the rest is summed up")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     parser.add_argument(
         "--plot", type=Path, help="draw a step in each mode to this file, as in steps.png, in place of the tables"
@@ -114,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(found))
         return
     for mode in modes:
-        print(f"== {mode} ==\n{format_saved_residuals(residuals_of(mode), max_rows=values.rows)}\n")
+        print(f"== {mode} ==\n{residuals_of(mode)}\n")
         print(f"{trace_of(mode)}\n")
 
 

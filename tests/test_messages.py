@@ -898,8 +898,6 @@ CALLS = {
         "plain should be a ledger, but got 3": lambda: compare(plain=3),
         "got 3 of type int. Pass the model of the plan": lambda: planned(blocks=["1"]).apply(3),
         r"path should be the path of a file.*'front\.svg'": lambda: planned(blocks=["1"]).pareto().plot(3),
-        "report should be a report, but got 3": lambda: ckpt_hooks.format_saved_residuals(3),
-        "trace should be a Trace, but got 3": lambda: ckpt_hooks.print_trace(3),
         "known should be modules and tensors, but got 3": lambda: ckpt_hooks.saved_tensors_report(leaf(2).sin(), known=[3]),
         "a function first, but got a tensor, .*`saved_residuals\\(block, x\\)`": lambda: ckpt_hooks.saved_residuals(x),
         r"context_fn is called with \(\), but .* takes \(x\)": lambda: checkpoint(context_fn=lambda x: noop_context_fn()),
@@ -1074,9 +1072,6 @@ CALLS = {
         ),
         "device_type should be a device type .* but got 'gpu'": lambda: set_states(device_type="gpu"),
         r"device_type should be a type of devices with states.* torch\.set_rng_state": lambda: set_states(device_type="cpu"),
-        "max_rows should be a positive integer": lambda: ckpt_hooks.format_saved_residuals(
-            ckpt_hooks.saved_residuals(torch.sin, leaf(2)), max_rows=0
-        ),
         "No blocks were found": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
         "Block '1.0' is inside of block '1'": lambda: planned(blocks=["1", "1.*"]),
         "memory_budget should be a part from 0.0 to 1.0, but got 2.0": lambda: planned(budget=2.0),

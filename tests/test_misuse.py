@@ -77,12 +77,6 @@ def ledger():
     return memory_ledger(lambda: step(block))
 
 
-def traced():
-    with trace() as found:
-        back(checkpoint(block, x()))
-    return found
-
-
 def entered(make):
     def use(**given):
         with make(**given):
@@ -180,7 +174,6 @@ CASES = {
     ),
     "track_rng": Case(ckpt_hooks.track_rng, lambda: {"source": "python"}, entered(ckpt_hooks.track_rng)),
     "trace": Case(trace, dict, entered(trace)),
-    "print_trace": Case(ckpt_hooks.print_trace, lambda: {"trace": traced()}),
     "memory_ledger": Case(memory_ledger, lambda: {"step": lambda: None}, lambda step: memory_ledger(step)),
     "MemoryLedger.on": Case(MemoryLedger.on, lambda: {"device": "cpu"}, lambda device: ledger().on(device)),
     "MemoryLedger.holders_at": Case(MemoryLedger.holders_at, lambda: {"change": 0}, lambda change: ledger().holders_at(change)),
@@ -203,9 +196,6 @@ CASES = {
         lambda results, known: None,
         lambda: {"results": block(x()), "known": block},
         lambda results, known: ckpt_hooks.saved_tensors_report(results, known=known),
-    ),
-    "format_saved_residuals": Case(
-        ckpt_hooks.format_saved_residuals, lambda: {"report": ckpt_hooks.saved_residuals(block, x())}
     ),
     "DefaultDeviceType.set_device_type": Case(ckpt_hooks.DefaultDeviceType.set_device_type, lambda: {"device": "cpu"}),
     "get_device_states": Case(lambda arg: None, lambda: {"arg": x()}, lambda arg: ckpt_hooks.get_device_states(arg)),
@@ -284,7 +274,6 @@ TAKEN = {
     ("checkpoint_loop", "step", "a class"): "a callable, which is called",
     ("checkpoint_loop", "state", "*"): "the argument of the step, which is its affair",
     ("checkpoint_loop", "slots", "a huge number"): "as many as there are steps",
-    ("format_saved_residuals", "max_rows", "a huge number"): "all rows",
     ("offload_saved_tensors", "max_fwd_stash_size", "a huge number"): "as many as there are",
 }
 

@@ -55,17 +55,7 @@ class Printed:
     def _repr_html_(self) -> str:
         import html  # 1 ms, for notebooks alone
 
-        lines = [f"<p>{html.escape(self._headline())}</p>"]
-        for table in (one for one in self._tables() if one.rows):
-            columns = _filled(table)
-            lines += [f"<p>{html.escape(table.title)}</p>"] if table.title else []
-            lines.append("<table>")
-            for row, cell in ((table.header, "th"), *((row, "td") for row in table.rows)):
-                aligned = ((row[column], "right" if column in table.right else "left") for column in columns)
-                cells = (f'<{cell} style="text-align: {side}">{html.escape(text)}</{cell}>' for text, side in aligned)
-                lines.append(f"<tr>{''.join(cells)}</tr>")
-            lines += ["</table>", *([f"<p>{html.escape(table.rest)}</p>"] if table.rest else [])]
-        return "\n".join(lines)
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def json_of(entry: Any) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Notes of the forward before have the operator, the line and the module of each s
 
 from __future__ import annotations
 
-import functools
-import re
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +21,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, cause_of_ke
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch.autograd import LEAF_NODE, attributes_of, is_packed, node_number, packed_of, saved_in, sequence_number
+from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, packed_of, saved_in, sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 
@@ -131,7 +129,6 @@ class OperatorNotes(QuietDispatchMode):
 
 _ORDER = {reason: place for place, reason in enumerate(Reason)}
 _NOT_HELD = frozenset({Reason.DROPPED, Reason.LOST})
-_WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class GraphReader:
@@ -144,10 +141,7 @@ class GraphReader:
         self._sizes: dict[int, int] = {}
         self._dropped: list[tuple[int | None, Residual]] = []
         self._read: set[tuple[int, int]] = set()  # handles, by frame and position
-        self._is_exact = True  # whether all of what is dropped is known, but for storages
         self._frames: dict[int, Frame] = {}
-        self._node: Any = None  # which is read
-        self._views: list[torch.Size] | None = None  # the shapes of its views of parameters, once asked for
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
         for node in _nodes_of(tensors):
@@ -170,7 +164,6 @@ class GraphReader:
 
     def _read_node(self, node: Any) -> None:
         found, attributes = saved_in(node), attributes_of(node)
-        self._node, self._views = node, None
         if not (found or attributes):
             return
         origin = self._notes.nodes.get(node_number(node), NOWHERE)
@@ -193,25 +186,12 @@ class GraphReader:
         frame = self._frames.get(id(owner)) or frame_of(packed)  # the second asks for the class, at 1 us
         if frame is not None:
             self._frames[id(frame)] = frame
-            handle = frame.describe(packed)
-            if frame.watch is None and frame.kind == "function" and self._is_parameter_view(handle.shape):
-                self._is_exact = False  # shapes alone tell
-            else:
-                self._read_dropped(frame, handle, origin, name)
+            self._read_dropped(frame, frame.describe(packed), origin, name)
         elif (description := describe_packed(packed)) is not None:
             cause = cause_of_kept(packed)
             self._claim(packed[0], cause.reason, origin, name, description.region, f"saved, {cause.in_words()}")
         else:
             self._read_hooks(packed, origin, name)
-
-    def _is_parameter_view(self, shape: torch.Size | None) -> bool:
-        """Whether a tensor of a shape that the node has saved is a view of a leaf that requires grad; each view counts once."""
-        if self._views is None:
-            self._views = _parameter_views_of(self._node)
-        if shape not in self._views:
-            return False
-        self._views.remove(shape)
-        return True
 
     def _read_dropped(self, frame: Frame, saved: Saved, origin: Origin, name: tuple[str, ...]) -> None:
         if (id(frame), saved.position) in self._read or saved.fate not in _NOT_HELD:
@@ -335,7 +315,7 @@ class GraphReader:
             if number is None or not (number in seen or self._notes.is_there_anyway(number)):
                 dropped.append(entry)
                 seen.add(number)
-        return tuple(tensors), tuple(dropped), self._is_exact and all(known)
+        return tuple(tensors), tuple(dropped), all(known)
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
@@ -348,25 +328,3 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
         seen.add(node)
         todo += [following for following, _ in node.next_functions if following is not None]
     return sorted(seen, key=node_number)
-
-
-def _parameter_views_of(node: Any) -> list[torch.Size]:
-    shapes: list[torch.Size] = []
-    # The node may have saved an argument of the shape that requires no grad: then no edge leads to it.
-    if any(edge is None for edge, _ in node.next_functions):
-        return shapes
-    for edge, index in node.next_functions:
-        inner = edge
-        while inner is not None and _is_view(type(inner).__name__):
-            inner = inner.next_functions[0][0]
-        if inner is not edge and type(inner) is LEAF_NODE:
-            shapes.append(torch.Size(edge._input_metadata[index].shape))
-    return shapes
-
-
-@functools.cache
-def _is_view(node: str) -> bool:
-    """Whether a node is that of an operator that returns a view, by the node's name, as in ``TransposeBackward0``."""
-    name = _WORD.sub("_", node.partition("Backward")[0]).lower()
-    packet = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"_{name}", None)
-    return packet is not None and any(facts_of(getattr(packet, overload)).is_view for overload in packet.overloads())

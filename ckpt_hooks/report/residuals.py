@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._core.misuse import Misuse, check_is, checked_integer
+from ckpt_hooks._core.misuse import Misuse, check_is
 from ckpt_hooks._core.settings import observe
 
 from .entries import Residual
-from .formatting import Printed, Table, alike, as_text, count_of, fold_names, format_bytes, json_of, name_pattern, times
+from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 from .graph import GraphReader, Notes, OperatorNotes
 
 #: Reasons of memory that is there without backward, too.
@@ -28,7 +26,9 @@ _THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedResiduals(Printed):
-    """The memory which backward holds. Prints as :func:`ckpt_hooks.format_saved_residuals` writes it.
+    """The memory which backward holds.
+
+    Prints totals by reason, then rows with the largest first, where layers alike share a row.
 
     Attributes:
         tensors: An entry for each storage, in the order of forward.
@@ -75,18 +75,19 @@ class SavedResiduals(Printed):
             f"{format_bytes(self.added_bytes)} of this for backward alone{dropped}"
         )
 
-    def _tables(self, max_rows: int = 60) -> Iterator[Table]:
+    def _tables(self) -> Iterator[Table]:
         counts = collections.Counter(entry.reason.value for entry in self.tensors)
         rows = [[format_bytes(nbytes), str(counts[reason]), reason] for reason, nbytes in self.by_reason.items()]
         yield Table(["bytes", "storages", "reason"], rows, (0, 1))
-        yield _table(self.tensors, max_rows)
-        yield _table(self.dropped, max_rows, "dropped, and brought back in backward:")
+        yield _table(self.tensors)
+        yield _table(self.dropped, "dropped, and brought back in backward:")
 
 
+_MOST_ROWS = 60
 _COLUMNS = ("bytes", "", "tensor", "reason", "module or name", "line", "operator", "region", "saved by", "why")
 
 
-def _table(entries: Sequence[Residual], max_rows: int, title: str = "") -> Table:
+def _table(entries: Sequence[Residual], title: str = "") -> Table:
     pattern = functools.cache(name_pattern)
 
     def key(entry: Residual) -> object:
@@ -100,9 +101,9 @@ def _table(entries: Sequence[Residual], max_rows: int, title: str = "") -> Table
 
     ordered = sorted(alike(entries, key), key=lambda group: -group[0].nbytes * len(group))
     rows: list[list[str]] = []
-    for group in ordered[:max_rows]:
+    for group in ordered[:_MOST_ROWS]:
         rows += _rows_of(group)
-    rest = [entry for group in ordered[max_rows:] for entry in group]
+    rest = [entry for group in ordered[_MOST_ROWS:] for entry in group]
     more = f"and {len(rest)} more, {format_bytes(sum(entry.nbytes for entry in rest))}" if rest else ""
     return Table(_COLUMNS, rows, (0, 1), range(4, len(_COLUMNS)), title, more)
 
@@ -183,21 +184,20 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         notes.add_module(module)
     notes.add_arguments([("args", args), ("kwargs", kwargs)])
     reader = GraphReader(notes)
-    with _collector_off():
-        reader.read(tensors)
-        unclaimed = reader.unclaimed(tensors)
-        del result, tensors
-        reader.add_unseen(unclaimed)
-        return SavedResiduals(*reader.found())
+    reader.read(tensors)
+    unclaimed = reader.unclaimed(tensors)
+    del result, tensors
+    reader.add_unseen(unclaimed)
+    return SavedResiduals(*reader.found())
 
 
 def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
     """Reads which tensors a live graph holds for backward. Nothing runs, and no tensor is brought back.
 
     The nodes which saved a tensor are known always. Lines, and the storages of dropped tensors, are known where forward ran
-    under :func:`ckpt_hooks.trace`. Elsewhere ``dropped_bytes`` is an upper bound: a tensor counts for each node which saved it,
-    but for views of parameters. Memory that C++ nodes do not show is missing, as inside of ``CopySlices``, left by a write into
-    a view: :func:`saved_residuals` has it.
+    under :func:`ckpt_hooks.trace`. Elsewhere ``dropped_bytes`` is an upper bound: a tensor counts for each node which saved it.
+    Memory that C++ nodes do not show is missing, as inside of ``CopySlices``, left by a write into a view:
+    :func:`saved_residuals` has it.
 
     Torch cannot free a graph of more than some 50,000 operators in a row after a walk over its nodes: its stack overflows.
 
@@ -231,21 +231,8 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
     notes = Notes()
     notes.add_arguments([("known", known)])
     reader = GraphReader(notes)
-    with _collector_off():
-        reader.read(tensors)
-        return SavedResiduals(*reader.found())
-
-
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    """Switches off the garbage collector: it would go through the entries of a large report again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    reader.read(tensors)
+    return SavedResiduals(*reader.found())
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -280,31 +267,3 @@ def print_saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs:
         ...
     """
     print(saved_residuals(function, *args, **kwargs))  # noqa: T201
-
-
-def format_saved_residuals(report: SavedResiduals, max_rows: int = 60) -> str:
-    """Returns a report as text: totals by reason, then rows with the largest first. Layers alike share a row.
-
-    Args:
-        report: A report.
-        max_rows: The number of rows of a table; the rest is summed up.
-
-    Returns:
-        The lines.
-
-    Example:
-        >>> import torch
-        >>> from ckpt_hooks.report import format_saved_residuals, saved_tensors_report
-        >>> y = torch.ones(256, requires_grad=True).exp()
-        >>> print(format_saved_residuals(saved_tensors_report(y)))
-        backward holds 1.0 KiB in 1 storage, 1.0 KiB of this for backward alone
-        <BLANKLINE>
-           bytes  storages  reason
-         1.0 KiB         1  saved
-        <BLANKLINE>
-           bytes  tensor        reason  saved by
-         1.0 KiB  float32[256]  saved   ExpBackward0
-    """
-    check_is(report, SavedResiduals, "report", "a report", "Pass what saved_residuals returns.")
-    checked_integer(max_rows, "max_rows", "Leave it out for 60.")
-    return as_text(report._headline(), report._tables(max_rows))

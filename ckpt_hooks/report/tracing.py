@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
 from ckpt_hooks._core.holdings import Holding, Reason, Saved
-from ckpt_hooks._core.misuse import OfThisProcess, check_is, checked_flag
+from ckpt_hooks._core.misuse import OfThisProcess, checked_flag
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
@@ -259,20 +259,3 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
     )
     with noting_out_of_memory(found.largest), observe(found):
         yield found
-
-
-def print_trace(trace: Trace) -> None:
-    """Prints a trace, as wide as the terminal at most: ``print(trace)``.
-
-    Args:
-        trace: The trace.
-
-    Example:
-        >>> from ckpt_hooks import print_trace, trace
-        >>> with trace() as found:
-        ...     pass
-        >>> print_trace(found)
-        no region has run
-    """
-    check_is(trace, Trace, "trace", "a Trace", "Pass what `with trace() as found:` gives.")
-    print(trace)  # noqa: T201

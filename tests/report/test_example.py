@@ -26,7 +26,7 @@ def test_modes_are_compared(capsys):
 
 
 def test_tables(capsys):
-    inspect_memory.main(["--mode", "none,region", "--rows", "3"])
+    inspect_memory.main(["--mode", "none,region"])
     text = capsys.readouterr().out
     assert "== none ==" in text
     assert re.search(r"x4 .* blocks\.0-3", text)

@@ -268,7 +268,7 @@ def test_text_of_some_twenty_lines():
     assert "forward" in lines[3]
     assert "backward" in lines[4]
     assert repr(found) == f"<MemoryLedger: {lines[0]}>"
-    assert "<table>" in found._repr_html_()
+    assert found._repr_html_().startswith("<pre>")
 
 
 def apply_and_run(net):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import html
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 import ckpt_hooks
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region
-from ckpt_hooks.report import format_saved_residuals, saved_residuals, saved_tensors_report, trace
+from ckpt_hooks.report import saved_residuals, saved_tensors_report, trace
 from tests.fake_transformers import Model as Transformer
 from tests.measure import leaf
 
@@ -100,19 +100,15 @@ def test_tables_are_as_wide_as_the_terminal(kind, columns, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_notebooks_get_the_tables(kind):
     report = reports()[kind]
-    text, html = str(report), report._repr_html_()
-    assert html.count("<table>") == html.count("</table>") > 0
-    assert "…" not in html
-    cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", html)
-    assert all(cell.strip() in text for cell in cells if "&" not in cell)
-    assert "<policy" not in html  # as a tag of somebody's
+    assert html.unescape(report._repr_html_()) == f"<pre>{report}</pre>"
+    assert "<policy" not in report._repr_html_()  # as a tag of somebody's
 
 
 def test_tensors_in_one_storage_have_a_row_for_each_shape():
     x = leaf(4, 4)
     y = x.exp()
     report = saved_tensors_report(y, y.t() @ x, y.sin())
-    text = format_saved_residuals(report)
+    text = str(report)
     assert text.count("float64[4, 4]") == 2  # of y, once, and x
     (row,) = (line for line in text.splitlines() if "ExpBackward0" in line)
     assert "ExpBackward0, MmBackward0, SinBackward0" in row
