@@ -7,6 +7,7 @@ from here. No region of this package has a part in torch's reentrant engine.
 from __future__ import annotations
 
 import sys as _sys
+import threading as _threading
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -16,7 +17,6 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
         "and those are not exact without the global interpreter lock. Use the default build of Python."
     )
 
-from ._core.lazy_names import names_of as _names_of
 from ._tensors.refilling import register_finder as _register_finder
 
 if _TYPE_CHECKING:
@@ -97,9 +97,10 @@ __all__ = [
 
 _register_finder("torch.distributed.fsdp", lambda: _import_module(".integrations.fsdp", __name__).unit_of)
 
-__getattr__, __dir__ = _names_of(
-    __name__,
-    {
+#: The names in each module, found when asked for: a first region needs few modules.
+_PLACES = {
+    name: module
+    for module, names in {
         "._ambient.named_random_sources": "track_rng",
         "._checkpoint.checkpoint": "checkpoint set_checkpoint_early_stop",
         "._checkpoint.chunks": "checkpoint_chunks",
@@ -120,5 +121,25 @@ __getattr__, __dir__ = _names_of(
         ".report.debug": "set_checkpoint_debug_enabled",
         ".selective": "SAC_IGNORED_OPS create_selective_checkpoint_contexts",
         "torch.utils.checkpoint": "CheckpointFunction check_backward_validity detach_variable",
-    },
-)
+    }.items()
+    for name in (*names.split(), module[1:])
+}
+_lock = _threading.RLock()  # of modules which need each other, two threads may find one half made
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = _PLACES[name]
+    with _lock:
+        module = _import_module(place, __name__)
+    if place == f".{name}":
+        return module
+    found: object = getattr(module, name)
+    if place.startswith("."):  # other packages may exchange theirs
+        globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *filter(str.isidentifier, _PLACES)})
