@@ -87,3 +87,46 @@ def test_a_block_that_gives_something_else_when_called_again_is_recorded():
     assert all(block.kept is None for block in loose.blocks)
     for plan in (loose.replan(0.3), *(point.plan for point in loose.pareto().plans)):
         assert all(block.recorded for block in plan.blocks)
+
+
+class Remembering(nn.Module):
+    """Hands keys to a cache, which a region that calls the block again holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.key, self.out = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, cache):
+        cache.append(self.key(x).tanh())
+        return self.out((x * cache[-1]).sin()).cos()
+
+
+class WithCache(nn.Module):
+    """Layers with one cache, which goes with forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(6))
+
+    def forward(self, x):
+        cache = []
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x.sum()
+
+
+def test_blocks_which_would_hold_more_than_is_predicted_are_recorded():
+    torch.manual_seed(0)
+    model, x = WithCache(), torch.randn(256, 64)
+
+    def step(model):
+        model(x).backward()
+
+    plain = after_a_step(model, step)
+    for part in (0.0, 0.3, 0.6):
+        plan = plan_memory(model, step, part)
+        assert all(block.recorded for block in plan.blocks)
+        assert plan.budget * 0.9 <= plan.measured_peak <= plan.budget
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+        with plan.apply():
+            assert same(after_a_step(model, step), plain)
