@@ -98,7 +98,7 @@ def _put_back(reference: weakref.ref[Any], chunks: int | None) -> None:
 def applied(model: Module, select: Any, chunking: Chunking) -> Iterator[None]:
     """Makes blocks regions, and modules run in chunks, in a block of code."""
     names = {one.name: one.name for one in chunking}
-    with chunk(model, chunking, names), apply_checkpointing(model, select):
+    with chunk(model, chunking, names), apply_checkpointing(model, select) if select else contextlib.nullcontext():
         yield
 
 

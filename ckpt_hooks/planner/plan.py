@@ -448,7 +448,7 @@ def plan_memory(
     total: bool = False,
     margin: float = 0.0,
     tolerance: float = 0.01,
-    cost: str = "operations",
+    cost: str | None = None,
     chunks: Mapping[str, Any] | None = None,
     group: Any = None,
     dry_run: bool = False,
@@ -475,10 +475,10 @@ def plan_memory(
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
-        cost: What is to be the least: ``"operations"`` that run again, ten for each byte that these move, and three million for
-            each operator that a region records, which is the time of one core of a host: the same in each run; or
-            ``"seconds"`` as measured on the host, for steps on the host: those of operators that run again, what a replay adds
-            to each of these, and what a recorded region adds to each operator in it. Takes nine steps more.
+        cost: What is to be the least: ``"seconds"`` as measured on the host, those of operators that run again and what regions
+            add, in sixteen steps more; or ``"operations"``, the same in each run: those that run again, ten for each byte that
+            these move, and three million for each operator that a region records. None for seconds of a model on the host,
+            where equal steps differ by at most 5%, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or

@@ -100,7 +100,6 @@ class OpRun:
     makes: list[Value]  # made or written, each once
     fresh: list[int]  # the allocations of the results
     cost: float
-    moved: int  # bytes
     seconds: float  # in forward, on the host
     temporary: int = 0  # the most bytes that a second run takes besides the results
     extras: list[int] = dataclasses.field(default_factory=list)  # allocations for a second run, as the state of a generator
@@ -168,6 +167,7 @@ class Profile:
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
+    per_second: float = 0.0  # the cost of a second; 0 where costs are those of operations
 
     def smooth(self) -> None:
         """Makes the seconds of each operator the median of its runs on tensors of the same sizes."""
@@ -185,11 +185,11 @@ class Profile:
         """Makes all costs times, in the unit of the cost by operations; the arguments are for each operator."""
         ops = [op for entry in self.entries for op in entry.ops]
         total = sum(op.seconds for op in ops)
-        per_second = sum(op.cost for op in ops) / total if total else 0.0
+        per_second = self.per_second = sum(op.cost for op in ops) / total if total else 0.0
         self.record_seconds, self.replay_seconds = record_seconds, replay_seconds
         self.record_cost, self.replay_cost = record_seconds * per_second, replay_seconds * per_second
-        for op, cost in zip(ops, by_seconds([(op.cost, op.moved, op.seconds) for op in ops]), strict=True):
-            op.cost = cost
+        for op in ops:
+            op.cost = op.seconds * per_second if op.cost else 0.0  # views are free
 
 
 #: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which
@@ -197,21 +197,10 @@ class Profile:
 _BYTE = 10
 
 
-def bytes_moved(operator: Operator) -> int:
-    """Returns the bytes that an operator reads and writes."""
-    return 0 if operator.is_view else sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
-
-
 def cost_of(operator: Operator) -> float:
     """Returns the floating-point operations of a second run, and ten for each byte moved."""
-    return 0.0 if operator.is_view else _BYTE * bytes_moved(operator) + _count(operator)
-
-
-def by_seconds(runs: Sequence[tuple[float, float, float]]) -> list[float]:
-    """Returns costs by seconds, from cost by operations, bytes moved, and seconds of each run; at least the price of bytes."""
-    total = sum(seconds for *_, seconds in runs)
-    scale = sum(cost for cost, *_ in runs) / total if total else 0.0
-    return [max(seconds * scale, _BYTE * moved) if cost else 0.0 for cost, moved, seconds in runs]
+    moved = sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
+    return 0.0 if operator.is_view else _BYTE * moved + _count(operator)
 
 
 def _count(operator: Operator) -> float:
@@ -382,7 +371,6 @@ class _Reader:
             makes,
             fresh,
             cost_of(operator),
-            bytes_moved(operator),
             operator.seconds or 0.0,
         )
         op.extras = [number for number in new if number not in fresh]

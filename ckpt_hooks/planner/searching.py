@@ -29,7 +29,7 @@ from .chunked import Chunking, applied, chunkings_of
 from .cuts import choices_of, lasting_in
 from .dry import dry
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
-from .pricing import NUM_STEPS, region_prices
+from .pricing import MOST_SPREAD, NUM_STEPS, Prices, region_prices, seconds_of
 from .profiling import Profile, profile_step
 from .ranks import Ranks
 from .restoring import as_before, dry_mode, optimizer_state
@@ -53,7 +53,7 @@ def searched(
     total: bool = False,
     margin: float = 0.0,
     tolerance: float = 0.01,
-    cost: str = "operations",
+    cost: str | None = None,
     chunks: Any = None,
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -72,13 +72,15 @@ def searched(
     if memory_budget != "auto":
         parsed(memory_budget)
     checked_flag(total, "total")
-    if not isinstance(cost, str) or cost not in COSTS:
-        raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these.", ValueError)
+    if cost is not None and (not isinstance(cost, str) or cost not in COSTS):
+        raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these, or leave it out.", ValueError)
     margin = checked_part(margin, "margin", "Pass 0.03, say.", is_below=True)
     tolerance = checked_part(tolerance, "tolerance", "Pass 0.01, say.")
     check_model(model)
     check_step(step)
     device = accelerator_of(model)
+    if cost is None and (device is not None or dry_mode.get() is not None):  # whose time the host does not tell
+        cost = "operations"
     if memory_budget == "auto":
         Room(device)
     selected = None if blocks is None else selected_blocks(model, blocks)
@@ -86,7 +88,8 @@ def searched(
     given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
-    most = 1 + 2 * len(chunkings) * (1 + (NUM_STEPS if cost == "seconds" else 0)) + MOST_MEASURED
+    timed = 0 if cost == "operations" else NUM_STEPS
+    most = 1 + 2 * len(chunkings) * (1 + 3 * timed) + timed + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         with as_before(model):
             before = optimizer_state(model)
@@ -134,7 +137,7 @@ def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: i
 
 def profiled(
     model: Module, step: Callable[[Module], Any], names: Sequence[str], chunking: Chunking, common: dict[str, Any]
-) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]], tuple[float, float] | None, dict[str, Any]]:
+) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]], Prices | None, dict[str, Any]]:
     """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
@@ -146,7 +149,7 @@ def profiled(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
         )
-    prices = region_prices(model, step, profile, names, chunking) if common["cost"] == "seconds" else None
+    prices = None if common["cost"] == "operations" else region_prices(model, step, profile, names, chunking)
     return profile, blocks, shapes, prices, {**common, "chunks": chunking}
 
 
@@ -220,22 +223,21 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
 
 
 def _shared(
-    ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes]], prices: tuple[float, float] | None
-) -> dict[str, tuple[Shapes, ...]]:
-    """Gives operators the largest costs of any rank; returns the shapes of all. Raises where operators differ."""
+    ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes]], prices: Prices | None
+) -> tuple[dict[str, tuple[Shapes, ...]], Prices | None]:
+    """Gives operators the largest costs of any rank; returns the shapes and prices of all. Raises where operators differ."""
     runs: dict[str, list[Any]] = {}
     for entry in profile.entries:
         runs.setdefault(f"the operators of block {entry.block!r}", []).append([(op.name, op.run) for op in entry.ops])
     ranks.agree(runs)
     ops = [op for entry in profile.entries for op in entry.ops]
-    own = [(op.cost, op.moved, op.seconds) for op in ops], {**shapes}, prices, profile.others_cost
+    own = [(op.cost, op.seconds) for op in ops], {**shapes}, prices, profile.others_cost
     costs, others, of_regions, of_others = zip(*ranks.all(own), strict=True)
     profile.others_cost = max(of_others)
     for op, *of_ranks in zip(ops, *costs, strict=True):
-        op.cost, op.moved, op.seconds = map(max, zip(*of_ranks, strict=True))
-    if prices is not None:
-        profile.cost_by_seconds(*map(max, zip(*of_regions, strict=True)))
-    return {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
+        op.cost, op.seconds = map(max, zip(*of_ranks, strict=True))
+    of_all = {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
+    return of_all, None if prices is None else Prices(*map(max, zip(*of_regions, strict=True)))
 
 
 class Search:
@@ -247,12 +249,16 @@ class Search:
         profile: Profile,
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
-        prices: tuple[float, float] | None,
+        prices: Prices | None,
         common: dict[str, Any],
     ) -> None:
         self.ranks, self.profile = ranks, profile
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
-        self._shapes = _shared(ranks, profile, shapes, prices)
+        self._shapes, self._prices = _shared(ranks, profile, shapes, prices)
+        if self._prices is not None and common["cost"] is None and self._prices.spread > MOST_SPREAD:
+            self._prices = None
+        if self._prices is not None:
+            profile.cost_by_seconds(self._prices.record, self._prices.replay)
         self.natural = natural_ends(profile)
         lasting = lasting_in(profile)
         firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
@@ -268,7 +274,7 @@ class Search:
         self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
         self._blocks, self._margin = blocks, common["margin"]
-        self._common = {**common}
+        self._common = {**common, "cost": "operations" if self._prices is None else "seconds"}
         self._base, self._device, self.plain_peak = self._common.pop("base"), self._common.pop("device"), common["plain_peak"]
 
     def _solve(self) -> None:
@@ -351,20 +357,36 @@ class Search:
         return self._measured(model, step, self.problem.least, room) if best is None else best
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
-        """Has no choice of any budget call blocks again, if one that may be called again then gives something else."""
+        """Prices calls of blocks again. If one gives something else then, no choice of any budget has them."""
         may_be = [name for name, of in self._options.items() if any(one.choice.is_function for one in of)]
         if self._is_checked or not may_be:
             return
 
-        def check() -> bool:
-            runners = {selector_of(name): RegionRunner(False, {"name": name, "determinism_check": "values"}) for name in may_be}
-            with as_before(model), applied(model, runners, self._common["chunks"]):
+        def runners(**options: Any) -> dict[Any, RegionRunner]:
+            return {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
+
+        def check() -> float:
+            with as_before(model), applied(model, runners(determinism_check="values"), self._common["chunks"]):
                 step(model)
-            return True
+            return 0.0 if self._prices is None else seconds_of(model, step, runners(), self._common["chunks"])[0]
 
         self._is_checked = True
-        if not self.ranks.attempt(check):
+        seconds = self.ranks.attempt(check)
+        if seconds is None:
             self._call_none_again()
+        elif self._prices is not None:
+            self._price_calls(max(self.ranks.all(seconds)) - self._prices.plain)
+
+    def _price_calls(self, added: float) -> None:
+        """Has blocks that are called again cost what this adds to a step, beside the seconds of their operators."""
+        ways = [way for of in self._options.values() for way in of if way.choice.is_function]
+        known = sum(way.cost for way in ways) / self.profile.per_second
+        of_call = (added - known) / sum(len(way.effects) for way in ways)
+        for one in (self, *self.others):
+            for way in [way for of in one._options.values() for way in of if way.choice.is_function]:
+                way.replay_seconds = of_call * len(way.effects)
+                way.cost = max(0.0, way.cost + way.replay_seconds * one.profile.per_second)
+            one._solve()
 
     def _call_none_again(self) -> None:
         for one in (self, *self.others):

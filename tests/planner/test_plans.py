@@ -17,7 +17,7 @@ from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, mem
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choose
 from ckpt_hooks.planner.cuts import choices_of, lasting_in
-from ckpt_hooks.planner.profiling import by_seconds, profile_step
+from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.simulating import natural_ends
 from tests.measure import Watch
 from tests.planner.models import MODELS, VARIANTS, GPTBlock, after_a_step, as_before, built, same, state_of
@@ -281,8 +281,6 @@ def test_costs_by_seconds():
     assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
     with plan.apply():
         assert same(after_a_step(model, step), plain)
-    # No run is cheaper than the bytes that it moves, and views are free.
-    assert by_seconds([(100.0, 1.0, 3.0), (100.0, 1.0, 5.0), (100.0, 90.0, 2.0), (0.0, 0.0, 2.0)]) == [75.0, 125.0, 900.0, 0.0]
     profile, _ = profiled(model, step, blocks)  # runs alike have the median of their times
     seconds = {tuple(op.seconds for op in entry.ops if op.name == "aten.gelu.default") for entry in profile.entries}
     assert len(seconds) == 1
