@@ -15,6 +15,7 @@ from ckpt_hooks.policies import everything_saveable
 
 from .chunked import Chunking, applied
 from .profiling import Profile
+from .ranks import Ranks
 from .restoring import as_before
 from .simulating import effect_of
 
@@ -26,34 +27,42 @@ MOST_SPREAD = 0.05
 
 
 class Prices(NamedTuple):
-    """Seconds of a step without regions, and what regions add."""
+    """What regions add, and a step without them takes."""
 
     spread: float  # of equal steps, as a part
-    plain: float
-    record: float  # to an operator of forward
-    replay: float  # to one that runs again
+    plain: float  # seconds of a step without regions
+    record: float  # seconds for an operator of forward
+    replay: float  # and for one that runs again
+    per_second: float  # operations
 
 
 def region_prices(
-    model: Module, step: Callable[[Module], Any], profile: Profile, blocks: Sequence[str], chunking: Chunking
+    model: Module,
+    step: Callable[[Module], Any],
+    profile: Profile,
+    blocks: Sequence[str],
+    chunking: Chunking,
+    ranks: Ranks,
 ) -> Prices:
-    """Returns the prices of recorded regions."""
+    """Returns the prices of recorded regions, of the slowest rank."""
 
     def seconds(**options: Any) -> tuple[float, float]:
         made = {selector_of(name): RegionRunner(True, {"name": name, "replay_whole": False, **options}) for name in blocks}
-        return seconds_of(model, step, made, chunking)
+        return seconds_of(model, step, made, chunking, ranks)
 
-    times = seconds_of(model, step, {}, chunking), seconds(policy=everything_saveable), seconds()
+    times = seconds_of(model, step, {}, chunking, ranks), seconds(policy=everything_saveable), seconds()
     (plain, all_kept, none_kept), spreads = zip(*times, strict=True)
-    ops = sum(len(entry.ops) for entry in profile.entries)
+    ops = [op for entry in profile.entries for op in entry.ops]
     again = [entry.ops[at] for entry in profile.entries for at in effect_of(profile, entry, ()).again]
-    replays = none_kept - all_kept - sum(op.seconds for op in again)
-    record = max(0.0, all_kept - plain) / max(1, ops)
-    return Prices(max(spreads), plain, record, max(0.0, replays) / max(1, sum(op.cost > 0 for op in again)))
+    record = max(0.0, all_kept - plain) / len(ops)
+    replays = max(0.0, none_kept - all_kept - sum(op.seconds for op in again))
+    per_second = sum(op.cost for op in ops) / sum(op.seconds for op in ops)
+    own = Prices(max(spreads), plain, record, replays / max(1, sum(op.cost > 0 for op in again)), per_second)
+    return Prices(*map(max, zip(*ranks.all(own), strict=True)))
 
 
 def seconds_of(
-    model: Module, step: Callable[[Module], Any], runners: Mapping[Any, RegionRunner], chunking: Chunking
+    model: Module, step: Callable[[Module], Any], runners: Mapping[Any, RegionRunner], chunking: Chunking, ranks: Ranks
 ) -> tuple[float, float]:
     """Returns the seconds of the fastest of equal steps, and by what part the middle one is slower."""
     times = []
@@ -64,5 +73,14 @@ def seconds_of(
                 begun = time.thread_time()
                 step(model)
                 times.append(time.thread_time() - begun)
+            ranks.all(None)  # a step that fails on one leaves none in the next
     fastest = min(times[1:])
     return fastest, statistics.median(times[1:]) / fastest - 1
+
+
+def cost_by_seconds(profile: Profile, prices: Prices) -> None:
+    """Makes all costs of a profile times, in the unit of the cost by operations."""
+    profile.record_seconds, profile.replay_seconds = prices.record, prices.replay
+    profile.record_cost, profile.replay_cost = prices.record * prices.per_second, prices.replay * prices.per_second
+    for op in [op for entry in profile.entries for op in entry.ops]:
+        op.cost = op.seconds * prices.per_second if op.cost else 0.0  # views are free

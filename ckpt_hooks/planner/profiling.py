@@ -167,7 +167,6 @@ class Profile:
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
-    per_second: float = 0.0  # the cost of a second; 0 where costs are those of operations
 
     def smooth(self) -> None:
         """Makes the seconds of each operator the median of its runs on tensors of the same sizes."""
@@ -180,16 +179,6 @@ class Profile:
             seconds = statistics.median(op.seconds for op in ops)
             for op in ops:
                 op.seconds = seconds
-
-    def cost_by_seconds(self, record_seconds: float, replay_seconds: float) -> None:
-        """Makes all costs times, in the unit of the cost by operations; the arguments are for each operator."""
-        ops = [op for entry in self.entries for op in entry.ops]
-        total = sum(op.seconds for op in ops)
-        per_second = self.per_second = sum(op.cost for op in ops) / total if total else 0.0
-        self.record_seconds, self.replay_seconds = record_seconds, replay_seconds
-        self.record_cost, self.replay_cost = record_seconds * per_second, replay_seconds * per_second
-        for op in ops:
-            op.cost = op.seconds * per_second if op.cost else 0.0  # views are free
 
 
 #: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which

@@ -29,7 +29,7 @@ from .chunked import Chunking, applied, chunkings_of
 from .cuts import choices_of, lasting_in
 from .dry import dry
 from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
-from .pricing import MOST_SPREAD, NUM_STEPS, Prices, region_prices, seconds_of
+from .pricing import MOST_SPREAD, NUM_STEPS, Prices, cost_by_seconds, region_prices, seconds_of
 from .profiling import Profile, profile_step
 from .ranks import Ranks
 from .restoring import as_before, dry_mode, optimizer_state
@@ -89,7 +89,7 @@ def searched(
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     timed = 0 if cost == "operations" else NUM_STEPS
-    most = 1 + 2 * len(chunkings) * (1 + 3 * timed) + timed + MOST_MEASURED
+    most = 1 + 2 * len(chunkings) + 4 * timed + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         with as_before(model):
             before = optimizer_state(model)
@@ -107,11 +107,16 @@ def searched(
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         ranks.agree({f"block {name!r}": [*map(kinds.get, ends_of(name))] for name in names})
         found: list[Search] = []
+        prices: Prices | None = None
         for chunking in chunkings:
-            found.append(Search(ranks, *profiled(model, step, names, chunking, common)))
+            parts = profiled(model, step, names, chunking, common)
+            if cost != "operations" and not found:
+                prices = region_prices(model, step, parts[0], names, chunking, ranks)
+                prices = None if cost is None and prices.spread > MOST_SPREAD else prices
+            found.append(Search(ranks, prices, *parts))
             # There are none around layers that are called in another order.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
-            if nested is not None and (spans := Search(ranks, *nested)).least < found[-1].least:
+            if nested is not None and (spans := Search(ranks, prices, *nested)).least < found[-1].least:
                 found.append(spans)
         found[0].others = found[1:]
         return found[0].plan(memory_budget, model, step, tolerance)
@@ -137,7 +142,7 @@ def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: i
 
 def profiled(
     model: Module, step: Callable[[Module], Any], names: Sequence[str], chunking: Chunking, common: dict[str, Any]
-) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]], Prices | None, dict[str, Any]]:
+) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]], dict[str, Any]]:
     """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
@@ -149,8 +154,7 @@ def profiled(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
         )
-    prices = None if common["cost"] == "operations" else region_prices(model, step, profile, names, chunking)
-    return profile, blocks, shapes, prices, {**common, "chunks": chunking}
+    return profile, blocks, shapes, {**common, "chunks": chunking}
 
 
 def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tuple[str, int]]) -> None:
@@ -222,22 +226,19 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
     )
 
 
-def _shared(
-    ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes]], prices: Prices | None
-) -> tuple[dict[str, tuple[Shapes, ...]], Prices | None]:
-    """Gives operators the largest costs of any rank; returns the shapes and prices of all. Raises where operators differ."""
+def _shared(ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes]]) -> dict[str, tuple[Shapes, ...]]:
+    """Gives operators the largest costs of any rank; returns the shapes of all. Raises where operators differ."""
     runs: dict[str, list[Any]] = {}
     for entry in profile.entries:
         runs.setdefault(f"the operators of block {entry.block!r}", []).append([(op.name, op.run) for op in entry.ops])
     ranks.agree(runs)
     ops = [op for entry in profile.entries for op in entry.ops]
-    own = [(op.cost, op.seconds) for op in ops], {**shapes}, prices, profile.others_cost
-    costs, others, of_regions, of_others = zip(*ranks.all(own), strict=True)
+    own = [(op.cost, op.seconds) for op in ops], {**shapes}, profile.others_cost
+    costs, others, of_others = zip(*ranks.all(own), strict=True)
     profile.others_cost = max(of_others)
     for op, *of_ranks in zip(ops, *costs, strict=True):
         op.cost, op.seconds = map(max, zip(*of_ranks, strict=True))
-    of_all = {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
-    return of_all, None if prices is None else Prices(*map(max, zip(*of_regions, strict=True)))
+    return {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
 
 
 class Search:
@@ -246,19 +247,17 @@ class Search:
     def __init__(
         self,
         ranks: Ranks,
+        prices: Prices | None,
         profile: Profile,
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
-        prices: Prices | None,
         common: dict[str, Any],
     ) -> None:
-        self.ranks, self.profile = ranks, profile
+        self.ranks, self.profile, self._prices = ranks, profile, prices
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
-        self._shapes, self._prices = _shared(ranks, profile, shapes, prices)
-        if self._prices is not None and common["cost"] is None and self._prices.spread > MOST_SPREAD:
-            self._prices = None
-        if self._prices is not None:
-            profile.cost_by_seconds(self._prices.record, self._prices.replay)
+        self._shapes = _shared(ranks, profile, shapes)
+        if prices is not None:
+            cost_by_seconds(profile, prices)
         self.natural = natural_ends(profile)
         lasting = lasting_in(profile)
         firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
@@ -274,7 +273,7 @@ class Search:
         self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
         self._blocks, self._margin = blocks, common["margin"]
-        self._common = {**common, "cost": "operations" if self._prices is None else "seconds"}
+        self._common = {**common, "cost": "operations" if prices is None else "seconds"}
         self._base, self._device, self.plain_peak = self._common.pop("base"), self._common.pop("device"), common["plain_peak"]
 
     def _solve(self) -> None:
@@ -365,27 +364,27 @@ class Search:
         def runners(**options: Any) -> dict[Any, RegionRunner]:
             return {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
 
-        def check() -> float:
+        def check() -> bool:
             with as_before(model), applied(model, runners(determinism_check="values"), self._common["chunks"]):
                 step(model)
-            return 0.0 if self._prices is None else seconds_of(model, step, runners(), self._common["chunks"])[0]
+            return True
 
         self._is_checked = True
-        seconds = self.ranks.attempt(check)
-        if seconds is None:
+        if not self.ranks.attempt(check):
             self._call_none_again()
         elif self._prices is not None:
-            self._price_calls(max(self.ranks.all(seconds)) - self._prices.plain)
+            seconds, _ = seconds_of(model, step, runners(), self._common["chunks"], self.ranks)
+            self._price_calls(max(self.ranks.all(seconds)), self._prices)
 
-    def _price_calls(self, added: float) -> None:
+    def _price_calls(self, seconds: float, prices: Prices) -> None:
         """Has blocks that are called again cost what this adds to a step, beside the seconds of their operators."""
         ways = [way for of in self._options.values() for way in of if way.choice.is_function]
-        known = sum(way.cost for way in ways) / self.profile.per_second
-        of_call = (added - known) / sum(len(way.effects) for way in ways)
+        known = sum(way.cost for way in ways) / prices.per_second
+        of_call = (seconds - prices.plain - known) / sum(len(way.effects) for way in ways)
         for one in (self, *self.others):
             for way in [way for of in one._options.values() for way in of if way.choice.is_function]:
                 way.replay_seconds = of_call * len(way.effects)
-                way.cost = max(0.0, way.cost + way.replay_seconds * one.profile.per_second)
+                way.cost = max(0.0, way.cost + way.replay_seconds * prices.per_second)
             one._solve()
 
     def _call_none_again(self) -> None:

@@ -85,9 +85,15 @@ WRAPPERS: dict[str, Callable[[nn.Sequential], nn.Module]] = {"ddp": in_ddp, "fsd
 BLOCKS_OF = {"ddp": ["module.*"], "fsdp": ["*"], "tensor": ["*"]}
 
 
+def by_operations(prices: tuple[float, float]) -> None:
+    """Has plans of this process not depend on times."""
+    profiling.PRICES = prices
+    plan_memory.__kwdefaults__["cost"] = "operations"
+
+
 def made(kind: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     """Returns a model and a step, in which ranks have batches of other sizes where the model's parts are not those of one."""
-    profiling.PRICES = FREE
+    by_operations(FREE)
     torch.manual_seed(0)
     model = WRAPPERS[kind](nn.Sequential(*(Block() for _ in range(BLOCKS))))
     own = 0 if kind == "tensor" else rank()
@@ -161,7 +167,7 @@ def test_blocks_that_are_found(two):
 
 def of_one(batch: int, act: type[nn.Module] = nn.GELU) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     """Returns a model without collectives, and a step."""
-    profiling.PRICES = FREE
+    by_operations(FREE)
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block(act if at == 2 else nn.GELU) for at in range(BLOCKS))), torch.ones(batch, WIDTH)
     return model, lambda model: model(x).square().mean().backward()
