@@ -187,19 +187,6 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
 
 def choose(problem: Problem, budget: float) -> list[int] | None:
     """Returns the option of each block with the least cost found under a budget; None if none fits."""
-    powers = _POWERS if len(problem.blocks) <= _FEW else (1.0,)
-    found = [chosen for power in powers if (chosen := _chosen(problem, budget, power)) is not None]
-    return min(found, key=problem.cost, default=None)
-
-
-#: Blocks of which all options of any three are looked at, and several orders of steps.
-_FEW = 8
-#: How much a step's bytes count against its cost. Each gives another order of steps, and another choice to exchange from.
-_POWERS = (0.5, 0.75, 1.0, 1.5, 2.0)
-_PASSES = 3  # over all pairs of many blocks
-
-
-def _chosen(problem: Problem, budget: float, power: float) -> list[int] | None:
     chosen = [int(costs.argmin()) for costs in problem.costs]
     total = problem.base + sum(memory[option] for memory, option in zip(problem.memory, chosen, strict=True))
     while float(total.max()) > budget:
@@ -208,7 +195,7 @@ def _chosen(problem: Problem, budget: float, power: float) -> list[int] | None:
         for block, (memory, costs) in enumerate(zip(problem.memory, problem.costs, strict=True)):
             gain = excess - (total + memory - memory[chosen[block]] - budget).clamp(min=0).sum(1)
             price = (costs - costs[chosen[block]]).clamp(min=1e-9)
-            rates = torch.where(gain > 0, gain.clamp(min=0) ** power / price, 0.0)
+            rates = gain.clamp(min=0) / price
             option = int(rates.argmax())
             if float(rates[option]) > best:
                 best, step = float(rates[option]), (block, option)
@@ -217,6 +204,11 @@ def _chosen(problem: Problem, budget: float, power: float) -> list[int] | None:
         _take(problem, chosen, total, *step)
     _exchange(problem, chosen, total, budget)
     return chosen
+
+
+#: Blocks of which all options of any three are looked at.
+_FEW = 8
+_PASSES = 3  # over all pairs of many blocks
 
 
 def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
