@@ -66,13 +66,12 @@ def seconds_of(
 ) -> tuple[float, float]:
     """Returns the seconds of the fastest of equal steps, and by what part the middle one is slower."""
     times = []
-    with applied(model, runners, chunking):
+    with as_before(model), applied(model, runners, chunking):
         for _ in range(NUM_STEPS):
-            with as_before(model):
-                # Of this thread: what other programs take of the processor is not counted.
-                begun = time.thread_time()
-                step(model)
-                times.append(time.thread_time() - begun)
+            # Of this thread: what other programs take of the processor is not counted.
+            begun = time.thread_time()
+            step(model)
+            times.append(time.thread_time() - begun)
             ranks.all(None)  # a step that fails on one leaves none in the next
     fastest = min(times[1:])
     return fastest, statistics.median(times[1:]) / fastest - 1
