@@ -6,9 +6,7 @@ an operator whose output can stand in for another run (``OpFacts.is_asked_about`
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -171,12 +169,12 @@ def _warn_of_unheard(policy: Policy, given: frozenset[str]) -> None:
     # After the policy's first region if that region gave none of the names, or after a region which gave a similar name (a
     # slip of the pen) in place of a name which has not come yet.
     missing = policy.expected_names - given
-    slips = {name: near for name in missing if (near := _similar_to(name, given - policy.names))}
+    slips = {name: near for name in missing if (near := [other for other in given - policy.names if _is_slip(name, other)])}
     if not slips and missing != policy.names:
         policy.expected_names = missing
         return
     policy.expected_names = frozenset()
-    meant = sorted({*slips.values()})
+    meant = sorted({other for near in slips.values() for other in near})
     warn_user(
         f"{policy!r} has names that no tensor of its region has: {_quoted(slips or missing)}. "
         f"{f'Is {_quoted(meant)} meant? ' if meant else ''}Names in the region: {_quoted(given) or 'none'}. Give a tensor its "
@@ -188,8 +186,13 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names)))
 
 
-def _similar_to(name: str, others: Iterable[str]) -> str | None:
-    # Names of layers differ in digits.
-    alike = [other for other in others if re.findall(r"\d", other) == re.findall(r"\d", name)]
-    folded = {other.lower(): other for other in alike}
-    return next((folded[near] for near in difflib.get_close_matches(name.lower(), folded, 1, 0.8)), None)
+def _is_slip(one: str, other: str) -> bool:
+    """Whether two names differ in case, signs, one letter too many, or two letters exchanged; never for a digit."""
+    one, other = ("".join(filter(str.isalnum, name)).lower() for name in (one, other))
+
+    def without_one(name: str) -> set[str]:
+        return {name[:at] + name[at + 1 :] for at, letter in enumerate(name) if not letter.isdigit()}
+
+    pairs = [(at, one[at : at + 2]) for at in range(len(one) - 1)]
+    exchanged = {one[:at] + pair[::-1] + one[at + 2 :] for at, pair in pairs if not pair.isdigit()}
+    return one == other or one in without_one(other) or other in without_one(one) | exchanged
