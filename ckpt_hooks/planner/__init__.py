@@ -5,12 +5,11 @@ One profiled step, a simulation of every plan from it, and the cheapest plan tha
 
 from __future__ import annotations
 
-from .chunked import PlannedChunks
 from .estimating import BlockActivations, MemoryEstimate, estimate_memory
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint
 from .plan import Plan, plan_memory
-from .planned import KeptRun, PlannedBlock
+from .planned import KeptRun, PlannedBlock, PlannedChunks
 
 __all__ = [
     "BlockActivations",

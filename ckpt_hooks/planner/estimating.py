@@ -26,8 +26,7 @@ from ckpt_hooks.report.formatting import (
 )
 from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
 
-from .dry import dry
-from .restoring import as_before, optimizer_state, state_of
+from .restoring import as_before, dry, optimizer_state, state_of
 from .searching import check_model, check_step
 
 

@@ -20,10 +20,9 @@ from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 
 from .blocks import names_in
-from .chunked import PlannedChunks, chunk, chunks_in_words
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch, step_of
-from .planned import KeptRun, PlannedBlock, PlannedRunner, runners_of, shapes_in_words
+from .planned import KeptRun, PlannedBlock, PlannedChunks, PlannedRunner, chunk, chunks_in_words, runners_of, shapes_in_words
 from .ranks import Ranks
 from .searching import COSTS, MOST_MEASURED, Budget, Search, as_often, check_model, check_step, searched
 

@@ -13,7 +13,7 @@ from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.policies import everything_saveable
 
-from .chunked import Chunking, applied
+from .planned import Chunking, applied
 from .profiling import Profile
 from .ranks import Ranks
 from .restoring import as_before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import math
 import numbers
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
@@ -25,15 +27,12 @@ from ckpt_hooks.report.ledger.data import maker_in_words
 
 from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choose
-from .chunked import Chunking, applied, chunkings_of
 from .cuts import choices_of, lasting_in
-from .dry import dry
-from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
+from .planned import Chunking, KeptRun, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
 from .pricing import MOST_SPREAD, NUM_STEPS, Prices, cost_by_seconds, region_prices, seconds_of
 from .profiling import Profile, profile_step
 from .ranks import Ranks
-from .restoring import as_before, dry_mode, optimizer_state
-from .room import Room, accelerator_of
+from .restoring import as_before, dry, dry_mode, optimizer_state
 from .simulating import natural_ends, peak_of
 
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
@@ -453,3 +452,39 @@ class Search:
             **self._common,
         }
         return {**self.ranks.first(lambda: found), "_search": self}
+
+
+#: The part of the room that is left: to other programs on the device, and to what a driver allocates for kernels.
+_LEFT = 0.05
+
+
+def accelerator_of(model: Module) -> torch.device | None:
+    """Returns the accelerator where a model is; None for the host."""
+    found = torch.accelerator.current_accelerator()
+    return next((one.device for one in model.parameters() if found is not None and one.device.type == found.type), None)
+
+
+class Room:
+    """The memory of an accelerator, as its caching allocator shares it out."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        if device is None:
+            advice = "'auto' asks an accelerator, and the model is on none: on a host pass bytes, as in '20GiB'."
+            raise wrong("auto", "memory_budget", "bytes, or a part from 0.0 to 1.0", advice, ValueError)
+        self._device, self._before = device, 0
+
+    def nbytes(self) -> int:
+        """Returns the bytes which a step may take: free ones, and those that are reserved without use, but for a part."""
+        gc.collect()
+        free, _ = torch.accelerator.get_memory_info(self._device)
+        unused = torch.accelerator.memory_reserved(self._device) - torch.accelerator.memory_allocated(self._device)
+        return int((free + unused) * (1 - _LEFT))
+
+    def begin(self) -> None:
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._before = torch.accelerator.memory_allocated(self._device)
+
+    def taken(self) -> int:
+        """Returns the most bytes reserved since, above those that were allocated then: what fragments are in the way counts."""
+        return torch.accelerator.max_memory_reserved(self._device) - self._before
