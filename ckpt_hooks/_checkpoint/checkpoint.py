@@ -163,9 +163,9 @@ def checkpoint(
         context_fn: Returns two context managers. The first wraps forward alone. The second wraps each recompute alone, entered
             anew each time.
         determinism_check: ``"default"`` compares shape, dtype and device of each tensor saved in forward and recompute.
-            ``"values"`` compares a hash of the values too, and reads all values in both runs. ``"sampled_values"`` compares
-            some 64 of the values, at fixed places. A function of a tensor has its results compared; tensors among these stay
-            on their device, with one wait for the device a recompute. ``"none"`` compares nothing. A dispatch mode of the
+            ``"values"`` compares a hash of the values too, and reads all values in both runs. A function of a tensor has its
+            results compared, ``lambda tensor: tensor.flatten()[::99]`` some of the values; tensors among these stay on their
+            device, with one wait for the device a recompute. ``"none"`` compares nothing. A dispatch mode of the
             user's may change results and is not entered again, so ``"default"`` is ``"values"`` under a mode. With
             ``torch.backends.cudnn.benchmark`` cuDNN may choose another algorithm for the recompute, whose values differ in the
             last bits.

@@ -28,21 +28,20 @@ METADATA = operator.attrgetter("shape", "dtype", "device", "_version")
 NOTHING = Check(operator.attrgetter("_version"))
 
 _CHECKS = {"default": Check(METADATA), "none": NOTHING}
-_OF_VALUES = ("values", "sampled_values")
 
 
 def check_of(determinism_check: Any) -> Check:
     if isinstance(determinism_check, str):
         if determinism_check in _CHECKS:
             return _CHECKS[determinism_check]
-        if determinism_check in _OF_VALUES:
-            from . import determinism
+        if determinism_check == "values":
+            from .determinism import hash_of
 
-            return Check(METADATA, determinism.FINGERPRINTS[determinism_check])
+            return Check(METADATA, hash_of)
     elif callable(determinism_check):
         check_signature(determinism_check, "determinism_check", "tensor")
         return Check(METADATA, determinism_check)
-    wanted = f"one of {', '.join(map(repr, (*_CHECKS, *_OF_VALUES)))}, or a function of a tensor"
+    wanted = "one of 'default', 'none', 'values', or a function of a tensor"
     raise wrong(
         determinism_check, "determinism_check", wanted, "Leave it out for 'default', which reads no values.", ValueError
     )

@@ -5,7 +5,6 @@ Fingerprints which are tensors stay on their device and are compared at once, so
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -102,43 +101,6 @@ def hash_of(tensor: torch.Tensor) -> Any:
     rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), last, alpha=_ODD)
     # ``s * (2 * s + 1)`` differs for any two sums ``s``: a number moved from row to row is seen.
     return torch.addcmul(rows, rows, rows, value=2).sum()
-
-
-#: How many values of a tensor are looked at, about.
-_SAMPLES = 64
-
-
-def sample_of(tensor: torch.Tensor) -> Any:
-    """Returns some values of a tensor, on its device: at the same places each time, spread over all dimensions."""
-    if not _has_bits(tensor):
-        return _of_parts(sample_of, tensor)
-    if tensor.numel() == 0:
-        return None
-    sizes, strides, offset = _sampled(tuple(tensor.shape), tensor.stride())
-    samples = torch.as_strided(tensor.detach(), sizes, strides, tensor.storage_offset() + offset)
-    try:
-        return samples.clone()
-    except NotImplementedError:  # for dtypes of which torch knows no more than how many bits they have
-        return samples.view(torch.uint8).clone()
-
-
-@functools.lru_cache(maxsize=1024)  # computing it is a third of the time of a sample
-def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    sizes, strides, offset, left = list(shape), list(stride), 0, _SAMPLES
-    # Small dimensions first, so that large ones share evenly what is left.
-    for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        size = sizes[dimension]
-        step = max(1, size // max(1, round(left ** (1 / (len(sizes) - rank)))))
-        first = step // 2
-        sizes[dimension] = (size - first - 1) // step + 1
-        offset += first * strides[dimension]
-        strides[dimension] *= step
-        left = max(1, left // sizes[dimension])
-    return sizes, strides, offset
-
-
-#: By the name of the option.
-FINGERPRINTS = {"values": hash_of, "sampled_values": sample_of}
 
 
 # Comparing

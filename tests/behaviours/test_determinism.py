@@ -157,7 +157,7 @@ def _scale_is_put_back(monkeypatch):
     monkeypatch.setitem(_scales, "now", 1.0)
 
 
-@pytest.mark.parametrize("check", ["values", "sampled_values", lambda tensor: tensor.double().sum(), lambda t: t.tolist()])
+@pytest.mark.parametrize("check", ["values", lambda tensor: tensor.double().sum(), lambda t: t.tolist()])
 @pytest.mark.parametrize("change", list(VALUES))
 @runs("region", "nested", torch_fails=UNNOTICED)
 def test_other_values_are_noticed(run, change, check):
@@ -167,7 +167,7 @@ def test_other_values_are_noticed(run, change, check):
     assert error.expected != error.found
 
 
-@pytest.mark.parametrize("check", ["sampled_values", lambda tensor: tensor.tolist()])
+@pytest.mark.parametrize("check", [lambda tensor: tensor.flatten()[::2], lambda tensor: tensor.tolist()])
 @runs("region", "nested", torch_fails=UNNOTICED)
 def test_the_same_values_at_other_places_are_noticed(run, check):
     fails_by_values(by_swapped_rows, run.having(determinism_check=check))
@@ -191,7 +191,7 @@ def of_many_kinds(run):
     return [torch.nan_to_num(t, nan=7.0) for t in (y.detach(), x.grad)] + [z.grad]
 
 
-@pytest.mark.parametrize("check", ["default", "none", "values", "sampled_values", lambda tensor: tuple(tensor.shape)])
+@pytest.mark.parametrize("check", ["default", "none", "values", lambda tensor: tuple(tensor.shape)])
 @runs(*FORMS[:2])
 def test_exact_reruns_pass_every_check(run, check):
     assert_as_eager(of_many_kinds, run.having(determinism_check=check))
@@ -242,15 +242,14 @@ UNFILLED = {
 
 
 @pytest.mark.parametrize("around", ["nothing", "a mode"])
-@pytest.mark.parametrize("check", ["values", "sampled_values"])
 @pytest.mark.parametrize("kind", list(UNFILLED))
-def test_operators_that_save_memory_which_they_do_not_fill(kind, check, around):
+def test_operators_that_save_memory_which_they_do_not_fill(kind, around):
     """What is in there differs with each run, and is nothing that backward reads."""
     module, function, shape = UNFILLED[kind]()
     for _ in range(8):
         x, garbage = torch.randn(shape, requires_grad=True), [torch.randn(n * 100) for n in range(1, 60)]
         if around == "nothing":
-            y = Run("ours").having(determinism_check=check)(function, module, x)
+            y = Run("ours").having(determinism_check="values")(function, module, x)
         else:
             with torch.utils.flop_counter.FlopCounterMode(display=False), ckpt_hooks.checkpoint_region():
                 y = function(module, x)
@@ -327,7 +326,7 @@ def save_memory(node, make, check, around, *, saves_result):
 
 
 @pytest.mark.parametrize("saves_result", [True, False])
-@pytest.mark.parametrize(("check", "around"), [("values", "nothing"), ("sampled_values", "nothing"), ("values", "a mode")])
+@pytest.mark.parametrize(("check", "around"), [("values", "nothing"), ("values", "a mode")])
 @pytest.mark.parametrize(
     ("node", "make"),
     [
@@ -419,7 +418,7 @@ def by_control_flow(x):
     return (x * 2).sin() if random.random() < 0.5 else (x * 2).sin().exp()
 
 
-FINGERPRINTS = ["values", "sampled_values", lambda tensor: tensor.sum()]
+FINGERPRINTS = ["values", lambda tensor: tensor.sum()]
 
 
 def second_of(seed):

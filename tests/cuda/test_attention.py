@@ -19,7 +19,6 @@ pytestmark = needs_cuda
 KERNELS = [name for name in SDPBackend.__members__ if name not in ("ERROR", "OVERRIDEABLE")]
 COMPARED = {
     "values": functools.partial(checkpoint, determinism_check="values"),
-    "sampled values": functools.partial(checkpoint, determinism_check="sampled_values"),
 }
 
 
