@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
 from ckpt_hooks._core.descriptions import describe_tensor
-from ckpt_hooks._operators.temporaries import temporary_of
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks.device_states import get_device_states, set_device_states
 from ckpt_hooks.errors import CheckpointError
@@ -249,7 +248,7 @@ def dry(model: Module) -> Iterator[None]:
     """Has steps of a model run on fake tensors in a block; what is on the meta device is on the default device there."""
     from ckpt_hooks._torch.dry import DryMode  # with a part of torch's compiler: a second for who asks
 
-    mode = DryMode(temporary_of)
+    mode = DryMode()
     undo = [mode.end]
     token = dry_mode.set(mode)
     try:
