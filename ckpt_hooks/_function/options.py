@@ -172,7 +172,7 @@ def under_modes(contexts: ContextPair | None) -> ContextPair:
 
 def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
     """Returns the contexts of a region with observers of operators, which the mode of an outer frame may serve."""
-    from ckpt_hooks._operators.operator_events import OperatorWatch, wants_operators
+    from ckpt_hooks._operators.operator_log import OperatorWatch, wants_operators
 
     in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
     if contexts is None:

@@ -27,8 +27,7 @@ from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import bound
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address
-from ckpt_hooks.policies.context import SelectiveCheckpointContext
-from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE
+from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE, SelectiveCheckpointContext
 
 from . import writes
 from .explaining import routed

@@ -30,7 +30,7 @@ from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.modes import pause_modes, resume_modes, reusable
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._operators.draws import OwnStreams, draw_again, draw_anew
-from ckpt_hooks._operators.operator_events import watch_replay
+from ckpt_hooks._operators.operator_log import watch_replay
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled

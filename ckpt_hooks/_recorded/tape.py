@@ -32,8 +32,7 @@ from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address, storage_of
-from ckpt_hooks.policies.context import SelectiveCheckpointContext
-from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions
+from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions, SelectiveCheckpointContext
 
 from .values import (
     ANEW,

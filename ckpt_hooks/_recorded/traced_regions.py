@@ -33,8 +33,7 @@ from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.compiling import at_end_of_compilation, num_traced_nodes, set_compile_configs, while_tracing
 from ckpt_hooks._torch.functions import OPERATORS, OVERLOAD
 from ckpt_hooks.policies.base import Policy, policy_from
-from ckpt_hooks.policies.context import SelectiveCheckpointContext
-from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
+from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions, SelectiveCheckpointContext
 
 _REGION, _NAME = "ckpt_hooks_region", "ckpt_hooks_name"
 

@@ -22,9 +22,8 @@ from __future__ import annotations
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .base import Policy, PolicyFn
-from .by_module import save_modules
-from .context import SelectiveCheckpointContext
-from .indices import save_indices
+from .by_module import save_indices, save_modules
+from .decisions import SelectiveCheckpointContext
 from .ready_made import (
     attention_saveable,
     dots_saveable,

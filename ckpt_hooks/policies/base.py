@@ -295,7 +295,7 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
 #: Operators and classes, which can be called and are no policies.
 _CALLABLE: Any = (*OPERATORS, OPERATOR_PACKET, type)
 #: The modules whose functions return policies.
-_FACTORIES = (f"{__package__}.ready_made", f"{__package__}.indices", f"{__package__}.by_module")
+_FACTORIES = (f"{__package__}.ready_made", f"{__package__}.by_module")
 
 
 def _no_policy(policy: Any, argument: str) -> TypeError:

@@ -1,4 +1,4 @@
-"""The policy by module: what runs while modules of some names or classes run is kept.
+"""Policies which go by the running module: all that runs in some, and single runs of operators.
 
 The running modules are read off the stack of Python. The road not taken: hooks on each module, which stay where one raises.
 """
@@ -8,16 +8,182 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.call_sites import called_modules, name_expression
-from ckpt_hooks._core.misuse import described_as
+from ckpt_hooks._core.call_sites import called_modules, name_expression, warn_user
+from ckpt_hooks._core.misuse import check_is, check_module, checked_integer, described_as, wrong
+from ckpt_hooks._torch.modes import MODULE_CALL
 
-from .base import Policy, decision_of, makes_policies
+from .base import Policy, checked_operators, decision_of, makes_policies
+
+_NO_RUNS = frozenset[int]()
+
+#: A submodule's name, and an operator's.
+_Key = tuple[str, str]
+
+
+class _SaveIndices(Policy):
+    """Keeps the outputs of single runs; made of names and numbers alone, so that it can be pickled and compared."""
+
+    title = "save_indices"
+
+    def __init__(
+        self, runs: dict[_Key, frozenset[int]], counts: dict[_Key, int] | None, root: torch.nn.Module | None = None
+    ) -> None:
+        self._runs, self._counts = runs, counts
+        self._root = (lambda: None) if root is None else weakref.ref(root)
+        #: Operators of which some run is kept: a region counts no others.
+        self._operators = frozenset(operator for _, operator in runs)
+        number = sum(map(len, runs.values()))
+        self.meaning = f"keeps the outputs of {number} {'run' if number == 1 else 'runs'} of operators"
+        self._has_warned = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SaveIndices) and (self._runs, self._counts) == (other._runs, other._counts)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._runs.items()))
+
+    def __str__(self) -> str:
+        rows = [
+            (module or "(itself)", operator, ", ".join(map(str, sorted(runs))))
+            for (module, operator), runs in self._runs.items()
+        ]
+        rows.insert(0, ("module", "operator", "runs kept"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join((repr(self), *lines))
+
+    def for_op(self, op: Any) -> CheckpointPolicy | None:
+        return None if str(op) in self._operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def count_runs(self) -> Callable[[Any], bool]:
+        root = self._root() or called_modules(sys._getframe(1))[0]
+        names = {} if root is None else _names_in(root)
+        # By the operator's ``id``: its own hash takes a call of Python.
+        states: dict[tuple[str, int], list[Any]] = {}
+        does_match = True
+
+        def is_kept(op: Any) -> bool:
+            nonlocal does_match
+            frame: Any = sys._getframe(1)
+            while frame is not None and frame.f_code is not MODULE_CALL:
+                frame = frame.f_back
+            name = "" if frame is None else names.get(id(frame.f_locals["self"]))
+            if name is None:
+                outermost = called_modules(frame)[-1] if root is None else None
+                names.update({} if outermost is None else _names_in(outermost))
+                name = names.setdefault(id(frame.f_locals["self"]), "")
+            state = states.get((name, id(op)))
+            if state is None:
+                key = name, str(op)
+                most = float("inf") if self._counts is None else self._counts.get(key, 0)
+                state = states[name, id(op)] = [0, self._runs.get(key, _NO_RUNS), most]
+            count, kept, most = state
+            state[0] = count + 1
+            if does_match and count >= most:
+                does_match = False
+                self._warn(name, op, int(most))
+            return does_match and count in kept
+
+        return is_kept
+
+    def _warn(self, module: str, op: Any, expected: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"{self!r} was made for {expected} runs of {op} in {f'module {module!r}' if module else 'the module itself'}, "
+                "and met one more: this call keeps no more outputs. Make a policy for inputs of this shape, or for this mode "
+                "of the module, or leave `counts` out."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"runs": self._runs, "counts": self._counts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["runs"], state["counts"])  # type: ignore[misc]
+
+
+#: The names of submodules by ``id``, of each module whose region has a policy of runs.
+_names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, dict[int, str]]] = weakref.WeakKeyDictionary()
+
+
+def _names_in(root: torch.nn.Module) -> dict[int, str]:
+    """Returns the names of a module's submodules by ``id``; a module with several names has the first."""
+    modules = [*root.modules()]
+    found = _names.get(root)
+    if found is None or found[0] != hash(tuple(map(id, modules))):
+        found = _names[root] = hash(tuple(map(id, modules))), {id(module): name for name, module in root.named_modules()}
+    return found[1]
+
+
+@makes_policies
+def save_indices(
+    runs: Iterable[tuple[str, Any, int]],
+    *,
+    counts: Mapping[tuple[str, Any], int] | None = None,
+    root: torch.nn.Module | None = None,
+) -> Policy:
+    """Returns a policy which keeps the outputs of single runs of operators.
+
+    A run is told by the submodule whose forward runs it, the operator, and the number of earlier runs of this operator in this
+    submodule, all within one call of the region. So the runs of other submodules do not matter: a dropout which is off, a cast
+    that autocast has made already, or an expert that gets no tokens.
+
+    The policy is made of names and numbers: it can be pickled, compares equal to its copies, and prints as a table.
+
+    Args:
+        runs: The runs: name of the submodule, operator (``torch.ops.aten.mm.default``), number from 0. Names are those in the
+            innermost module whose forward runs when the region begins, the region itself for
+            :func:`ckpt_hooks.checkpoint_module`; without one, those in the outermost module called in the region. ``""`` is
+            that module itself.
+        counts: How many runs of each operator in each submodule there are in all. A call which meets another one keeps nothing
+            from there on, and a warning says so once. None to check nothing.
+        root: The module in which the names are, held weakly, and not pickled; None for the one above.
+
+    Raises:
+        TypeError: If ``runs`` or ``counts`` has something else in it, a submodule is not given by name, or ``root`` is none.
+        ValueError: If an operator is none, or a number no integer from 0.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint
+        >>> from ckpt_hooks.policies import save_indices
+        >>> block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        >>> policy = save_indices([("2", torch.ops.aten.addmm.default, 0)])
+        >>> print(policy)
+        <save_indices: keeps the outputs of 1 run of operators>
+        module  operator            runs kept
+        2       aten.addmm.default  0
+        >>> y = checkpoint(policy=policy)(block)(torch.ones(2, 4))
+    """
+    found: dict[_Key, frozenset[int]] = {}
+    pairs: Any = {} if counts is None else counts
+    try:
+        given = [(module, operator, number) for module, operator, number in runs]
+        counted = [(module, operator, number) for (module, operator), number in pairs.items()]
+    except (TypeError, ValueError, AttributeError):
+        advice = "Write runs=[('', operator, 0)], and counts={('', operator): 1}."
+        raise wrong((runs, counts), "runs and counts", "triples, and a mapping of pairs to numbers", advice) from None
+    for module, operator, number in given:
+        key = _checked(module, operator, number, "runs")
+        found[key] = found.get(key, frozenset()) | {number}
+    expected = {_checked(module, operator, number, "counts"): number for module, operator, number in counted}
+    if root is not None:
+        check_module(root, "root", "Pass the module in which the names are, or leave it out.")
+    return _SaveIndices(found, None if counts is None else expected, root)
+
+
+def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:
+    checked_operators([operator], argument)
+    check_is(module, str, f"a submodule in {argument}", "a string", "Give its name; that of the region itself is ''.")
+    checked_integer(number, f"a number in {argument}", f"Give the number of runs of {operator} before.", 0)
+    return module, str(operator)
 
 
 class _SaveModules(Policy):

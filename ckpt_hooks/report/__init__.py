@@ -14,8 +14,7 @@ from .residuals import (
     saved_residuals,
     saved_tensors_report,
 )
-from .steps import RegionTrace, StepTrace
-from .tracing import Trace, trace
+from .tracing import RegionTrace, StepTrace, Trace, trace
 
 __all__ = [
     "Advice",
