@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from .cuts import Choice
-from .profiling import Profile
+from .profiling import Profile, recorded_in
 from .ranks import Ranks
 from .simulating import Delta, Effect, effect_of, function_effect_of, nested_effect_of, timeline_of
 
@@ -309,7 +309,7 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
                 else:
                     kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
                     effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
-            recorded = 0 if runs is None or choice.is_function else sum(len(entry.ops) for entry in entries)
+            recorded = 0 if runs is None or choice.is_function else sum(map(recorded_in, entries))
             pairs = zip(entries, effects, strict=True)
             replayed = sum(entry.ops[at].cost > 0 for entry, effect in pairs for at in effect.again) if recorded else 0
             cost = sum(effect.cost for effect in effects) + recorded * profile.record_cost + replayed * profile.replay_cost

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,15 +13,15 @@ from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.policies import everything_saveable
 
 from .planned import Chunking, applied
-from .profiling import Profile
+from .profiling import Profile, recorded_in
 from .ranks import Ranks
 from .restoring import as_before
 from .simulating import effect_of
 
-_ROUNDS = 3
-#: Steps that are run for the time of one: regions get ready in the first.
-NUM_STEPS = 1 + _ROUNDS
-#: Of a busy machine, whose steps differ by more than this part, times say nothing.
+#: Steps that are run for the time of one: regions get ready in the first. Two are timed at least, others up to some seconds.
+_LEAST_STEPS, NUM_STEPS = 3, 9
+_ENOUGH = 2.0
+#: Of a busy machine, whose fastest steps differ by more than this part, times say nothing.
 MOST_SPREAD = 0.05
 
 
@@ -54,7 +53,7 @@ def region_prices(
     (plain, all_kept, none_kept), spreads = zip(*times, strict=True)
     ops = [op for entry in profile.entries for op in entry.ops]
     again = [entry.ops[at] for entry in profile.entries for at in effect_of(profile, entry, ()).again]
-    record = max(0.0, all_kept - plain) / len(ops)
+    record = max(0.0, all_kept - plain) / sum(map(recorded_in, profile.entries))
     replays = max(0.0, none_kept - all_kept - sum(op.seconds for op in again))
     per_second = sum(op.cost for op in ops) / sum(op.seconds for op in ops)
     own = Prices(max(spreads), plain, record, replays / max(1, sum(op.cost > 0 for op in again)), per_second)
@@ -64,17 +63,18 @@ def region_prices(
 def seconds_of(
     model: Module, step: Callable[[Module], Any], runners: Mapping[Any, RegionRunner], chunking: Chunking, ranks: Ranks
 ) -> tuple[float, float]:
-    """Returns the seconds of the fastest of equal steps, and by what part the middle one is slower."""
-    times = []
+    """Returns the seconds of the fastest of equal steps, and by what part the next one is slower."""
+    times: list[float] = []
+    spent = 0.0
     with as_before(model), applied(model, runners, chunking):
-        for _ in range(NUM_STEPS):
+        while len(times) < _LEAST_STEPS or (len(times) < NUM_STEPS and spent < _ENOUGH):
             # Of this thread: what other programs take of the processor is not counted.
             begun = time.thread_time()
             step(model)
             times.append(time.thread_time() - begun)
-            ranks.all(None)  # a step that fails on one leaves none in the next
-    fastest = min(times[1:])
-    return fastest, statistics.median(times[1:]) / fastest - 1
+            spent = max(ranks.all(sum(times)))  # ranks meet: a step that fails on one leaves none in the next
+    fastest, second, *_ = sorted(times[1:])
+    return fastest, second / fastest - 1
 
 
 def cost_by_seconds(profile: Profile, prices: Prices) -> None:

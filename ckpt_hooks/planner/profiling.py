@@ -153,6 +153,15 @@ class BlockCall:
 PRICES = 3_000_000.0, 500_000.0
 
 
+#: Operators in whose time a region is entered and left, and notes what it reads from outside.
+_OF_CALL = 10
+
+
+def recorded_in(entry: BlockCall) -> int:
+    """Returns how many operators' time recording a call takes."""
+    return len(entry.ops) + _OF_CALL
+
+
 @dataclasses.dataclass
 class Profile:
     """A step whose blocks keep nothing."""

@@ -78,7 +78,8 @@ def searched(
     check_model(model)
     check_step(step)
     device = accelerator_of(model)
-    if cost is None and (device is not None or dry_mode.get() is not None):  # whose time the host does not tell
+    # The host does not tell the time of a device, and stages of a pipeline would run many steps for others.
+    if cost is None and (device is not None or dry_mode.get() is not None or ranks.is_part):
         cost = "operations"
     if memory_budget == "auto":
         Room(device)
