@@ -424,6 +424,14 @@ def an_argument_that_was_written_to():
     backward(y)
 
 
+@says(MutationError, r"args\[1\], a float.* was given other memory", "Bind a new tensor", expected=None)
+def an_argument_with_other_memory():
+    mask = torch.ones(3)
+    y = checkpoint(weighted, leaf(3), mask)
+    mask.data = torch.zeros(3)
+    backward(y)
+
+
 @says(MutationError, MODIFIED, region=("weighted",), tensor="kwargs['mask']")
 def an_argument_in_a_partial():
     """A partial lends a region no name: the function in it does."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
+from ckpt_hooks._torch.tensors import counted_detach, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
@@ -48,13 +48,10 @@ Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 class Restored(NamedTuple):
     tensors: Sequence[torch.Tensor | None]
     stand_ins: dict[int, torch.Tensor]  # those that are other ones than in forward, by the ``id`` that these had
-    lent: dict[int, torch.Tensor]  # by the ``id`` of a stand-in a tensor that has been given other memory since
-    lost: list[tuple[torch.Tensor, int]]  # those of which forward's memory is gone, with a version that none has
 
 
 # What most arguments have of what is rare: never filled.
 _NONE: dict[Any, Any] = {}
-_NONE_LOST: list[tuple[torch.Tensor, int]] = []
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Version, and whether grad is required; -1 and None where that is not to be had.
@@ -190,9 +187,8 @@ class Arguments:
     # The hooks that are registered on tensors of which a rerun may get another one, and which the graph may hold longer.
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
     _kept_facts: list[_Facts]
-    # Of tensors that are kept: where their content was when forward began, and which ones the function has given other memory.
+    # Of tensors that are kept: where their content was when forward began.
     _memory: Sequence[Memory | None]
-    _moved: Sequence[int]
     # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
     # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
     # the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives, and then a
@@ -249,13 +245,11 @@ class Arguments:
         self._kept_facts = _facts_of_all(self._tensors)
         # While TorchScript traces, sizes are tensors.
         self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
-        self._moved = ()
         self._steps = num_fused_steps()
         self._flags, self._hooked, self._origins = _NONE, (), _NONE
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
-        self._moved = self._elsewhere()
         if self.live is not None:
             self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
             self.live = None
@@ -277,13 +271,7 @@ class Arguments:
         """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
         origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None)
         if origin is None:
-            alias = counted_detach(tensor)
-            if position in self._moved:
-                noted = self._memory[position]
-                memory = None if noted is None else noted.tensor()
-                alias = alias if memory is None else memory
-                set_versions((alias,), (tensor._version,))
-            origin = weakref.ref(tensor), id(tensor), alias
+            origin = weakref.ref(tensor), id(tensor), counted_detach(tensor)
             if tensor._backward_hooks:
                 self._hooked = [*self._hooked, weakref.ref(tensor._backward_hooks)]
         self._origins = {**self._origins, position: origin}
@@ -296,14 +284,9 @@ class Arguments:
                 self._flags = {position: bool(before[1]), **self._flags}
                 self._kept_facts[position] = before[0], found[1]
 
-    def _elsewhere(self) -> Sequence[int]:
-        pairs = enumerate(zip(self._memory, self._tensors, strict=True))
-        return [at for at, (noted, one) in pairs if noted is not None and one is not None and not noted.holds(one)]
-
-    def _stand_in(self, elsewhere: Collection[int]) -> Restored:
+    def _stand_in(self) -> Restored:
         """Returns tensors with stand-ins for those that are not, or no more, what they were when forward began."""
-        tensors, lost = list(self._tensors), list[tuple[torch.Tensor, int]]()
-        stand_ins, lent, aliases = dict[int, torch.Tensor](), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        tensors, stand_ins, aliases = list(self._tensors), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for position, flag in self._flags.items():  # which require grad, or not, as then
             tensor = tensors[position]
             assert tensor is not None
@@ -312,28 +295,12 @@ class Arguments:
             tensors[position] = aliases[id(tensor)]
         for position, (reference, number, alias) in self._origins.items():
             tensor = reference()
-            if tensor is None or storage_of(tensor) != storage_of(alias):  # given another storage
-                if (stand_in := stand_ins.get(number)) is None:
-                    stand_in = stand_ins[number] = alias_with_history(alias, alias._version)
-                if tensor is not None:
-                    lent[id(stand_in)] = tensor
-                tensor = stand_in
+            if tensor is None:
+                if number not in stand_ins:
+                    stand_ins[number] = alias_with_history(alias, alias._version)
+                tensor = stand_ins[number]
             tensors[position] = tensor
-        # Those that have other memory are not given theirs for the rerun: on another thread somebody may use them.
-        for position in sorted({*elsewhere, *self._moved} - {*self._flags, *self._origins}):
-            tensor, noted = tensors[position], self._memory[position]
-            if tensor is None or noted is None or is_theirs(tensor, noted.layout):
-                continue
-            if (stand_in := stand_ins.get(id(tensor))) is None:
-                if (memory := noted.tensor()) is None:
-                    lost.append((tensor, GONE))
-                    continue
-                stand_in = _dressed_as(tensor, memory, requires_grad=tensor.requires_grad)
-                if version_of(tensor) >= 0:
-                    set_versions((stand_in,), (tensor._version,))
-                stand_ins[id(tensor)], lent[id(stand_in)] = stand_in, tensor
-            tensors[position] = stand_in
-        return Restored(tensors, stand_ins, lent, lost)
+        return Restored(tensors, stand_ins)
 
     def restore(self, frame: Frame, handed_out: list[HandedOut]) -> Restored:
         """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
@@ -347,9 +314,11 @@ class Arguments:
             for position, one in enumerate(self._tensors):
                 if one is not None and stepped_since(one, self._steps):
                     self._raise_modified(position, one, format_path(frame.path))
-        elsewhere = self._elsewhere()
-        are_other = elsewhere or self._moved or self._flags or self._origins
-        found = self._stand_in(elsewhere) if are_other else Restored(kept, _NONE, _NONE, _NONE_LOST)
+        found = self._stand_in() if self._flags or self._origins else Restored(kept, _NONE)
+        for position, (noted, one) in enumerate(zip(self._memory, found.tensors, strict=True)):
+            if noted is not None and one is not None and not (noted.holds(one) or is_theirs(one, noted.layout)):
+                name = _path_at(self._captured, position)
+                raise mutated(Why.MOVED, format_path(frame.path), one, GONE, name=name)
         if self._saved is None:
             return found
         kept, stand_ins = found.tensors, found.stand_ins
@@ -372,22 +341,13 @@ class Arguments:
                     if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
                         self._raise_modified(position, unpacked, format_path(frame.path))
                     tensor = restore_layout(unpacked, self._strides.get(position), version)
-                    is_theirs = tensor is unpacked and self._foreign
-                    if is_theirs and type(tensor) is torch.Tensor and not tensor.requires_grad:
+                    is_foreign = tensor is unpacked and self._foreign
+                    if is_foreign and type(tensor) is torch.Tensor and not tensor.requires_grad:
                         tensor = counted_detach(tensor)  # of which a rerun may exchange the memory
-                    handed_out.append((position, tensor, tensor._version if is_theirs else None))
+                    handed_out.append((position, tensor, tensor._version if is_foreign else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
-        return Restored(tensors, stand_ins, found.lent, found.lost)
-
-    def put_memory_back(self, found: Restored) -> None:
-        """Gives tensors their memory after a rerun in which the function gave them another."""
-        for position in self._elsewhere():
-            tensor, noted = found.tensors[position], self._memory[position]
-            if tensor is None or tensor is not self._tensors[position] or noted is None or is_theirs(tensor, noted.layout):
-                continue
-            if (memory := noted.tensor()) is not None:
-                past_all_modes(tensor, setattr, tensor, "data", memory)
+        return Restored(tensors, stand_ins)
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""

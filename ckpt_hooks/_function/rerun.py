@@ -95,16 +95,15 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                 leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
                 try:
                     # Call, with arguments as forward found them.
-                    changed, lost = _UNCHANGED, restored.lost
-                    lent, exchanged = restored.lent, frozenset[Any]()
+                    changed = lost = _UNCHANGED
                     if loan is not None:
                         if loan.names:
                             raise mutated(Why.PARAMETER_GONE, format_path(frame.path), detail=loan.names[0])
-                        lost, lent, exchanged = [*lost, *loan.lost], {**lent, **loan.lent}, loan.storages
-                    if frame.complete:
-                        changed = lost if loan is None else [*loan.journal.changed(loan), *lost, *loan.changed]
+                        lost = loan.lost
+                        if frame.complete:
+                            changed = [*loan.journal.changed(loan), *lost, *loan.changed]
                     args, kwargs = arguments.build(restored.tensors, loan)
-                    hook = collector.hook(lent, exchanged, may_return=watch is None, watches_draws=borrows)
+                    hook = collector.hook(loan, may_return=watch is None, watches_draws=borrows)
                     if changed or lost or num_dispatch_modes():
                         hook = collector.watching(hook, lost)
                     _call(frame, loan, args, kwargs, hook, changed)
@@ -131,8 +130,6 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                 put_hooks_back(hooks, arguments.hooks(handed_out))
             if handed_out:
                 arguments.look_at(handed_out)
-            if restored is not None:
-                arguments.put_memory_back(restored)
         # Compare.
         try:
             values = result_of(collector, frame.options.check) if probe is None else []
@@ -207,7 +204,7 @@ def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, 
 def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: bool) -> bool:
     """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""
     # Where there is more to say of it, this raises an error of the region in its place.
-    done, region = frame.collector.was_done_before(error), format_path(frame.path)
+    done, region = frame.collector.done, format_path(frame.path)
     if isinstance(error, (DeterminismError, MutationError)):
         # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
         own = error.region == region
