@@ -56,7 +56,6 @@ _NONE: dict[Any, Any] = {}
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Version, and whether grad is required; -1 and None where that is not to be had.
 _Facts = tuple[int, "bool | None"]
-_NO_FACTS: _Facts = (-1, None)
 _facts_of = operator.attrgetter("_version", "requires_grad")
 
 
@@ -64,15 +63,16 @@ def _facts_of_all(tensors: Sequence[torch.Tensor | None]) -> list[_Facts]:
     try:
         return list(map(_facts_of, tensors))
     except (AttributeError, RuntimeError):
-        return [_NO_FACTS if tensor is None else _facts_slowly(tensor) for tensor in tensors]
+        return list(map(_facts_slowly, tensors))
 
 
-def _facts_slowly(tensor: torch.Tensor) -> _Facts:
-    version = version_of(tensor)
+def _facts_slowly(tensor: torch.Tensor | None) -> _Facts:
+    if tensor is None:
+        return -1, None
     try:
-        return version, tensor.requires_grad
+        return version_of(tensor), tensor.requires_grad
     except RuntimeError:  # a view of many whose base was modified, which has lost its graph
-        return version, None
+        return version_of(tensor), None
 
 
 def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
@@ -126,7 +126,7 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
         return save_tensor(tensor)
     except RuntimeError:
         # Raised by autograd, as for a view whose base was modified, or by a hook? A hook which does nothing tells.
-        push_saved_tensors_hooks(_itself, _itself)
+        push_saved_tensors_hooks(*[lambda tensor: tensor] * 2)
         try:
             save_tensor(tensor)
         except RuntimeError:
@@ -134,10 +134,6 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
         finally:
             pop_saved_tensors_hooks()
         raise
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def put_hooks_back(before: Hooks, now: Hooks) -> None:
@@ -172,50 +168,14 @@ def _path_at(captured: tuple[list[Any], dict[str, Any]] | None, position: int) -
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
-    objects: Sequence[Any]
-    #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
-    #: at hand.
-    live: Sequence[torch.Tensor] | None
-
-    # Arguments taken apart; None for positional tensors and nothing else.
-    _captured: tuple[list[Any], dict[str, Any]] | None
-    # The ``id`` that each container had in forward; unset if there are only tensors.
-    _containers: Sequence[int]
-    # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
-    _flags: dict[int, bool]
-    # The hooks that are registered on tensors of which a rerun may get another one, and which the graph may hold longer.
-    _hooked: Sequence[Callable[[], dict[int, Any] | None]]
-    _kept_facts: list[_Facts]
-    # Of tensors that are kept: where their content was when forward began.
-    _memory: Sequence[Memory | None]
-    # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
-    # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
-    # the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives, and then a
-    # stand-in: the alias as the output of an operator, neither a leaf nor a view.
-    _origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]]
-    # How many steps of fused optimizers there were.
-    _steps: int
-    _tensors: Sequence[torch.Tensor | None]
-
-    # What each tensor was saved as by active hooks: None where it is kept, a position where it is the same as another. None
-    # without hooks, and what follows is unset then.
-    _saved: list[SavedTensor | int | None] | None
-    # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
-    _foreign: bool
-    # Of all tensors: the ``id`` in forward, the storage, version and flag.
-    _ids: Sequence[int]
-    _storages: tuple[int | None, ...]
-    _facts: list[_Facts]
-    # Of tensors that are not contiguous, by position.
-    _strides: dict[int, tuple[int, ...]]
-
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
-        if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
-            self._captured = None
-            self.objects = ()
-            tensors: Sequence[torch.Tensor] = args
-        else:
+        # Arguments taken apart, and the ``id`` that each container had in forward; None for positional tensors alone.
+        self._captured: tuple[list[Any], dict[str, Any]] | None = None
+        self._containers: Sequence[int] = ()
+        #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
+        self.objects: Sequence[Any] = ()
+        tensors: Sequence[torch.Tensor] = args
+        if kwargs or not _TENSOR_TYPES.issuperset(map(type, args)):
             capture = Capture()
             self._captured = (
                 [capture.value(value, f"args[{index}]") for index, value in enumerate(args)],
@@ -224,29 +184,42 @@ class Arguments:
             tensors, self.objects = capture.tensors, capture.objects
             self._containers = capture.finish()
         hooks = top_saved_tensors_hooks(False)
-        if hooks is None:
-            self._saved = self.live = None
-            self._tensors = tensors
-        else:
+        # What each tensor was saved as by active hooks: None where it is kept, a position where it is the same as another. None
+        # without hooks, and what follows is unset then.
+        self._saved: list[SavedTensor | int | None] | None = None
+        #: Where hooks were active, all tensors as they came. None when forward has ended, in which the caller has them at hand.
+        self.live: Sequence[torch.Tensor] | None = None
+        self._tensors: Sequence[torch.Tensor | None] = tensors
+        if hooks is not None:
             # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in step with its
             # forward, and may meet two tensors where forward met one.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._strides = {
+            self._strides = {  # of those that are not contiguous
                 position: tensor.stride()
                 for position, tensor in enumerate(tensors)
                 if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
+            # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
             self._foreign = not UNPACKS.get(hooks[1], False)
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
+        # Of tensors that are kept: facts, and where their content was when forward began. While TorchScript traces, sizes are
+        # tensors.
         self._kept_facts = _facts_of_all(self._tensors)
-        # While TorchScript traces, sizes are tensors.
         self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
         self._steps = num_fused_steps()
-        self._flags, self._hooked, self._origins = _NONE, (), _NONE
+        # Of kept tensors of which the function itself has changed whether they require grad: whether they did before.
+        self._flags: dict[int, bool] = _NONE
+        # The hooks that are registered on tensors of which a rerun may get another one, and which the graph may hold longer.
+        self._hooked: Sequence[Callable[[], dict[int, Any] | None]] = ()
+        # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position.
+        # If the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history
+        # leads to the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives,
+        # and then a stand-in: the alias as the output of an operator, neither a leaf nor a view.
+        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = _NONE
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
