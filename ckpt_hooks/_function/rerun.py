@@ -38,15 +38,7 @@ from .compare import result_of
 from .contents import WatchReads
 from .journal import Loan
 from .notes import Note
-from .words import (
-    blame,
-    draws_error,
-    is_beside_drawing_thread,
-    note_failure,
-    raise_unread,
-    raise_without_history,
-    warn_of_drawing_thread,
-)
+from .words import blame, draws_error, explain_failure, is_beside_drawing_thread, warn_of_drawing_thread
 
 if TYPE_CHECKING:
     from ckpt_hooks._operators.draws import DrawWatch
@@ -212,10 +204,7 @@ def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: 
             raise frame.explain(error) from error
         return own or not done
     if is_called and not done and frame.complete:
-        if loan is not None and loan.has_gone:
-            raise_unread(error, region)
-        raise_without_history(error, region)
-        note_failure(error, region)
+        explain_failure(error, region, has_gone=loan is not None and loan.has_gone)
     return not done
 
 
