@@ -1,8 +1,6 @@
 """The state a function sees besides its arguments: captured at forward, restored around each recompute (Rule 7).
 
 Random streams, switches, autocast and function modes have a ``capture``, an ``enter``, which returns the undo, and a ``leave``.
-Most regions see the state of the region before, which they share: no autocast, no modes, torch's default streams only, nothing
-moved. Most recomputes find this state.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The current device and the current stream of each device: noted in forward, made current again for a recompute.
 
-A thread of autograd's engine has a current device of its own, and on each device the stream of its present node. Forward may
-have had others: then ``device="cuda"`` means another device, and a stream may read values before another has made them. So a
-recompute runs on forward's devices and streams. Forward's streams wait for the caller's streams, and the caller's for forward's
-when the recompute is done. Yet another stream waits before it reads a value (:class:`Made`). Reading wakes no accelerator.
+A thread of autograd's engine has a current device of its own, and on each device the stream of its present node. A recompute
+runs on forward's devices and streams, which wait for the caller's, and the caller's for them when it is done. Yet another
+stream waits before it reads a value (:class:`Made`).
 """
 
 from __future__ import annotations

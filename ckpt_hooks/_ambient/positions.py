@@ -1,10 +1,8 @@
 """How far the default random streams have moved, told without reading a state.
 
 A position notices a recompute that draws other numbers than forward, as where forward made a random table and keeps it
-(``functools.lru_cache``): all later draws are shifted. It is noted with each saved tensor before which it has moved. A
-recompute which has drawn as well must stand where forward stood. Of the CPU's generator a position is the number of the next
-word with the first word, eight bytes; of devices' generators, the offset. To read it makes no device wait. (A draw that only
-uses up a normal number left over by another moves no position.)
+(``functools.lru_cache``): all later draws are shifted. Of the CPU's generator it is the number of the next word with the first
+word; of devices' generators, the offset, for which no device waits.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ import torch
 from . import streams
 from .streams import CPU, HEAD, NEXT_WORD, TORCH_NAMES, device_streams
 
-#: As in the module's docstring; equal positions of two runs are equal states, if both runs began in one state.
+#: Equal positions of two runs are equal states, if both runs began in one state.
 Position = Any
-
 
 #: Two numbers: the first moves with nearly every draw, and both are the position. Of all that Python has, an item of a
 #: memoryview is read soonest, and a small number sooner than a large one.

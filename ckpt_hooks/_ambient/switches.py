@@ -1,12 +1,9 @@
 """The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
-A row says how a switch is read and set, how a region sees that the switch has moved, and which operators heed the switch.
-Switches are compared once a region in forward and once a recompute, and read in full only after a move.
-
-Private calls into torch, like the calls in :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``,
-``torch.nn.attention``) are properties and contexts around these, at 1 us each for 0.04, and one imports the compiler; the
-private forms may go when the public forms cost as little. ``tests/test_switches.py`` fails for a switch of the installed torch
-which has no row here and no reason there.
+Switches are compared once a region in forward and once a recompute, and read in full only after a move. Private calls into
+torch: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around these, at 1 us each for
+0.04, and one imports the compiler; the private forms may go when the public forms cost as little. ``tests/test_switches.py``
+fails for a switch of the installed torch which has no row here and no reason there.
 """
 
 from __future__ import annotations

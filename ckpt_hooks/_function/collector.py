@@ -1,22 +1,13 @@
 """The collector of a rerun: takes the tensors saved in the rerun, and ends the rerun after the last value wanted.
 
-The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. As soon as the last
-living handle has its value (Rule 5), the hook ends the rerun by an exception: the saving operator has not even run yet. Three
-things follow.
+The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. With the value of the
+last living handle (Rule 5) it ends the rerun by an exception, before the saving operator has run.
 
-*To stop costs more than a few small operators*. So where next to nothing is left, the function goes on and returns. Nodes of
-autograd's graph tell what is left: those that forward made, less those of the rerun so far. Code that makes no nodes is not
-counted, and runs again, as all code before the last value does.
-
-*User code must not swallow the stop* (Rule 8). The stop derives from ``BaseException``, and a function that swallows the stop
-all the same meets it again at the next saved tensor. However the function ends, every value is there already.
-
-*The value must be complete*. Operators save their inputs before they run. ``rrelu_with_noise`` saves a fresh tensor and fills
-it only then (https://github.com/pytorch/pytorch/issues/193671); version counters do not tell. So if the operator of the last
-value has saved another tensor before, without gradient, the stop waits for the end of that operator: for the next tensor saved
-by another operator, or the end of the function. (The tensor saved last needs no such care, unless forward saved something after
-it: rrelu saves its noise first. Dropout saves its mask last; to wait would cost a whole tensor of memory.) Tensors saved by one
-operator share autograd's sequence number. A test goes through the schemas of all operators for more of the kind.
+But operators save their inputs before they run, and ``rrelu_with_noise`` saves a fresh tensor and fills it only then
+(https://github.com/pytorch/pytorch/issues/193671), of which no version tells. So if the operator of the last value has saved
+another tensor without gradient before, the stop waits for that operator's end: for a tensor saved by another operator, which
+has another sequence number, or the end of the function. Not for the tensor that forward saved last, as dropout its mask: that
+would cost a whole tensor of memory.
 """
 
 from __future__ import annotations
@@ -90,8 +81,7 @@ class Collector:
 
     def hook(self, loan: Loan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
-        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack). It
-        # may keep the hook for long, so this does not refer to the frame.
+        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
         append, append_without_grad = values.append, self.without_grad.append
         if loan is not None:
@@ -192,7 +182,7 @@ class Collector:
                 self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
-        """Marks the present value and later ones as wrong, with the error for each, and stops a rerun that stops early."""
+        """Marks the present value and later ones as wrong, with the error for each."""
         trusted = len(self.values)
         if trusted <= self.last:
             self.doubt = self.last + 1 - trusted, error

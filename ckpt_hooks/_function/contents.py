@@ -1,14 +1,9 @@
 """What forwards write to: the content of tensors, copied when a forward begins, put back for a rerun, restored after it.
 
-The writes of a forward are known only afterwards, so a tensor that may be written to is copied before: a small one without
-gradients (:data:`SMALL`) always; a large one, and a parameter, in the first forward that meets it. If that did not write to it,
-the copy goes when it ends, and later forwards take none. If it did, every later one takes a copy and keeps it. A forward counts
-as the first again after a change of a flag or a hook: observers are switched on so.
-
-A tensor without a copy is held to its version: a write is an error, and from then on there are copies. No version tells of
-writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents, once. Where it finds one tensor of
-a module written so, the module's other large ones count as written, since a write may leave the same content. What is only read
-costs a region no memory (Rule 9). Other classes and layouts than plain ones have versions alone.
+A tensor that forward may write to is copied before: a small one without gradients (:data:`SMALL`) always; a large one, and a
+parameter, in the first forward that meets it, and in later ones if that wrote to it. A forward counts as the first again after
+a change of a flag or a hook. A tensor without a copy is held to its version: a write is an error, and from then on there are
+copies. No version tells of writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents.
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ _version: Callable[[Any], int] = operator.attrgetter("_version")
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's content can be copied, compared and put back."""
     return is_dense(tensor) and not (tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
 
 
@@ -64,8 +58,7 @@ def is_small_on_host(note: TensorNote) -> bool:
 class Group:
     """Small tensors of one tree on the host, whose memory is read and written as one string of bytes."""
 
-    # The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do. Memory is read
-    # past torch, so the tensors are asked for their addresses before: a storage may be freed or resized.
+    # The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do.
 
     def __init__(self, notes: Sequence[TensorNote]) -> None:
         self.notes = notes
@@ -265,7 +258,6 @@ class Contents:
         return freed + [(tensor, version) for _, tensor, version in self._uncopied if tensor._version != version]
 
     def note_written(self, tensor: torch.Tensor) -> bool:
-        """Has later forwards copy a tensor without a copy; returns False if they cannot."""
         for note, one, _ in self._uncopied:
             if one is tensor and is_dense(tensor) and note.owner >= 0:
                 note.use = Use.WRITTEN
@@ -273,7 +265,6 @@ class Contents:
         return False
 
     def storages(self) -> frozenset[int | None]:
-        """Returns the storages of tensors which may be rewound."""
         return frozenset(storage_of(one.tensor) for one in self._copied).union(*(one.group.storages for one in self._small))
 
     def rewind(self, undo: Undo) -> None:
@@ -291,7 +282,7 @@ class Contents:
         for _, tensor, version in self._uncopied:
             if is_dense(tensor) and not has_storage(tensor):
                 undo.freed.append(tensor)
-            # Reads of plain tensors are watched in the rerun of an ended forward (:meth:`changed`).
+            # Reads of plain tensors are watched in the rerun of an ended forward.
             elif tensor._version != version and not (self._is_settled and is_copied(tensor)):
                 raise undo.complain(tensor, version)
             else:
@@ -389,11 +380,9 @@ _HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
 class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
 
-    # If a parameter is modified between forward and backward, a rerun that reads it again would silently compute other values.
-    # But a region may reach parameters without reading them: an optimizer that steps in the course of a backward has changed
-    # the layers behind. So a rerun ends as soon as an operator is about to read a changed tensor: no later value would be
-    # right. (To go on may also never end, if the function has a backward inside that comes to the node waiting for this
-    # rerun.) A parameter filled before its first read is read as forward read it.
+    # A region may reach changed parameters without reading them: an optimizer that steps in the course of a backward has
+    # changed the layers behind. So a rerun ends as soon as an operator is about to read one: no later value would be right.
+    # (To go on may also never end, if the function has a backward inside that comes to the node waiting for this rerun.)
 
     def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:
         super().__init__()

@@ -71,9 +71,8 @@ if TYPE_CHECKING:
 _FIRST = 1 << 20
 
 # Stands in autograd's graph for one saved tensor: the frame which can bring the tensor back, and the number of tensors saved
-# before by the frame, counted from _FIRST. The number is an object held only by the handle and the frame's list of numbers:
-# while it has a holder besides the list, its handle is alive. (A weak reference to each handle does the same, at the cost of a
-# class of handles and a third more time for each saved tensor.)
+# before by the frame, counted from _FIRST. While the number has a holder besides the frame's list, its handle is alive. (A weak
+# reference to each handle does the same, at a third more time for each saved tensor.)
 Handle = tuple["FunctionFrame", int]
 
 # The result of ``getrefcount`` for a number held by a list of numbers alone.
@@ -153,10 +152,7 @@ class WatchedHandle(tuple["FunctionFrame", int]):
 
 
 class FunctionFrame(Frame):
-    """A region whose forward is one call of a function; a context manager around the call."""
-
-    # The call itself is the caller's, with the function and arguments of the frame: hooks that run before and after a module's
-    # forward can enter and leave the frame.
+    """A region whose forward is one call of a function; a context manager around the call, which is the caller's."""
 
     __slots__ = (
         "_finish",
@@ -292,8 +288,7 @@ class FunctionFrame(Frame):
 
     def _compare_values(self) -> None:
         """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
-        # Such a mode is not entered again for a rerun, since a counting mode would count twice. A mode which only watches does
-        # no harm; a mode which changes results must be noticed.
+        # Such a mode is not entered again for a rerun, since a counting mode would count twice; one may change results.
         check, modes = self.options.check, users_modes()
         if is_without_values():  # while torch traces
             check = dataclasses.replace(check, fingerprint=None)
@@ -304,7 +299,6 @@ class FunctionFrame(Frame):
         self.modes = None if check.fingerprint is None else modes
 
     def _open(self) -> None:
-        """Makes this the innermost frame of the thread, with its pack hook."""
         frame, facts, note = self, self.options.check.facts, self.facts.append
         next_number, append = count(_FIRST).__next__, self.numbers.append
         path, without_grad, positions = self.path, self.without_grad, self.positions
@@ -323,9 +317,8 @@ class FunctionFrame(Frame):
                 positions[number - _FIRST] = position, where[1]
             if tensor.is_leaf:  # or has no graph
                 if tensor.requires_grad:
-                    # Kept, which costs no memory, since the graph holds the leaf as well, and spares a handle, a comparison and
-                    # a place in the recompute. A *view* of a leaf is not: where a framework gives a parameter another storage
-                    # after forward (``param.data = ...``), the view would hold the storage to be freed.
+                    # Kept, since the graph holds the leaf as well. A *view* of a leaf is not: where a framework gives a
+                    # parameter another storage after forward (``param.data = ...``), it would hold the storage to be freed.
                     note(missing)
                     return [tensor, tensor._version, path]
                 without_grad.append(number - _FIRST)
@@ -360,7 +353,8 @@ class FunctionFrame(Frame):
             from ckpt_hooks._tensors.determinism import Fingerprints
 
             # Tensors to which an operator writes after it has saved them are not compared.
-            fingerprints = Fingerprints(fingerprint, () if self.state is None else self.state.storages())
+            contents = None if self.state is None else self.state.contents
+            fingerprints = Fingerprints(fingerprint, () if contents is None else contents.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
 
         def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
@@ -378,7 +372,7 @@ class FunctionFrame(Frame):
         return pack_watched, unpack if watch is None else unpack_watched
 
     def returns(self, result: Any) -> None:
-        """Notes how much the function has done, by which a rerun knows whether it is as good as through."""
+        """Notes what tells a rerun whether it is as good as through."""
         if not self._keeps_all:
             self.num_nodes = sequence_number() - self._first_node
             self.ends_small = ends_small(result, self.facts)
@@ -492,8 +486,7 @@ class FunctionFrame(Frame):
             if index in taken:
                 if graph_exec_group() is not None:
                     raise overlap_error(self.path, index)
-                # A node asked twice for its tensors asks for all, in order. The values taken after this one come back too: one
-                # recompute serves the node, and each value is asked for soon.
+                # A node asked twice for its tensors asks for all, in order: the values taken after this one come back too.
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]
@@ -518,7 +511,6 @@ class FunctionFrame(Frame):
             return value
 
     def _made(self) -> Made | None:
-        """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
         return None if self.current is None else Made(self.current)
 
     def alive(self) -> list[bool]:
@@ -556,10 +548,8 @@ class FunctionFrame(Frame):
 
 # --------------------------------------------------------------------------------------------------------------- TorchScript
 
-# TorchScript saves other tensors in the first calls of a function than in later ones: the first call takes notes, and later
-# ones have derivatives of their own, by plans whose guards only TorchScript knows
-# (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs). A rerun is a later call, so its
-# saved tensors cannot stand for those of forward: what a call saves is kept, as without a region.
+# TorchScript saves other tensors in the first calls of a function, by which it plans derivatives, than in later ones, such as
+# reruns (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs): what it saves is kept.
 
 _CAUSE = Cause(Reason.NOT_REPLAYED, "saved by TorchScript")
 

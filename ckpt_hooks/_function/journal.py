@@ -1,10 +1,8 @@
 """The journal of a region: what its function reaches besides arguments, noted in forward, lent to a rerun, put back after it.
 
-One rule for all of it: a rerun finds each place as forward found it, and afterwards each place has what it had before. So
-``self.step += 1``, a list that grows, a hook that was removed, and ``model.eval()`` before backward are right.
-
-What modules bind is looked at three times a step: when forward begins, when a rerun begins, and when it ends. Two would not do:
-a list to which forward appends may be cleared before backward, and only a look after the rerun tells of what that appended.
+A rerun finds each place as forward found it, and afterwards each place has what it had before. What modules bind is looked at
+when forward begins, when a rerun begins, and when it ends: a list to which forward appends may be cleared before backward, and
+only a look after the rerun tells of what that appended.
 """
 
 from __future__ import annotations
@@ -40,19 +38,11 @@ _GLOBAL_HOOKS = tuple(
 )
 
 
-def _noted_hooks() -> Sequence[tuple[Any, Note]]:
-    if _NO_HOOKS and not any(_GLOBAL_HOOKS):
-        return _NO_HOOKS
-    found: list[tuple[Any, Note]] = []
-    for hooks in _GLOBAL_HOOKS:
-        noted = Note(hooks)
-        noted.rows.append((parts_of(type(hooks))[0], 0, dict(hooks), ()))
-        found.append((hooks, noted))
-    return found
+_NO_HOOKS: list[Content] = [{} for _ in _GLOBAL_HOOKS]
 
 
-_NO_HOOKS: Sequence[tuple[Any, Note]] = ()
-_NO_HOOKS = () if any(_GLOBAL_HOOKS) else _noted_hooks()
+def _hooks_now() -> list[Content]:
+    return list(map(dict, _GLOBAL_HOOKS)) if any(_GLOBAL_HOOKS) else _NO_HOOKS
 
 
 def _are_modules_called_elsewhere() -> bool:
@@ -81,7 +71,7 @@ class Journal:
         self.emptied: set[int] = set()
         self._steps = num_fused_steps()
         self.roots: Sequence[tuple[Any, Note]] = () if walk is None else walk.roots
-        self.hooks = _noted_hooks()
+        self.hooks = _hooks_now()
         # The numbers of tensors that may be arguments as well.
         self.tensors: list[Collection[int]] = [tree.tensors for tree in self.trees]
         outside: Sequence[TensorNote] = ()
@@ -92,7 +82,7 @@ class Journal:
         self._outside = [(one, one._version) for _, one in known if one is not None and not one.is_inference()]
         self.generators = [] if walk is None else list(walk.generators)
         for tree in self.trees:
-            self.generators += [one for refer in tree.generators if (one := refer()) is not None]
+            self.generators += tree.generators
         self.contents: Contents | None = None
         if preserve_buffers and not torch.is_inference_mode_enabled():
             contents = self._contents_of(outside)
@@ -117,11 +107,8 @@ class Journal:
                 contents.add(note, note.tensor())
         return contents
 
-    def storages(self) -> frozenset[int | None]:
-        return frozenset() if self.contents is None else self.contents.storages()
-
     def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
-        """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
+        """Ends forward; as :meth:`Contents.settle`."""
         late = None if self.contents is None else self.contents.settle(failed=failed)
         kept: list[Any] = []
         for tree, parameters, versions, storages in zip(
@@ -166,11 +153,6 @@ class Journal:
         if any(note.use in WRITES for note in notes):
             return True
         return self.contents is not None and self.contents.note_written(tensor)
-
-    def hooks_hold(self) -> bool:
-        if self.hooks is _NO_HOOKS:
-            return not any(_GLOBAL_HOOKS)
-        return all(note.holds(value) for value, note in self.hooks)
 
     def lends(self) -> bool:
         """Whether forwards or reruns change what other threads may use."""
@@ -245,7 +227,7 @@ class Loan:
         self.names: list[str] = []  # for which forward's parameter is gone, and nothing stands in its place
         self.storages: frozenset[int | None] = frozenset()  # with another content in the rerun
         self.flats: list[tuple[Any, ...] | None] = []
-        self._is_quiet = self.has_gone = False
+        self._is_quiet = self.has_gone = False  # whether all is as noted; whether a tensor is gone for which another stands
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that find what this one lends
         self._undo: Undo | None = None
@@ -291,7 +273,9 @@ class Loan:
         journal = self.journal
         if None in self.flats and not all(tree.holds() for tree in journal.trees):
             return False
-        return all(noted.holds(value) for value, noted in journal.roots) and journal.hooks_hold()
+        hooks = _hooks_now()
+        hold = hooks is journal.hooks or all(map(same, hooks, journal.hooks))
+        return hold and all(noted.holds(value) for value, noted in journal.roots)
 
     def _is_in_conflict(self) -> bool:
         others = [one for one in _loans.values() if one._thread != self._thread]
@@ -309,7 +293,6 @@ class Loan:
         return not self._is_quiet or self.journal.lends()
 
     def places(self) -> set[Any]:
-        """Returns a key for each place, equal where the place is the same."""
         found: set[Any] = set()
         for value, noted in self.journal.notes():
             if type(value) is types.FunctionType:
@@ -330,8 +313,8 @@ class Loan:
             if self.made.get(note.number) is not value or type(value) is types.FunctionType:
                 note.fill(value, self)
         if not _are_modules_called_elsewhere():
-            for value, note in journal.hooks:
-                note.fill(value, self)
+            for hooks, noted in zip(_GLOBAL_HOOKS, journal.hooks, strict=True):
+                self.put(hooks, parts_of(type(hooks))[0], 0, dict(hooks), noted)
 
     def put(self, owner: Any, part: Part, base: int, now: Content, content: Content) -> None:
         self._places.append((owner, part, base, now))
@@ -356,7 +339,6 @@ class Loan:
             return now
 
     def exchange(self, noted: Memory, tensor: torch.Tensor) -> None:
-        """Gives a tensor the memory that it had in forward."""
         if is_of_framework(tensor) or is_theirs(tensor, noted.layout):
             return
         if (memory := noted.tensor()) is None:

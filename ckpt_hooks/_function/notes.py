@@ -1,8 +1,7 @@
 """Notes: what was bound in a place when forward began, for a rerun to find the same there.
 
-Numbers, strings and the like are their own notes. A note must not keep a graph alive, since the graph may own the frame with
-the note (Rule 9): a tensor is noted by a detached alias, an object by a weak reference, and a container by its identity and
-content, for to hold the container itself would hold all its later entries.
+A note must not keep a graph alive, which may own the frame with the note (Rule 9): a tensor is noted by a detached alias, an
+object by a weak reference, and a container by its identity and content, for itself it would hold all its later entries.
 """
 
 from __future__ import annotations
@@ -136,11 +135,10 @@ def has_history(tensor: torch.Tensor) -> bool:
 class TensorNote:
     """A noted tensor: its identity, memory, layout, and whether it requires grad; of one with a history the version too."""
 
-    # No weak reference to the tensor, since ``torch.utils.swap_tensors`` refuses one that has some, but for tensors with a
-    # history or whose memory cannot be told: the same number and memory are as good as the same object. An alias, which
-    # shares the version counter, holds the memory; of a parameter nothing does, for frameworks free what they gathered.
+    # No weak reference, since ``torch.utils.swap_tensors`` refuses tensors that have some, but to tensors with a history or
+    # whose memory cannot be told. An alias holds the memory; of a parameter nothing does, for frameworks free these.
 
-    def __init__(self, tensor: torch.Tensor, *, owner: int = -1, copied: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
         self.has_history = has_history(tensor)
         self.requires_grad = self.has_history or tensor.requires_grad
@@ -156,7 +154,7 @@ class TensorNote:
         is_weak = is_parameter and (self.requires_grad or (owner >= 0 and tensor.nbytes > SMALL))
         self.memory = Memory(tensor, is_weak=is_weak) if is_told else None
         self.alias, self._copy = None if is_weak else _alias_of(tensor), None
-        if copied and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
+        if owner >= 0 and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
             self._copy = copy_of(self.alias) if tensor.nbytes <= _MOST_COPIED else None
 
     def holds(self, value: Any) -> bool:

@@ -122,9 +122,6 @@ DEFAULT_OPTIONS = RegionOptions()
 
 # ----------------------------------------------------------------------------------------------------------------- contexts
 
-# Each recompute enters the second of two contexts, from any thread, perhaps inside another recompute: each entry has a state
-# of its own.
-
 #: The context of a forward, and the context of each of its recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -160,8 +157,7 @@ def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
 
 
 def under_modes(contexts: ContextPair | None) -> ContextPair:
-    """Returns the contexts of a region inside dispatch modes, with the region's own contexts in them."""
-    # Operators take other paths under a mode, so a rerun needs one.
+    """Returns the contexts of a region inside dispatch modes: operators take other paths under one, so a rerun needs one."""
     under_mode = nullcontext(), QuietDispatchMode()
     contexts = under_mode if contexts is None else both(under_mode, contexts)
     # The user's modes are not entered again, for they may count. A fake mode is: it counts nothing, and without it a tensor
@@ -171,13 +167,10 @@ def under_modes(contexts: ContextPair | None) -> ContextPair:
 
 
 def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
-    """Returns the contexts of a region with observers of operators, which the mode of an outer frame may serve."""
     from ckpt_hooks._operators.operator_events import OperatorWatch, wants_operators
 
-    in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
-    if contexts is None:
-        return in_forward, OperatorWatch()
-    return both((in_forward, OperatorWatch()), contexts)
+    watches = nullcontext() if wants_operators(parent) else OperatorWatch(), OperatorWatch()
+    return watches if contexts is None else both(watches, contexts)
 
 
 class _Both(AbstractContextManager[None]):
@@ -246,7 +239,7 @@ class PolicyContext(AbstractContextManager[None]):
         self._of_torch = of_torch  # of both, empty until one is entered
 
     def is_before(self, other: object) -> bool:
-        """Whether this is the forward context of a pair, and another one its context of recomputes."""
+        """Whether this is the first of a pair, and another one the second."""
         return isinstance(other, PolicyContext) and self.is_forward > other.is_forward and self._of_torch is other._of_torch
 
     def __enter__(self) -> None:
@@ -308,7 +301,6 @@ def check_runs(function: Any) -> None:
 
 
 def refuse_unrun(function: Any, result: Any) -> NoReturn:
-    """Raises the error for a callable whose call returned a generator or a coroutine."""
     if isinstance(result, CoroutineType):
         result.close()  # or Python warns that it was never awaited
     raise _unrun_error(function)

@@ -1,7 +1,6 @@
 """Kinds of places: how the content of an object is read, and put back in place.
 
-An object has one place for its entries, one for its ``__dict__``, one for its slots; a function has its cells and globals, a
-module its class, and each of its dictionaries, besides. Methods of builtin classes read and write: no code of a subclass runs.
+Methods of builtin classes read and write: no code of a subclass runs.
 """
 
 from __future__ import annotations
@@ -282,6 +281,6 @@ def _pointers_one_by_one(values: tuple[Any, ...]) -> bytes:
     return array("Q", map(id, values)).tobytes()
 
 
-# The identities of values as one string. Read out of the tuple's memory it takes a fiftieth of comparing values by ``is``,
-# which was a tenth of what a small transformer block costs. CPython lays tuples out so; elsewhere one by one.
+# The identities of values as one string. Read out of the tuple's memory it takes a fiftieth of comparing values by ``is``: a
+# tenth of what a small transformer block costs. CPython lays tuples out so.
 pointers = _pointers if _pointers((None, _ITEMS)) == _pointers_one_by_one((None, _ITEMS)) else _pointers_one_by_one

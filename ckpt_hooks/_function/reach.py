@@ -1,8 +1,7 @@
 """The walk from a function to the places and tensors that it reaches besides tensor arguments.
 
-Nothing tells in advance which objects a function will touch, so the walk looks where user code keeps such objects: the module
-which is the function or has the method, closure cells, defaults, globals named by the function, arguments of a partial, entries
-of containers, and attributes and slots of objects. It looks at no value twice, and stops at types which hold nothing of use.
+It looks at the module which is the function or has the method, closure cells, defaults, globals named by the function,
+arguments of a partial, entries of containers, and attributes and slots of objects; at no value twice.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class Walk:
         found = None if self._known is None else self._known.get(id(tensor))
         if found is None or not found.holds(tensor):
             use = Use.UNKNOWN if found is None or found.use is Use.READ else found.use
-            found = TensorNote(tensor, owner=self.owner, copied=self.owner >= 0)
+            found = TensorNote(tensor, owner=self.owner)
             found.use = use
         self.tensors[id(tensor)] = found
         return found
@@ -278,8 +277,7 @@ def _modules_within(value: Any) -> list[Module]:
 def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any]], list[Any]]:
     """Returns context variables with their values; notes of containers and objects of users, and what these notes need."""
     # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held these
-    # would hold what later layers add, with graphs, and would be in a cycle by way of them (Rule 9). Long ones, of which not
-    # all is noted, are held, and returned besides.
+    # would be in a cycle (Rule 9). Long ones, of which not all is noted, are held, and returned besides.
     found: list[tuple[ContextVar[Any], Any, Any]] = []
     others = []
     for variable, value in context.items():

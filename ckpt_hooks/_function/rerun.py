@@ -53,8 +53,7 @@ _UNCHANGED: Changed = ()
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
     """Calls the function of a frame again; returns an entry for each handle, up to the last one wanted (of all if None)."""
     # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
-    # Under the frame's lock. Leaves the frame as it was, whether it returns or raises. A probe watches random draws, and is not
-    # compared with forward.
+    # Under the frame's lock. A probe watches random draws, and is not compared with forward.
     watch = _draw_watch() if probe is None and is_beside_drawing_thread() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
     next_hook = RemovableHandle.next_id  # one counter for all hooks of the process
@@ -148,7 +147,6 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
 
 
 def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrows: bool) -> Callable[[], object]:
-    """Restores the random streams, autocast and switches of forward; returns the undo."""
     if borrows and watch is None and not ambient.has_streams:
         return functools.partial(_ambient.leave, _ambient.enter(ambient))
     from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_streams_lock
@@ -175,8 +173,8 @@ def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, 
         if not (changed or frame.variables or frame.contexts is not None or copy_context()):
             frame.function(*args, **kwargs)
             return
-        # A context of its own, since one cannot be entered twice at once, and variables set in a rerun belong to the rerun. A
-        # collector (a list, say, of the hidden states of all layers) has what forward found, and gets no results of a rerun.
+        # A context of its own: variables set in a rerun belong to the rerun, and a collector (a list, say, of the hidden states
+        # of all layers) gets no results of a rerun.
         context = Context()
         for variable, value, _ in frame.variables:
             context.run(variable.set, loan.value(value) if loan is not None and type(value) is Note else value)

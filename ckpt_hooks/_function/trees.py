@@ -1,7 +1,6 @@
 """What modules bind: noted for a root module and all modules inside, and compared from forward to forward.
 
-A look compares all that a tree binds as one string of pointers (:func:`.places.pointers`): classes, attributes, hooks,
-parameters, buffers, submodules, and attributes of the functions that forwards name. Only what differs is noted anew.
+A look compares all that a tree binds as one string of pointers (:func:`.places.pointers`). Only what differs is noted anew.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class ModuleNote(Note):
         self.rows.append((CLASS, 0, CLASS.read(module, 0), ()))
         for part in (_LEFT_ALONE if _is_left_alone(module) else ATTRIBUTES, *MODULE_DICTS.values()):
             self._add(part, part.read(module, 0), walk)
-        self.functions, self.generators = walk.functions, list(map(_reference_to, walk.generators))
+        self.functions, self.generators = walk.functions, walk.generators
         self.modules = list(map(id, walk.modules))
         self.tensors = list(walk.tensors.values())
 
@@ -135,14 +134,6 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
             yield (noted == 0,)
         elif kind in ATOMS:
             yield noted
-
-
-def _reference_to(generator: torch.Generator) -> Callable[[], torch.Generator | None]:
-    """Returns a weak reference to a generator; before torch 2.12 generators take none, and the module holds it anyway."""
-    try:
-        return weakref.ref(generator)
-    except TypeError:
-        return lambda: generator
 
 
 class History:
