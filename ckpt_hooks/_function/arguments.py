@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,10 +45,8 @@ Inside = tuple[Frame, RegionPath]
 Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 
-class Restored(NamedTuple):
-    tensors: Sequence[torch.Tensor | None]
-    stand_ins: dict[int, torch.Tensor]  # those that are other ones than in forward, by the ``id`` that these had
-
+#: Tensors for a rerun, and those that are other ones than in forward, by the ``id`` that these had.
+Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
 # What most arguments have of what is rare: never filled.
 _NONE: dict[Any, Any] = {}
@@ -273,11 +271,11 @@ class Arguments:
                     stand_ins[number] = alias_with_history(alias, alias._version)
                 tensor = stand_ins[number]
             tensors[position] = tensor
-        return Restored(tensors, stand_ins)
+        return tensors, stand_ins
 
     def restore(self, frame: Frame, handed_out: list[HandedOut]) -> Restored:
         """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
-        kept, now = self._tensors, _facts_of_all(self._tensors)
+        now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             if not frame.complete:
                 self._note_flags(now)
@@ -287,14 +285,13 @@ class Arguments:
             for position, one in enumerate(self._tensors):
                 if one is not None and stepped_since(one, self._steps):
                     self._raise_modified(position, one, format_path(frame.path))
-        found = self._stand_in() if self._flags or self._origins else Restored(kept, _NONE)
-        for position, (noted, one) in enumerate(zip(self._memory, found.tensors, strict=True)):
+        kept, stand_ins = self._stand_in() if self._flags or self._origins else (self._tensors, _NONE)
+        for position, (noted, one) in enumerate(zip(self._memory, kept, strict=True)):
             if noted is not None and one is not None and not (noted.holds(one) or is_theirs(one, noted.layout)):
                 name = _path_at(self._captured, position)
                 raise mutated(Why.MOVED, format_path(frame.path), one, GONE, name=name)
         if self._saved is None:
-            return found
-        kept, stand_ins = found.tensors, found.stand_ins
+            return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
@@ -320,7 +317,7 @@ class Arguments:
                     handed_out.append((position, tensor, tensor._version if is_foreign else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
-        return Restored(tensors, stand_ins)
+        return tensors, stand_ins
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""

@@ -32,7 +32,7 @@ from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tenso
 from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
 from ckpt_hooks.errors import DeterminismError, MutationError
 
-from .arguments import HandedOut, Hooks, Restored, put_hooks_back
+from .arguments import HandedOut, Hooks, put_hooks_back
 from .collector import Collector, PackHook
 from .compare import result_of
 from .contents import WatchReads
@@ -60,7 +60,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
     hooks: Hooks = ()
-    restored: Restored | None = None
+    tensors: Sequence[torch.Tensor | None] | None = None
     loan: Loan | None = None  # of what the function reaches
     borrows, paused, transforms = False, None, None
     place = None if frame.current is None else frame.current.enter()
@@ -72,7 +72,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             stack.innermost, frame.recomputing = frame, True
             transforms = suspend_transforms()
             set_grad_enabled(True)
-            restored = arguments.restore(frame, handed_out)
+            tensors, stand_ins = arguments.restore(frame, handed_out)
             hooks = arguments.hooks(handed_out)
             # One recompute at a time sets the default generators back, where threads do not train on several devices. Others
             # draw from generators of their own: who waits for a lock under which user code runs may wait for ever.
@@ -81,7 +81,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             try:
                 if frame.state is not None:
                     # Waits for other loans come last: restoring arguments takes the locks of other frames.
-                    loan = Loan(frame.state, restored.stand_ins, collector.mutated)
+                    loan = Loan(frame.state, stand_ins, collector.mutated)
                     loan.begin()
                 leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
                 try:
@@ -93,7 +93,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                         lost = loan.lost
                         if frame.complete:
                             changed = [*loan.journal.changed(loan), *lost, *loan.changed]
-                    args, kwargs = arguments.build(restored.tensors, loan)
+                    args, kwargs = arguments.build(tensors, loan)
                     hook = collector.hook(loan, may_return=watch is None, watches_draws=borrows)
                     if changed or lost or num_dispatch_modes():
                         hook = collector.watching(hook, lost)
@@ -106,7 +106,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
         except StopRecompute:
             pass
         except Exception as error:
-            if _is_at_fault(error, frame, loan, is_called=restored is not None):
+            if _is_at_fault(error, frame, loan, is_called=tensors is not None):
                 raise
         finally:
             # Leave.
