@@ -115,9 +115,6 @@ class _Small:
 
 # ------------------------------------------------------------------------------------------------------------ single tensors
 
-#: The latest copies of tensors which no module owns, by memory and layout, while a region holds them.
-_outside: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
-
 
 def answers_at_once(tensor: torch.Tensor) -> bool:
     """Whether contents are compared without waiting for a device."""
@@ -132,21 +129,14 @@ def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
 
 
 def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor; the latest one if that is still good."""
-    key, is_owned = note.memory and (note.memory.address, note.memory.layout), note.owner >= 0
-    if not is_owned:
-        latest = _outside.get(key)
-    else:
-        latest = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
+    """Returns a copy of a tensor; the latest one of a module's if that is still good."""
+    latest: torch.Tensor | None = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
     if latest is not None and not _has_changed(tensor, latest, note.use):
         return latest
     copy = copy_of(tensor)
-    if is_owned:
-        # A device cannot tell whether its content is that of the step before, so its small copies stay from step to step.
-        stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
-        note.latest = tensor._version, (lambda: copy) if stays else weakref.ref(copy)
-    elif answers_at_once(tensor):
-        _outside[key] = copy
+    # A device cannot tell whether its content is that of the step before, so its small copies stay from step to step.
+    stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
+    note.latest = tensor._version, (lambda: copy) if stays and note.owner >= 0 else weakref.ref(copy)
     return copy
 
 

@@ -45,8 +45,6 @@ LEVELS = 6
 _LEVELS_OF_OTHERS = 3
 #: Values looked at in one walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
 _MOST_LOOKS = 2000
-#: Entries read in one walk, of all containers together. What is unchanged is read three times a step.
-_MOST_ENTRIES_READ = 20_000
 #: Entries up to which a container is structure. Of a longer list or dict only the length and what is added are noted: a copy of
 #: a log of 100,000 losses would take as long as a small block.
 _MOST_ENTRIES = 1000
@@ -59,7 +57,7 @@ class Walk:
 
     def __init__(self, known: dict[int, TensorNote] | None = None, owner: int = -1, *, passes: bool = False) -> None:
         self._known, self.owner, self._passes, self._in_library = known, owner, passes, False
-        self._limit, self._entries_left = _MOST_LOOKS, _MOST_ENTRIES_READ
+        self._limit = _MOST_LOOKS
         self._seen: dict[int, Any] = {}
         self._named: dict[int, Note] = {}
         self.modules: list[Module] = []  # whose insides are not searched
@@ -147,12 +145,10 @@ class Walk:
             base = 0
             if part.size is not None:
                 size = part.size(value)
-                if size > min(_MOST_ENTRIES, self._entries_left):
+                if size > _MOST_ENTRIES:
                     if not part.has_end:
                         continue
                     base = size
-                else:
-                    self._entries_left -= size
             if (content := part.read(value, base)) is not None:
                 self.add(noted, part, base, content, levels)
 
@@ -342,15 +338,8 @@ def has_state(function: Any) -> bool:
     if is_library:
         return False
     variables = function.__globals__
-    if function.__closure__ and not all(map(_is_class, function.__closure__)):
+    if function.__closure__ and not all(isinstance(one, type) for one in CELLS.read(function, 0)):
         return True
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     is_plain = not function.__dict__ and all(map(is_atom, defaults))
     return not is_plain or any(type(variables.get(name)) not in _CODE for name in names)
-
-
-def _is_class(cell: types.CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, type)
-    except ValueError:
-        return False
