@@ -20,8 +20,6 @@ with hook_points():
 
 
 class Ambient:
-    """The state seen by a forward."""
-
     __slots__ = ("casts", "has_streams", "is_simple", "modes", "streams", "switches")
 
     def __init__(self, states: streams.Snapshot, found: switches.Snapshot, casts: Any = None, modes: Any = None) -> None:
@@ -36,7 +34,6 @@ _latest: Ambient | None = None
 
 
 def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
-    """Returns the state of this thread, with the generators that the function reaches."""
     global _latest
     latest, (image, state) = _latest, CPU.seen
     if (

@@ -35,8 +35,6 @@ def mark_used(tensor: torch.Tensor, stream: Any) -> None:
 
 
 class _Accelerator:
-    """A kind of accelerator: functions that read and set the current device, if there are several, and streams, if any."""
-
     __slots__ = ("_indices", "index", "module", "stream")
 
     def __init__(self, module: Any, devices: Any) -> None:

@@ -32,8 +32,6 @@ _CPU: Where = (
 
 
 class _WithDevices:
-    """The position where devices are in use."""
-
     __slots__ = ("_offsets", "generators")
 
     def __init__(self, generators: list[torch.Generator]) -> None:

@@ -117,7 +117,6 @@ class Stream:
         return state
 
     def holds(self, state: Any) -> bool:
-        """Whether the stream is known to be in a state."""
         look, known = self.seen
         return look == self.look() if self.look is not None and known is state else is_same_state(self.read(), state)
 
@@ -290,7 +289,6 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> list[tuple[Stream, An
 
 
 def leave(before: Iterable[tuple[Stream, Any]]) -> None:
-    """Sets each stream back to its earlier state, unless already there."""
     for stream, state in before:
         if stream is CPU or type(state) is not torch.Tensor or not stream.holds(state):
             stream.write(state)

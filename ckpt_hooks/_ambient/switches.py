@@ -28,8 +28,6 @@ _c: Any = torch._C
 
 
 class Compared(enum.Enum):
-    """The ways in which a region sees that a switch has moved."""
-
     BY_VALUE = enum.auto()  # once a region, once a recompute, and in recorded regions ahead of operators which heed the switch
     BY_GUARD = enum.auto()  # by one call of 0.13 us for all: once a region, a recompute, and an operator of recorded regions
     ON_DEVICES = enum.auto()  # by value once a region, where a CUDA device is in use: some take 0.5 us to read
@@ -236,8 +234,6 @@ def _write(switches: Sequence[Switch], values: Sequence[Any]) -> None:
 
 
 class Snapshot:
-    """The values of the switches at some moment."""
-
     __slots__ = ("_devices", "_values", "common", "guard", "unguarded")
 
     def __init__(self) -> None:

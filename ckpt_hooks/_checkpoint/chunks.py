@@ -165,7 +165,6 @@ def checkpoint_chunks(
 def run_in_chunks(
     run: RunRegion, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Chunks
 ) -> Any:
-    """Calls a function on slices of its first argument."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     first = next(iter(given), None)
     x = given.get(first)

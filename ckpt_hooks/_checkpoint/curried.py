@@ -162,7 +162,6 @@ class Curried:
 
 
 def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
-    """Checks the options of the curried form: options of the direct form, made already, and further options by name."""
     if context_fn is not noop_context_fn:
         check_context_fn(context_fn)
     policy = own_options.pop("policy", None)

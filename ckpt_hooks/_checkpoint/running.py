@@ -35,7 +35,6 @@ def run(
     options: RegionOptions,
     context_fn: Callable[[], ContextPair],
 ) -> Any:
-    """Calls a function, as a region where gradients are enabled."""
     if torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     if not torch.is_grad_enabled():

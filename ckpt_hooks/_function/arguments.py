@@ -164,8 +164,6 @@ def _path_at(captured: tuple[list[Any], dict[str, Any]] | None, position: int) -
 
 
 class Arguments:
-    """The arguments of one call, captured, with their tensors saved."""
-
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
         # Arguments taken apart, and the ``id`` that each container had in forward; None for positional tensors alone.
         self._captured: tuple[list[Any], dict[str, Any]] | None = None
@@ -239,7 +237,6 @@ class Arguments:
             self._tensors = held
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
         origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None)
         if origin is None:
             origin = weakref.ref(tensor), id(tensor), counted_detach(tensor)

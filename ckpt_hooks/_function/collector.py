@@ -59,8 +59,6 @@ def ends_small(result: Any, facts: Sequence[Any]) -> bool:
 
 
 class Collector:
-    """The values of one rerun: for each tensor saved so far the tensor, or :data:`MISSING` if not wanted."""
-
     def __init__(self, frame: Any, wanted: Collection[int] | None) -> None:
         self._detach = detach_past_modes if frame.contexts is not None and only_quiet_modes() else torch.Tensor.detach
         self.frame, self.wanted = frame, wanted  # None for all living handles

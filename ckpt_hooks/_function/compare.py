@@ -53,7 +53,6 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
 
 
 def _compare_marks(collector: Collector) -> None:
-    """Compares where inner regions took numbers of the frame, up to the last tensor wanted."""
     # A region inside a frame saves its inputs in the frame, and the frame fills its handles by number. If an inner region of a
     # rerun gets one more tensor than in forward, the later handles would be filled with values of others, perhaps of the same
     # shape.

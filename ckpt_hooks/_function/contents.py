@@ -95,8 +95,6 @@ class Group:
 
 
 class _Small:
-    """The content of a group when forward began."""
-
     def __init__(self, group: Group, content: bytes) -> None:
         self.group = group
         self.content = group.content = group.content if content == group.content else content
@@ -141,8 +139,6 @@ def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Copied:
-    """The content of a tensor when forward began: a copy and versions."""
-
     def __init__(self, note: TensorNote, tensor: torch.Tensor) -> None:
         self.note, self.tensor, self.use = note, tensor, note.use
         self.copy, self.before = _copy_before(note, tensor), tensor._version
@@ -165,8 +161,6 @@ class _Copied:
 
 
 class Contents:
-    """Contents of the tensors that one forward may write to."""
-
     def __init__(self) -> None:
         self._is_settled = self._may_wait = False
         self._small: list[_Small] = []
@@ -237,7 +231,6 @@ class Contents:
         return next((one for one in late if self.note_written(one[0])), None)
 
     def copied(self) -> set[int]:
-        """Returns the numbers of tensors that a rerun finds as they were."""
         return {one.note.number for one in self._copied}.union(
             *([note.number for note in one.group.notes] for one in self._small)
         )

@@ -83,8 +83,6 @@ _UNHELD = next(map(getrefcount, [_FIRST + 1]))
 
 
 class Pass:
-    """The values which a recompute brought back for one frame in one scope."""
-
     __slots__ = ("made", "taken", "uses", "values")
 
     def __init__(self, values: Any, made: Made | None, uses: Uses | None = None) -> None:
@@ -514,7 +512,6 @@ class FunctionFrame(Frame):
         return None if self.current is None else Made(self.current)
 
     def alive(self) -> list[bool]:
-        """Returns for each packed tensor whether its handle is alive."""
         return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))
 
     # -------------------------------------------------------------------------------------------------------------- reports
@@ -589,5 +586,4 @@ def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: An
 
 @functools.cache
 def _watch_scripted() -> None:
-    """Has calls of TorchScript in regions run as above, from the first region of the process on."""
     divert_scripted(_run_scripted)

@@ -154,7 +154,6 @@ class Journal:
         return self.contents is not None and self.contents.note_written(tensor)
 
     def lends(self) -> bool:
-        """Whether forwards or reruns change what other threads may use."""
         is_written = self.contents is not None and self.contents.is_written()
         return is_written or any(tree.history.changes for tree in self.trees)
 
@@ -164,7 +163,6 @@ class Journal:
 
 
 def _is_dull(function: Any) -> bool:
-    """Whether a callable has no variables, and reaches nothing by its defaults: a cheap check."""
     if type(function) is not types.FunctionType:
         return type(function) in ATOMS
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
@@ -235,7 +233,6 @@ class Loan:
         self.lent: set[int] = set()  # the numbers of tensors that have other memory in the rerun
 
     def begin(self) -> None:
-        """Puts back what forward found."""
         with _lock:
             while True:
                 self._look()
@@ -363,7 +360,6 @@ class Loan:
         return {one: self.made[one] for one in identities if one in self.made}
 
     def end(self) -> None:
-        """Gives each place what it had before."""
         with _lock:
             while self._users:
                 self._wait()
@@ -410,7 +406,6 @@ class Loan:
 
 
 def _collect(value: Any, noted: Note, found: dict[int, Any]) -> None:
-    """Finds containers and objects by notes that hold."""
     if noted.number in found or any(base for _, base, *_ in noted.rows):
         return
     found[noted.number] = value

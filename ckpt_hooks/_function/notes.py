@@ -213,7 +213,6 @@ class TensorNote:
 
 
 def _have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one version counter: the first is asked to count, for a moment."""
     before, was = one._version, other._version
     set_versions((one,), (was + 1,))
     found = other._version
@@ -222,7 +221,6 @@ def _have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a detached alias; None if an alias is impossible."""
     try:
         with PastFunctionModes():
             alias = counted_detach(tensor)
@@ -233,8 +231,6 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Note:
-    """A noted container, object or function: its identity, and the content of each of its places."""
-
     __slots__ = ("_maxlen", "has_history", "kind", "number", "reference", "rows")
 
     def __init__(self, value: Any) -> None:
@@ -292,7 +288,6 @@ class Note:
         return now
 
     def fill(self, value: Any, loan: Any) -> None:
-        """Gives an object the noted content, in place."""
         loan.made[self.number] = value
         for part, base, noted, keys in self.rows:
             now = part.read(value, base)

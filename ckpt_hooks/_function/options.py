@@ -349,7 +349,6 @@ def unwrapped(function: Any) -> Any:
 
 
 def name_of_function(function: Any) -> str:
-    """Returns the name of a region which was given none."""
     # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
     name: str | None = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
     return name or type(function).__qualname__

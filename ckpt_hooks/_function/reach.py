@@ -208,7 +208,6 @@ class Walk:
 
 
 def _is_followed(kind: type) -> bool:
-    """Whether a walk looks at a global variable with a value of a kind."""
     return issubclass(kind, (Module, torch.Tensor, torch.Generator)) or bool(parts_of(kind))
 
 

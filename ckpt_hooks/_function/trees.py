@@ -47,7 +47,6 @@ _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
 
 def _values_of(*objects: Any) -> list[Any]:
-    """Returns classes of objects, and values of dictionaries."""
     # From Python 3.13 on the collector shows the values of an object's attributes with that object alone, and not with another
     # one which shares the dictionary, as a module made a region does.
     return [*_flatten(one.values() if type(one) is dict else (type(one),) for one in objects)]
@@ -66,8 +65,6 @@ def is_of_framework(tensor: Any) -> bool:
 
 
 class ModuleNote(Note):
-    """A noted module: its class, attributes, hooks, parameters, buffers and submodules."""
-
     __slots__ = ("functions", "generators", "modules", "tensors")
 
     def __init__(self, module: Module, owner: int, known: dict[int, TensorNote]) -> None:
@@ -95,7 +92,6 @@ class ModuleNote(Note):
         self.rows.append((part, 0, content, keys))
 
     def fill(self, value: Any, loan: Any) -> None:
-        """Gives the module the noted content; a parameter that a framework exchanges stays."""
         loan.made[self.number] = value
         for part, base, noted, keys in self.rows:
             now = part.read(value, base)
@@ -137,8 +133,6 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
 
 
 class History:
-    """What forwards and reruns of a root module were seen to do."""
-
     def __init__(self, before: History | None = None) -> None:
         self.num_forwards = 0  # whole ones since the first, or since a change of flags
         self.changes: bool = before is not None and before.changes  # whether they change what modules bind

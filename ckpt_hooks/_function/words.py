@@ -60,7 +60,6 @@ def is_beside_drawing_thread() -> bool:
 
 
 def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
-    """Returns the name of a tensor, or of a view of it, in a function's code: a variable, a parameter, a buffer."""
     named, storage = list(_named_tensors(function)), storage_of(tensor)
     found = [name for name, value in named if value is tensor]
     found += [name for name, value in named if storage is not None and storage_of(value) == storage]
