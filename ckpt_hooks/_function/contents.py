@@ -334,18 +334,18 @@ class Undo:
 
 # --------------------------------------------------------------------------------------------------- tensors without a copy
 
-#: A storage, None if there is none, and from where to where in it, in bytes.
-_Place = tuple["int | None", int, int]
+#: A storage, None if there is none, from where to where in it, in bytes, and whether without gaps.
+_Place = tuple["int | None", int, int, bool]
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
     storage = storage_of(tensor)
     if storage is None or tensor.is_nested:
-        return None, 0, 0
+        return None, 0, 0, False
     start, extent, size = tensor.storage_offset(), 1, tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         extent += (length - 1) * stride
-    return storage, int(start * size), int((start + extent) * size)
+    return storage, int(start * size), int((start + extent) * size), tensor.numel() >= extent
 
 
 def _places_in(values: Any) -> list[_Place]:
@@ -371,12 +371,12 @@ class WatchReads(QuietDispatchMode):
         super().__init__()
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
         self._collector = collector
-        self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._undo: dict[int, tuple[torch.Tensor, int, torch.Tensor, None]] = {}
         self._has_read = False
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
-        fill_all((parameter, version, content, None) for parameter, version, content in self._undo)
+        fill_all(self._undo.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
@@ -400,8 +400,9 @@ class WatchReads(QuietDispatchMode):
         left = []
         for entry in self._watched:
             place, parameter, _ = entry
-            if any(_overlap(place, other) for other in written):
-                self._undo.append((parameter, parameter._version, copy_of(parameter)))
-            else:
-                left.append(entry)
+            written_here = [other for other in written if _overlap(place, other)]
+            if written_here and id(parameter) not in self._undo:
+                self._undo[id(parameter)] = parameter, parameter._version, copy_of(parameter), None
+            if not any(other[1] <= place[1] and place[2] <= other[2] and other[3] for other in written_here):
+                left.append(entry)  # or it is filled as a whole, and read as forward read it
         self._watched = left
