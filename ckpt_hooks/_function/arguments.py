@@ -80,12 +80,6 @@ def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
     return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # frameworks free parameters
 
 
-def _dressed_as(tensor: torch.Tensor, data: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    made = as_kind(data, type(tensor))
-    made.__dict__.update(tensor.__dict__)
-    return made.requires_grad_(requires_grad)
-
-
 def _has_history(tensor: torch.Tensor) -> bool:
     """Whether a tensor that requires grad is the output of an operator, and has stand-ins."""
     # ``is_leaf`` of a view of a modified tensor may give the view a new place in the graph. Such a view is held as it is, and
@@ -258,9 +252,10 @@ class Arguments:
         for position, flag in self._flags.items():  # which require grad, or not, as then
             tensor = tensors[position]
             assert tensor is not None
-            if id(tensor) not in aliases:
-                aliases[id(tensor)] = _dressed_as(tensor, tensor.detach(), requires_grad=flag)
-            tensors[position] = aliases[id(tensor)]
+            if (alias := aliases.get(id(tensor))) is None:
+                alias = aliases[id(tensor)] = as_kind(tensor.detach(), type(tensor)).requires_grad_(flag)
+                alias.__dict__.update(tensor.__dict__)
+            tensors[position] = alias
         for position, (reference, number, alias) in self._origins.items():
             tensor = reference()
             if tensor is None:

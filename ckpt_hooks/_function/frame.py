@@ -406,13 +406,7 @@ class FunctionFrame(Frame):
     def _close(self, error: BaseException | None) -> None:
         if stack.innermost is self:  # else the caller rewinds the thread
             close_frame(self)
-        try:
-            close(error, functools.partial(self._settle, failed=error is not None))
-        except BaseException as found:
-            close(found, functools.partial(self._tell_exited, found))
-            raise
-        if self.watch is not None:
-            close(error, functools.partial(self._tell_exited, error))
+        close(error, functools.partial(self._settle, failed=error is not None), functools.partial(self._tell_exited, error))
 
     def _settle(self, *, failed: bool) -> None:
         self.arguments.close()
