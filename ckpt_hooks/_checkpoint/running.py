@@ -54,7 +54,8 @@ def run(
             frame = frame_of_call(function, args, kwargs, options, context_fn, current_settings())
             with frame:
                 result = function(*args, **kwargs)
-                frame.returns(result)
+                if type(frame) is FunctionFrame:
+                    frame.returns(result)
         except BaseException as error:
             rewind(mark, error)
             raise

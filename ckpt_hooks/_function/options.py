@@ -203,32 +203,22 @@ def suppressed_error(error: BaseException) -> RuntimeError:
     )
 
 
-class Within(AbstractContextManager[None]):
-    """A frame, and the user's context of forward inside of it."""
-
-    def __init__(self, frame: Any, context: AbstractContextManager[Any]) -> None:
-        self._frame, self._context = frame, context
-
-    def __enter__(self) -> None:
-        self._frame.__enter__()
-        try:
-            self._context.__enter__()
-        except BaseException as error:
-            self._frame.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def returns(self, result: Any) -> None:
-        """See :meth:`FunctionFrame.returns`."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        try:
-            suppressed = self._context.__exit__(kind, error, traceback)
-        except BaseException as another:
-            self._frame.__exit__(type(another), another, another.__traceback__)
-            raise
-        self._frame.__exit__(kind, error, traceback)
-        if error is not None and suppressed:
-            raise suppressed_error(error) from error
+@contextmanager
+def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enters a frame, and the user's context of forward inside of it."""
+    error: BaseException | None = None
+    try:
+        with frame:
+            with context:
+                try:
+                    yield
+                except BaseException as found:
+                    error = found
+                    raise
+            if error is not None:
+                raise suppressed_error(error) from error
+    finally:
+        del error  # which has this call in its traceback
 
 
 class PolicyContext(AbstractContextManager[None]):

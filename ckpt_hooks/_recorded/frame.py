@@ -409,9 +409,6 @@ class RecordedFrame(ReplayedFrame):
             self.watch.tell("entered")
         return self
 
-    def returns(self, result: Any) -> None:
-        """Does nothing with the result of a function of which the frame is the region."""
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         tape, outer = self.tape, self.outer
         assert tape is not None
