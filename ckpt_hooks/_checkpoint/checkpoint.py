@@ -173,7 +173,7 @@ def checkpoint(
             module, and names choices (top-k, sort) before it. A small operator takes a few times as long. See
             :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
         early_stop: Whether a recompute ends with the last needed tensor: by an exception, unless no operator is left to run, or
-            two at most on tensors of up to 4,096 elements. False runs the region's last operators again in any case.
+            two at most on tensors of up to 512 elements. False runs the region's last operators again in any case.
         respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the region
             (``save_on_cpu`` and the like). The region's inputs do in any case. None is True.
         preserve_rng_state: Whether a recompute draws the random numbers of forward. If not, it draws new numbers. The streams

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -203,8 +203,6 @@ class Arguments:
         self._steps = num_fused_steps()
         # Of kept tensors of which the function itself has changed whether they require grad: whether they did before.
         self._flags: dict[int, bool] = _NONE
-        # The hooks that are registered on tensors of which a rerun may get another one, and which the graph may hold longer.
-        self._hooked: Sequence[Callable[[], dict[int, Any] | None]] = ()
         # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position.
         # If the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history
         # leads to the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives,
@@ -213,9 +211,7 @@ class Arguments:
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
-        if self.live is not None:
-            self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
-            self.live = None
+        self.live = None
         now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             self._note_flags(now)
@@ -234,8 +230,6 @@ class Arguments:
         origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None)
         if origin is None:
             origin = weakref.ref(tensor), id(tensor), counted_detach(tensor)
-            if tensor._backward_hooks:
-                self._hooked = [*self._hooked, weakref.ref(tensor._backward_hooks)]
         self._origins = {**self._origins, position: origin}
         return origin[2]
 
@@ -323,13 +317,11 @@ class Arguments:
         )
 
     def hooks(self, handed_out: list[HandedOut]) -> Hooks:
-        """Returns the hooks registered on the tensors of a rerun, which may be gone while the graph holds their hooks."""
+        """Returns the hooks registered on the tensors of a rerun."""
         dicts = [tensor._backward_hooks for tensor in self._tensors if tensor is not None]
         if self._origins or handed_out:
             tensors = [*(reference() for reference, *_ in self._origins.values()), *(tensor for _, tensor, _ in handed_out)]
             dicts += [tensor._backward_hooks for tensor in tensors if tensor is not None]
-        if self._hooked:
-            dicts += [reference() for reference in self._hooked]
         return [(hooks, hooks.copy()) for hooks in dicts if hooks] if any(dicts) else ()
 
     def look_at(self, handed_out: list[HandedOut]) -> None:

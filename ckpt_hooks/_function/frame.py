@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from itertools import count
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -62,9 +62,6 @@ from .reach import variables_in
 from .rerun import rerun
 from .trees import Tree
 from .words import name_of_tensor, uninitialized
-
-if TYPE_CHECKING:
-    from ckpt_hooks._core.events import Watch
 
 #: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
 #: users, and the count of their holders would tell nothing.
@@ -126,7 +123,8 @@ def unpack_watched(packed: Any) -> torch.Tensor:
     if not isinstance(packed, WatchedHandle):
         return unpack([*packed])
     tensor = unpack(packed)
-    packed.watch.restored(packed[1] - _FIRST, tensor)
+    if (watch := packed[0].watch) is not None:
+        watch.restored(packed[1] - _FIRST, tensor)
     return tensor
 
 
@@ -136,14 +134,9 @@ UNPACKS.update({unpack: True, unpack_watched: True})
 class WatchedHandle(tuple["FunctionFrame", int]):
     """A handle which reports its release by autograd."""
 
-    @property
-    def watch(self) -> Watch:
-        watch = self[0].watch
-        assert watch is not None
-        return watch
-
     def __del__(self) -> None:
-        self.watch.let_go(self[1] - _FIRST)
+        if (watch := self[0].watch) is not None:
+            watch.let_go(self[1] - _FIRST)
 
 
 # -------------------------------------------------------------------------------------------------------------------- frame
