@@ -52,8 +52,7 @@ class CheckpointedFunction(Generic[P, R]):
 
     @skipped
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self._region.run(self.function, args, kwargs)
-        return result
+        return self._region.run(self.function, args, kwargs)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         # A decorated function is pickled as functions are, by its name.
