@@ -950,7 +950,6 @@ CALLS = {
         "checkpoint_sequential takes one input": lambda: checkpoint_sequential([block], 1, x, x),
         r"a tensor.* for segments\. Write `checkpoint_sequential\(f\w+, 2, x\)`": lambda: checkpoint_sequential([block], x, 2),
         r"checkpoint_loop takes a function first, but got 3": lambda: checkpoint_loop(3, x, 4, 2),
-        "step 0 of checkpoint_loop returned NoneType, but got Tensor": lambda: checkpoint_loop(lambda x: None, x, 4, 2),
         "got a tuple of 2 for segments": lambda: checkpoint_sequential([block], (x, x), 2),
         r"got a module, Linear\..*`checkpoint\(function, x\)`": lambda: checkpoint_sequential(block, 1, x),
         # Functions on slices
