@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from operator import is_
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from ckpt_hooks._torch.tensors import (
     weak_storage,
 )
 
-from .places import Content, Part, new, new_frozen, same
+from .places import Content, Part, new, new_frozen, num_same, same
 
 #: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy
 #: of each mask of 64 KiB was five times what the regions of a small GPT hold besides.
@@ -253,15 +252,7 @@ class Note:
             return False
         for part, base, noted, keys in self.rows:  # without generators: a third of what a rerun of a trainer's method costs
             now = part.read(value, base)
-            if now is None or len(now) != len(noted):
-                return False
-            if type(noted) is dict:
-                if not all(map(is_, noted, now)):  # keys may have any ``__eq__``
-                    return False
-                num_same = sum(map(is_, noted.values(), now.values()))
-            else:
-                num_same = sum(map(is_, noted, now))
-            if num_same != len(noted) - len(keys):
+            if now is None or num_same(noted, now) != len(noted) - len(keys):
                 return False
             for key in keys:
                 if not noted[key].holds(now[key]):

@@ -47,9 +47,14 @@ def is_atom(value: Any) -> bool:
     if kind in ATOMS or isinstance(value, enum.Enum):
         return True
     if kind is types.FunctionType:
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
+        return not value.__closure__ and has_plain_defaults(value)
     return kind in (tuple, frozenset) and all(map(is_atom, value))
+
+
+def has_plain_defaults(function: types.FunctionType) -> bool:
+    """Whether a function has no attributes, and nothing to change among its defaults."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return not function.__dict__ and all(map(is_atom, defaults))
 
 
 class Part(NamedTuple):
@@ -59,13 +64,17 @@ class Part(NamedTuple):
     has_end: bool = False  # whether of a long container the length is noted, and what is added
 
 
-def same(one: Content, other: Content) -> bool:
-    """Whether two contents have the same objects under the same keys."""
+def num_same(one: Content, other: Content) -> int:
+    """Returns how many values of two contents are the same objects; -1 where not all keys are."""
     if len(one) != len(other):
-        return False
-    if type(one) is dict:
-        return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
-    return all(map(is_, one, other))
+        return -1
+    if type(one) is not dict:
+        return sum(map(is_, one, other))
+    return sum(map(is_, one.values(), other.values())) if all(map(is_, one, other)) else -1  # which may have any ``__eq__``
+
+
+def same(one: Content, other: Content) -> bool:
+    return num_same(one, other) == len(one)
 
 
 def _at_once(*steps: partial[Any]) -> None:

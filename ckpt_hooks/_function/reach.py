@@ -33,6 +33,7 @@ from .places import (
     Part,
     attributes_of,
     globals_part,
+    has_plain_defaults,
     is_atom,
     parts_of,
 )
@@ -339,6 +340,4 @@ def has_state(function: Any) -> bool:
     variables = function.__globals__
     if function.__closure__ and not all(isinstance(one, type) for one in CELLS.read(function, 0)):
         return True
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    is_plain = not function.__dict__ and all(map(is_atom, defaults))
-    return not is_plain or any(type(variables.get(name)) not in _CODE for name in names)
+    return not has_plain_defaults(function) or any(type(variables.get(name)) not in _CODE for name in names)
