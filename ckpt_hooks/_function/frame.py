@@ -86,7 +86,7 @@ class Pass:
         # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
         self.values = values
         self.made, self.uses = made, uses  # the latter for the two parts of a backward
-        self.taken: list[int] = []  # indices in the order of their taking
+        self.taken: set[int] = set()
 
 
 @skipped
@@ -112,7 +112,7 @@ def unpack(packed: Any) -> torch.Tensor:
         value = frame.reopen_pass(opened, index)
     else:
         values[index] = MISSING
-        opened.taken.append(index)
+        opened.taken.add(index)
     if opened.made is not None:
         opened.made.hand_out(value)
     return value
@@ -464,29 +464,14 @@ class FunctionFrame(Frame):
         return Pass({index: value}, kept.made)
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
-        """Brings back a value missing in a pass: taken before, or packed after the recompute."""
+        """Brings back a value missing in a pass, alone: taken before, or packed after the recompute."""
         with self._lock:
-            taken = opened.taken
-            wanted = [index]
-            if index in taken:
-                if graph_exec_group() is not None:
-                    raise overlap_error(self.path, index)
-                # A node asked twice for its tensors asks for all, in order: the values taken after this one come back too.
-                since = taken.index(index)
-                wanted += taken[since + 1 :]
-                del taken[since:]
-            values = self.observed(rerun, self, frozenset(wanted))
+            if index in opened.taken and graph_exec_group() is not None:
+                raise overlap_error(self.path, index)
+            value: torch.Tensor = self.observed(rerun, self, (index,))[index]
             if opened.made is not None:
                 opened.made.renew()
-            opened.values.extend([MISSING] * (len(values) - len(opened.values)))
-            for position in wanted:
-                if position < len(values):  # values of dead handles are not brought back
-                    opened.values[position] = values[position]
-            value: torch.Tensor = opened.values[index]
-            if value is MISSING and len(wanted) > 1:
-                value = self.observed(rerun, self, (index,))[index]
-            opened.values[index] = MISSING
-            taken.append(index)
+            opened.taken.add(index)
             if value is MISSING:
                 raise InternalError(
                     f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
