@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.positions import Position, where_streams_are
 from ckpt_hooks._ambient.streams import seed_masks_anew
@@ -80,12 +79,12 @@ _UNHELD = next(map(getrefcount, [_FIRST + 1]))
 
 
 class Pass:
-    __slots__ = ("made", "taken", "uses", "values")
+    __slots__ = ("taken", "uses", "values")
 
-    def __init__(self, values: Any, made: Made | None, uses: Uses | None = None) -> None:
+    def __init__(self, values: Any, uses: Uses | None = None) -> None:
         # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
         self.values = values
-        self.made, self.uses = made, uses  # the latter for the two parts of a backward
+        self.uses = uses  # for the two parts of a backward
         self.taken: set[int] = set()
 
 
@@ -113,8 +112,8 @@ def unpack(packed: Any) -> torch.Tensor:
     else:
         values[index] = MISSING
         opened.taken.add(index)
-    if opened.made is not None:
-        opened.made.hand_out(value)
+    if frame.current is not None:
+        frame.current.hand_out(value)
     return value
 
 
@@ -436,12 +435,12 @@ class FunctionFrame(Frame):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
-                return Pass(self.observed(rerun, self, (index,)), self._made())
+                return Pass(self.observed(rerun, self, (index,)))
             if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.observed(rerun, self, None), self._made())
+                opened = Pass(self.observed(rerun, self, None))
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
@@ -454,14 +453,14 @@ class FunctionFrame(Frame):
                 kept.values = [one if lives else MISSING for one, lives in zip(kept.values, self.alive(), strict=False)]
             value = kept.values[index] if index < len(kept.values) else MISSING
         if value is MISSING or not kept.uses.is_untouched(index, value):  # a backward may have written to its memory
-            kept = Pass(self.observed(rerun, self, None), self._made(), Uses())
+            kept = Pass(self.observed(rerun, self, None), Uses())
             self.passes = {SPLIT: kept}
             value = kept.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
-                return Pass(self.observed(rerun, self, (index,)), self._made())
+                return Pass(self.observed(rerun, self, (index,)))
         if not kept.uses.hand_out(index, value):
             kept.values[index] = MISSING
-        return Pass({index: value}, kept.made)
+        return Pass({index: value})
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
         """Brings back a value missing in a pass, alone: taken before, or packed after the recompute."""
@@ -469,8 +468,6 @@ class FunctionFrame(Frame):
             if index in opened.taken and graph_exec_group() is not None:
                 raise overlap_error(self.path, index)
             value: torch.Tensor = self.observed(rerun, self, (index,))[index]
-            if opened.made is not None:
-                opened.made.renew()
             opened.taken.add(index)
             if value is MISSING:
                 raise InternalError(
@@ -479,9 +476,6 @@ class FunctionFrame(Frame):
                     region=format_path(self.path),
                 )
             return value
-
-    def _made(self) -> Made | None:
-        return None if self.current is None else Made(self.current)
 
     def alive(self) -> list[bool]:
         return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))
