@@ -122,17 +122,15 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             if handed_out:
                 arguments.look_at(handed_out)
         # Compare.
-        try:
-            values = result_of(collector, frame.options.check) if probe is None else []
-        except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
-            blame(found, frame)
-            if frame.explain is not None:
-                raise frame.explain(found) from found
-            raise
+        values = result_of(collector, frame.options.check) if probe is None else []
     except BaseException as error:
-        if frame.modes is not None and isinstance(error, DeterminismError) and error.region == format_path(frame.path):
-            error.args = (f"{error}{modes_in_words(frame.modes, users_modes())}",)
         rewind(mark, error)
+        if isinstance(error, DeterminismError) and error.region == format_path(frame.path):
+            blame(error, frame)
+            if frame.modes is not None:
+                error.args = (f"{error}{modes_in_words(frame.modes, users_modes())}",)
+            if frame.explain is not None:
+                raise frame.explain(error) from error
         raise
     finally:
         if borrows:
@@ -197,10 +195,7 @@ def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: 
     done, region = frame.collector.done, format_path(frame.path)
     if isinstance(error, (DeterminismError, MutationError)):
         # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
-        own = error.region == region
-        if own and isinstance(error, DeterminismError) and frame.explain is not None:
-            raise frame.explain(error) from error
-        return own or not done
+        return error.region == region or not done
     if is_called and not done and frame.complete:
         explain_failure(error, region, has_gone=loan is not None and loan.has_gone)
     return not done
