@@ -194,7 +194,7 @@ class Arguments:
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
             # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
             self._foreign = not UNPACKS.get(hooks[1], False)
-            self._storages = tuple(map(storage_of, tensors))
+            self._storages = list(map(storage_of, tensors))
             self.live = tensors
         # Of tensors that are kept: facts, and where their content was when forward began. While TorchScript traces, sizes are
         # tensors.
@@ -282,7 +282,7 @@ class Arguments:
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
         live = self.live
-        if live is not None and _facts_of_all(live) == self._facts and tuple(map(storage_of, live)) == self._storages:
+        if live is not None and _facts_of_all(live) == self._facts and list(map(storage_of, live)) == self._storages:
             tensors = live
         else:
             tensors, stand_ins = [], {**stand_ins}
@@ -328,9 +328,7 @@ class Arguments:
         """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""
         for position, tensor, version in handed_out:
             if version is not None and tensor._version != version:
-                storages = list(self._storages)
-                storages[position] = storage_of(tensor)
-                self._storages = tuple(storages)
+                self._storages[position] = storage_of(tensor)
 
     def _raise_changed(self, region: tuple[str, ...]) -> None:
         for position, (tensor, before, now) in enumerate(

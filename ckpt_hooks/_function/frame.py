@@ -28,7 +28,7 @@ from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
-from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
+from ckpt_hooks._core.settings import DEFAULTS, Settings
 from ckpt_hooks._tensors.checks import NOTHING, check_of
 from ckpt_hooks._torch.autograd import (
     graph_exec_group,
@@ -48,7 +48,6 @@ from .arguments import Arguments
 from .collector import ends_small
 from .journal import Journal, journal_of
 from .options import (
-    DEFAULT_OPTIONS,
     ContextPair,
     RegionOptions,
     module_of,
@@ -180,16 +179,14 @@ class FunctionFrame(Frame):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        options: RegionOptions = DEFAULT_OPTIONS,
-        contexts: ContextPair | None = None,
-        settings: Settings | None = None,
+        options: RegionOptions,
+        contexts: ContextPair | None,
+        settings: Settings,
     ) -> None:
         # The contents of a partial are arguments as well: taken out, they are saved as arguments, and not kept alive twice.
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
-        if settings is None:
-            settings = current_settings()
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
         parent, observers = stack.innermost, settings.observers

@@ -258,7 +258,6 @@ def without_policy(context: AbstractContextManager[Any]) -> AbstractContextManag
 #: Types of the results of calls which have not run the function.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
-_warned_of_transform = False
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -305,16 +304,14 @@ def is_policy(value: Any) -> bool:
     return isinstance(value, Policy)
 
 
+@functools.cache  # once for each form
 def warn_of_transform(*, stacklevel: int) -> None:
-    """Warns, once, of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
-    global _warned_of_transform
-    if not _warned_of_transform:
-        _warned_of_transform = True
-        warnings.warn(
-            "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
-            "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
-            stacklevel=stacklevel,
-        )
+    """Warns of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
+    warnings.warn(
+        "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+        "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+        stacklevel=stacklevel,
+    )
 
 
 def unwrapped(function: Any) -> Any:
