@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -36,8 +37,6 @@ _Changed = list[tuple[torch.Tensor, int]]
 _GLOBAL_HOOKS = tuple(
     value for name, value in vars(torch_module).items() if name.startswith("_global_forward") and isinstance(value, dict)
 )
-
-
 _NO_HOOKS: list[Content] = [{} for _ in _GLOBAL_HOOKS]
 
 
@@ -49,13 +48,8 @@ def _are_modules_called_elsewhere() -> bool:
     """Whether another thread is inside a module's forward, which hooks for all modules would meet."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # which would refer to itself
-    for frame in frames.values():
-        found: types.FrameType | None = frame
-        while found is not None:
-            if found.f_code is Module._call_impl.__code__:
-                return True
-            found = found.f_back
-    return False
+    code = Module._call_impl.__code__
+    return any(found.f_code is code for frame in frames.values() for found, _ in traceback.walk_stack(frame))
 
 
 class Journal:
@@ -201,7 +195,6 @@ def journal_of(
 _lock = threading.RLock()
 _turn = threading.Condition(_lock)
 _loans: dict[int, Loan] = {}
-_waiting: list[Loan] = []
 
 
 class Loan:
@@ -233,7 +226,7 @@ class Loan:
                 self._look()
                 if not self._is_in_conflict():
                     break
-                self._wait()
+                _turn.wait()
             _loans[id(self)] = self
             try:
                 if not self._is_quiet:
@@ -245,13 +238,6 @@ class Loan:
             except BaseException:
                 self.end()
                 raise
-
-    def _wait(self) -> None:
-        _waiting.append(self)
-        try:
-            _turn.wait()
-        finally:
-            _waiting.remove(self)
 
     def _look(self) -> None:
         self.flats = [tree.look() for tree in self.journal.trees]
@@ -354,7 +340,7 @@ class Loan:
     def end(self) -> None:
         with _lock:
             while self._users:
-                self._wait()
+                _turn.wait()
             try:
                 self._put_back()
             finally:
@@ -363,8 +349,7 @@ class Loan:
                 _loans.pop(id(self), None)
                 for one in _loans.values():
                     one._users.discard(id(self))
-                if _waiting:
-                    _turn.notify_all()
+                _turn.notify_all()
 
     def _put_back(self) -> None:
         journal = self.journal
