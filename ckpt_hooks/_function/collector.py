@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.positions import Position, Where, are_other_threads_alive, devices_between, where_streams_are
+from ckpt_hooks._ambient.streams import Position, Where, are_other_threads_alive, devices_between, where_streams_are
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.hooks import StopRecompute

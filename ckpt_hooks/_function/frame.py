@@ -18,8 +18,7 @@ import torch
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.positions import Position, where_streams_are
-from ckpt_hooks._ambient.streams import seed_masks_anew
+from ckpt_hooks._ambient.streams import Position, seed_masks_anew, where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in

@@ -15,14 +15,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.positions import (
+from ckpt_hooks._ambient.streams import (
     are_other_threads_alive,
+    default_generators_lock,
     devices_between,
     have_several_drawn,
     moves_by_itself,
     where_streams_are,
 )
-from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, StopRecompute, mark_thread, rewind, undo
