@@ -32,7 +32,7 @@ from ckpt_hooks._function.options import (
 )
 from ckpt_hooks._torch.compiling import skipped
 
-from .running import run
+from .checkpoint import run
 
 P = ParamSpec("P")
 R = TypeVar("R")

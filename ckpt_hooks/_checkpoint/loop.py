@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
 
-from .running import run
+from .checkpoint import run
 
 State = TypeVar("State")
 
