@@ -21,10 +21,10 @@ from torch.nn.modules import module as torch_module
 
 from ckpt_hooks._core.mutation import GONE, num_fused_steps, stepped_since
 from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
-from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of
+from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of, version_of
 
 from .contents import WRITES, Complain, Contents, Undo
-from .notes import GoneError, Held, Memory, Note, TensorNote, notes_in
+from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
 from .reach import Walk, facts_of_code, walk_from
 from .trees import Tree, dicts_of, is_of_framework, tree_of
@@ -216,6 +216,7 @@ class Loan:
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that find what this one lends
         self._undo: Undo | None = None
+        self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors with their present memory
         self.lent: set[int] = set()  # the numbers of tensors that have other memory in the rerun
@@ -326,6 +327,14 @@ class Loan:
         if not is_of_framework(tensor):
             self._exchanged.append((tensor, data_of(tensor)))
 
+    def has_swapped(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has become what another noted one was, by ``torch.utils.swap_tensors``, and is no alias of that."""
+        if self._by_address is None:
+            notes = [one for _, note in self.journal.notes() for one in notes_in([note]) if type(one) is TensorNote]
+            self._by_address = {one.address: one.alias for one in notes}
+        found = self._by_address.get(tensor._cdata)
+        return found is not None and version_of(found) >= 0 and have_one_counter(found, tensor)
+
     def value(self, noted: Note) -> Any:
         """Returns a noted value to which nothing else may lead: with containers that something else leads to."""
         self.by_identity((noted.number,))
@@ -344,7 +353,7 @@ class Loan:
             try:
                 self._put_back()
             finally:
-                self.made, self.met, self._exchanged = {}, {}, []
+                self.made, self.met, self._exchanged, self._by_address = {}, {}, [], None
                 self.lent.clear()
                 _loans.pop(id(self), None)
                 for one in _loans.values():

@@ -139,6 +139,7 @@ class TensorNote:
 
     def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
+        self.address: int = tensor._cdata  # of what is behind the object, which ``torch.utils.swap_tensors`` exchanges
         self.has_history = has_history(tensor)
         self.requires_grad = self.has_history or tensor.requires_grad
         self.version = tensor._version if self.has_history and not tensor.is_inference() else -1
@@ -172,7 +173,7 @@ class TensorNote:
         counts, is_counting = version_of(self.alias) >= 0, version_of(found) >= 0
         if not (counts and is_counting):
             return counts == is_counting
-        return _have_one_counter(self.alias, found)
+        return have_one_counter(self.alias, found) or loan.has_swapped(found)
 
     def tensor(self) -> torch.Tensor | None:
         """Returns the tensor where there is a reference, else an alias with its version counter."""
@@ -211,7 +212,7 @@ class TensorNote:
         return made
 
 
-def _have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     before, was = one._version, other._version
     set_versions((one,), (was + 1,))
     found = other._version
