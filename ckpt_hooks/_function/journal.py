@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -66,7 +66,12 @@ class Journal:
         self._steps = num_fused_steps()
         self.roots: Sequence[tuple[Any, Note]] = () if walk is None else walk.roots
         self.hooks = _hooks_now()
-        outside = [] if walk is None else list(walk.tensors.values())
+        # The numbers of tensors that may be arguments as well.
+        self.tensors: list[Collection[int]] = [tree.tensors for tree in self.trees]
+        outside: Sequence[TensorNote] = ()
+        if walk is not None:
+            self.tensors.append(walk.tensors.keys())
+            outside = list(walk.tensors.values())
         known = [(note, note.leaf if note.alias is None else note.alias) for note in outside if note.requires_grad]
         self._outside = [(one, one._version) for _, one in known if one is not None and not one.is_inference()]
         self.generators = [] if walk is None else list(walk.generators)
@@ -242,7 +247,10 @@ class Loan:
 
     def _look(self) -> None:
         self.flats = [tree.look() for tree in self.journal.trees]
-        self._is_quiet = self._is_as_noted()
+        is_quiet = self._is_as_noted()
+        if is_quiet and self.stand_ins:
+            is_quiet = all(map(self.stand_ins.keys().isdisjoint, self.journal.tensors))
+        self._is_quiet = is_quiet
 
     def _is_as_noted(self) -> bool:
         journal = self.journal

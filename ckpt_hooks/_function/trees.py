@@ -214,6 +214,7 @@ class Tree:
 
     def _take_tensors(self, group: Group | None) -> None:
         tensors = {one.number: one for note in self.modules for one in note.tensors}
+        self.tensors = frozenset(number for number, note in tensors.items() if note.kind is not torch.nn.Parameter)
         small = [note for note in tensors.values() if is_small_on_host(note)]
         self.group = group if group is not None and group.notes == small else (Group(small) if small else None)
         left = tensors.keys() - {note.number for note in (*small, *self.parameters)}

@@ -296,3 +296,18 @@ def test_a_changed_parameter_that_forward_fills_before_it_reads(part):
         else:
             with pytest.raises(ckpt_hooks.MutationError, match="weight"):
                 y.sum().backward()
+
+
+def test_a_tensor_that_is_an_argument_and_closed_over_is_one_in_a_rerun():
+    """Hooks hand the argument out as another tensor; what the function writes to it, it reads by the other name."""
+
+    def program(run):
+        x, table = torch.linspace(0.1, 1, 3).requires_grad_(), torch.full((3,), 1.5)
+
+        def function(x, given):
+            given.mul_(2)
+            return (x * table * 1.5).sin()
+
+        return gradients(run(lambda x: run(function, x.sin(), table).cos(), x), x)
+
+    assert_as_eager(program, ckpt_hooks.checkpoint)
