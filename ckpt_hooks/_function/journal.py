@@ -111,13 +111,14 @@ class Journal:
             tree.history.num_forwards += not failed
             if list(map(_version, parameters)) != versions or tree.history.num_forwards == 1:
                 tree.note_writes(parameters, versions)
-            # Of forward's own: the storages of parameters with another one by now.
+            # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
             if (now := list(map(storage_address, parameters))) != tree.addresses:
                 for one, storage, address, was in zip(parameters, storages, now, tree.addresses, strict=True):
                     if address != was and one.numel():
                         kept.append(storage)
                     elif address != was:
                         self.emptied.add(id(one))  # by a framework, which fills it before a rerun reads it
+            kept += tree.unbound(parameters) if tree.has_frozen else ()
         self.kept, self._storages, self._parameters = kept, (), ()
         return late
 

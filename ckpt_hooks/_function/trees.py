@@ -211,6 +211,7 @@ class Tree:
         if len(self.parameters) == 1:
             self.parameters *= 2
         self.addresses = [note.memory.address for note in self.parameters if note.memory is not None]
+        self.has_frozen = not all(note.requires_grad for note in self.parameters)
 
     def _take_tensors(self, group: Group | None) -> None:
         tensors = {one.number: one for note in self.modules for one in note.tensors}
@@ -263,6 +264,11 @@ class Tree:
                 note.use = Use.WRITTEN
         if any(note.use in WRITES for note in self.parameters):
             self.history.writes_parameters = True
+
+    def unbound(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        owns = [vars(module) for note in self.modules if (module := note.reference()) is not None]
+        bound = {id(one) for own in owns for values in (own, own["_parameters"]) for one in values.values()}
+        return [one for one in parameters if id(one) not in bound]
 
 
 def _getter(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -217,6 +217,29 @@ def test_memory_of_a_storage_that_forward_takes_away_goes_with_backward():
     assert memory.expired()
 
 
+@all_regions
+@pytest.mark.parametrize("size", [6, 6000])
+def test_a_frozen_parameter_that_forward_binds_anew(size, run):
+    class Teacher(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key = nn.Parameter(torch.linspace(1, 2, size), requires_grad=False)
+
+        def forward(self, x):
+            y = (x + self.key * 1.5).sin()
+            self.key = nn.Parameter(self.key * 0.75 + x.detach() * 0.25, requires_grad=False)
+            return y.exp()
+
+    def program(run):
+        module, found = Teacher(), []
+        for _ in range(3):
+            x = torch.randn(size, requires_grad=True)
+            found += [*gradients(run(module, x), x), module.key.clone()]
+        return found
+
+    assert_as_eager(program, run)
+
+
 # ------------------------------------------------------------------------------------------------------------------ arguments
 
 
