@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,11 +18,11 @@ from ._function.options import (
     ContextPair,
     PolicyContext,
     RegionOptions,
-    Within,
     module_of,
     name_of_function,
     policy_of,
     unwrapped,
+    within,
     without_policy,
 )
 from ._recorded.frame import RecordedFrame
@@ -84,7 +84,7 @@ def create_selective_checkpoint_contexts(
 
 def frame_under_policy(
     function: Callable[..., Any], options: RegionOptions, given: ContextPair
-) -> tuple[RecordedFrame | Within | None, ContextPair | None]:
+) -> tuple[AbstractContextManager[Any] | None, ContextPair | None]:
     """Returns the frame of a call whose contexts have a policy; where they have none, None and the contexts to enter."""
     contexts = own_contexts(given)
     policy = policy_of(contexts[0])
@@ -109,7 +109,7 @@ def frame_under_policy(
         at_end=functools.partial(_look_for_weights, module, hooks) if module is not None and hooks else None,
         module=module,
     )
-    return frame if inside is None else Within(frame, inside), None
+    return frame if inside is None else within(frame, inside), None
 
 
 #: The code of hooks that took parameters away after a forward under a policy.

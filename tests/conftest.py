@@ -63,7 +63,8 @@ def _seeded() -> Iterator[None]:
     """
     torch.manual_seed(0)
     base._lists.clear()
-    options._warned_of_transform = words._has_warned = False
+    options.warn_of_transform.cache_clear()
+    words._has_warned = False
     recorded._has_warned = True
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -27,7 +27,7 @@ from ckpt_hooks import (
     plan_memory,
     policies,
 )
-from ckpt_hooks._checkpoint.curried import _classes
+from ckpt_hooks._checkpoint.curried import _class_for
 from tests.measure import Frames
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -216,7 +216,7 @@ def _reset():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     # As in a new process: classes made by an eager call hid that Dynamo cannot trace their making.
-    _classes.clear()
+    _class_for.cache_clear()
     yield
     torch._dynamo.reset()
     assert torch._functorch.config.joint_custom_pass is None

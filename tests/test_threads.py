@@ -131,7 +131,7 @@ def test_reruns_of_a_module_that_changes_come_one_after_the_other(changes):
                 self.calls += 1
             if is_recomputing() and not in_rerun.is_set():
                 in_rerun.set()
-                while not journal._waiting:
+                while not journal._turn._waiters:
                     assert not through.wait(0.001)
             return (x * (self.count + self.calls)).sin()
 
@@ -158,7 +158,7 @@ def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_throug
     def function(x):
         if is_recomputing() and scale == 2.0:
             in_rerun.set()
-            while not journal._waiting:
+            while not journal._turn._waiters:
                 assert not through.wait(0.001)
         return (x * scale).sin()
 

@@ -1,8 +1,6 @@
 """The state a function sees besides its arguments: captured at forward, restored around each recompute (Rule 7).
 
 Random streams, switches, autocast and function modes have a ``capture``, an ``enter``, which returns the undo, and a ``leave``.
-Most regions see the state of the region before, which they share: no autocast, no modes, torch's default streams only, nothing
-moved. Most recomputes find this state.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ with hook_points():
 
 
 class Ambient:
-    """The state seen by a forward."""
-
     __slots__ = ("casts", "has_streams", "is_simple", "modes", "streams", "switches")
 
     def __init__(self, states: streams.Snapshot, found: switches.Snapshot, casts: Any = None, modes: Any = None) -> None:
@@ -38,7 +34,6 @@ _latest: Ambient | None = None
 
 
 def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
-    """Returns the state of this thread, with the generators that the function reaches."""
     global _latest
     latest, (image, state) = _latest, CPU.seen
     if (

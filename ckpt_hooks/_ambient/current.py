@@ -1,9 +1,8 @@
 """The current device and the current stream of each device: noted in forward, made current again for a recompute.
 
-A thread of autograd's engine has a current device of its own, and on each device the stream of its present node. Forward may
-have had others: then ``device="cuda"`` means another device, and a stream may read values before another has made them. So a
-recompute runs on forward's devices and streams. Forward's streams wait for the caller's streams, and the caller's for forward's
-when the recompute is done. Yet another stream waits before it reads a value (:class:`Made`). Reading wakes no accelerator.
+A thread of autograd's engine has a current device of its own, and on each device the stream of its present node. A recompute
+runs on forward's devices and streams, which wait for the caller's, and the caller's for them when it is done. Yet another
+stream waits before it reads a value (:meth:`Current.hand_out`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ def mark_used(tensor: torch.Tensor, stream: Any) -> None:
 
 
 class _Accelerator:
-    """A kind of accelerator: functions that read and set the current device, if there are several, and streams, if any."""
-
     __slots__ = ("_indices", "index", "module", "stream")
 
     def __init__(self, module: Any, devices: Any) -> None:
@@ -121,6 +118,14 @@ class Current:
             self._by_device[device] = found[0] if found else None
         return self._by_device[device]
 
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Makes the current stream of a device wait for a value that was made here, if that is another stream."""
+        accelerator, made = self.place_of(tensor.device) or (None, None)
+        if accelerator is not None and (now := accelerator.stream(tensor.device.index or 0)) != made:
+            stream = accelerator.stream_of(now)
+            stream.wait_stream(accelerator.stream_of(made))
+            mark_used(tensor, stream)
+
     def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function which checks whether this state is still current, and ``check`` passes."""
         # Each operator of a recorded region calls the function: what a backend cannot change is not read.
@@ -130,8 +135,6 @@ class Current:
                 asked.append((accelerator.index, (), index))
             if accelerator.stream is not None:
                 asked += [(accelerator.stream, (device,), stream) for device, stream in enumerate(told)]
-        if not asked:
-            return check
         if len(asked) == 1:
             ((read, args, expected),) = asked
             return lambda: check() and read(*args) == expected
@@ -147,27 +150,6 @@ def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R
         return function(*args)
     finally:
         undo(current.leave, before)
-
-
-@dataclass
-class Made:
-    """The devices and streams on which values were made. Other streams wait for these before they use a value."""
-
-    _current: Current
-    _waited: list[Any] = field(default_factory=list)
-
-    def renew(self) -> None:
-        self._waited = []
-
-    def hand_out(self, tensor: torch.Tensor) -> None:
-        """Makes the current stream of a value's device wait for the value, if made on another stream."""
-        accelerator, made = self._current.place_of(tensor.device) or (None, None)
-        if accelerator is not None and (now := accelerator.stream(tensor.device.index or 0)) != made:
-            stream = accelerator.stream_of(now)
-            if now not in self._waited:
-                stream.wait_stream(accelerator.stream_of(made))
-                self._waited.append(now)
-            mark_used(tensor, stream)
 
 
 _latest: Current | None = None

@@ -6,7 +6,7 @@ import importlib
 import random
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,23 +19,18 @@ from .streams import TRACKED, Stream, stream_of_generator
 #: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
 shared_streams_lock = threading.RLock()
 
-_lock = threading.Lock()
-
 
 class TrackedSource:
     """A random source rewound by regions: the result of :func:`track_rng`, and a context manager which ends the tracking."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream: Stream | None = stream
-        with _lock:
-            TRACKED.append(stream)
+        self._stream = stream
+        TRACKED.append(stream)
 
     def remove(self) -> None:
         """Stops tracking, for regions whose forward is yet to run. A second call does nothing."""
-        with _lock:
-            if self._stream in TRACKED:
-                TRACKED.remove(self._stream)
-        self._stream = None
+        with suppress(ValueError):
+            TRACKED.remove(self._stream)
 
     def __enter__(self) -> Self:
         return self

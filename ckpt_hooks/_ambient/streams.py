@@ -1,14 +1,9 @@
 """Random streams: the default generators, generators which a function reaches, tracked sources; their states of a forward.
 
-A recompute starts from forward's starting state and leaves every stream where it found it. Every initialised device is read
-whatever the arguments of a region, since nothing tells where a function draws. Reading initialises no accelerator.
-
-A device's state is set only where it differs. A CUDA generator, once set, makes cuDNN seed its dropout masks of recurrent
-layers anew, and a recompute without draws must not change the next masks.
-
-The state of the CPU's generator is 5 KB: regions without draws in between share one copy. The road not taken: to compare the
-state before and after forward, and to keep no state where the two are equal. A function which draws inside
-``torch.random.fork_rng`` leaves the generator as it was, and still needs its starting state.
+Every initialised device is read, since nothing tells where a function draws. Its state is set only where it differs: a CUDA
+generator, once set, makes cuDNN seed its dropout masks of recurrent layers anew. The CPU's state is 5 KB, which regions without
+draws in between share. (To keep none where forward leaves it as it was would not do: a function may draw inside of
+``torch.random.fork_rng``.)
 """
 
 from __future__ import annotations
@@ -17,6 +12,7 @@ import ctypes
 import functools
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -38,21 +34,16 @@ def is_same_state(one: Any, other: Any) -> bool:
 
 # The image of the CPU's generator: whether it has moved, told without reading a state
 #
-# A state is a tensor of 5 KB, each region asks three times, and nearly always nothing was drawn. So an image is compared, a few
-# bytes of the generator's object, in 0.2 us. Its place is found on import, with a generator made for the purpose: the 624 words
-# of the Mersenne twister, with seed and position before and left-over normal numbers behind. If some kind of draw leaves these
-# bytes unchanged, there is no image, and states are read and compared as usual.
+# An image is a few bytes of the generator's object, compared in 0.2 us (11% of a chain of ten operators). Its place is found on
+# import, with a generator made for the purpose: the 624 words of the Mersenne twister, with seed and position before and
+# left-over normal numbers behind. If some kind of draw leaves these bytes unchanged, there is no image.
 #
-# Equal images are equal states. Every draw moves the position or a left-over number, and when the position wraps around, all
-# words are new: the first eight words are read, 256 bits. (A handmade state which agrees with a state of a region in all of
-# these bytes, and differs in a later word, is not seen.) Images may differ for equal states, since there is padding, and a draw
-# of another thread may be under way. Then the state is read in full, under the generator's lock.
+# Equal images are equal states: every draw moves the position or a left-over number, and when the position wraps around, all
+# words are new, of which the first eight are read. Images may differ for equal states, since there is padding.
 
 _WORDS = 624
 #: Seed and position, before the words; left-over normal numbers of either dtype, behind them.
 _BEFORE, _BEHIND = 24, 40
-#: Where the number of the next word is in the first of the views, right before the words.
-NEXT_WORD = _BEFORE - 4
 #: The bytes of an image: offset from the words, and size.
 _LOOKED_AT = ((-_BEFORE, _BEFORE + 4 * 8), (4 * _WORDS, _BEHIND))
 _SEARCHED = 256  # bytes of the object in which the words have to begin
@@ -105,8 +96,7 @@ class Stream:
     write: Callable[[Any], object]
     restart: Callable[[], object] | None = None
     generator: torch.Generator | None = None
-    # Tells the state in a few numbers, if known, and costs a tenth of reading the state, which is a new tensor each time. So a
-    # default stream keeps the latest state with these numbers, and returns it while they are unchanged.
+    # Tells the state in a few numbers, if known, at a tenth of the cost. A default stream keeps the latest state with these.
     look: Callable[[], Any] | None = None
     is_default: bool = False
     seen: tuple[Any, Any] = (None, None)
@@ -126,7 +116,6 @@ class Stream:
         return state
 
     def holds(self, state: Any) -> bool:
-        """Whether the stream is known to be in a state."""
         look, known = self.seen
         return look == self.look() if self.look is not None and known is state else is_same_state(self.read(), state)
 
@@ -161,8 +150,7 @@ if _views:
     CPU.look = lambda: (HEAD.raw, TAIL.raw)
 
 
-# Modules of torch which may hold an accelerator's state. A backend outside of torch registers as ``privateuseone`` and adds a
-# module under a name of its own, maybe after this import.
+# Modules of torch which may hold an accelerator's state. A backend outside of torch adds one, maybe after this import.
 _DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
 _modules: list[tuple[Callable[[], bool], Any]] = []
 _modules_known_for = -1
@@ -300,20 +288,88 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> list[tuple[Stream, An
 
 
 def leave(before: Iterable[tuple[Stream, Any]]) -> None:
-    """Sets each stream back to its earlier state, unless already there."""
     for stream, state in before:
         if stream is CPU or type(state) is not torch.Tensor or not stream.holds(state):
             stream.write(state)
 
 
+# Positions: how far the default streams have moved, told without reading a state
+#
+# A position notices a recompute that draws other numbers than forward, as where forward made a random table and keeps it
+# (``functools.lru_cache``): all later draws are shifted. Of the CPU's generator it is the number of the next word, which stands
+# before the words, with the first word; of devices' generators, the offset, for which no device waits.
+
+#: Equal positions of two runs are equal states, if both runs began in one state.
+Position = Any
+
+#: Two numbers: the first moves with nearly every draw, and both are the position. Of all that Python has, an item of a
+#: memoryview is read soonest, and a small number sooner than a large one.
+Where = Any
+
+_NOWHERE: Where = (0, 0)
+_CPU: Where = (
+    memoryview((ctypes.c_char * 8).from_buffer(HEAD, _BEFORE - 4)).cast("B").cast("I") if CPU.look is not None else _NOWHERE
+)
+
+
+class _WithDevices:
+    __slots__ = ("_offsets", "generators")
+
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self.generators, self._offsets = generators, [generator.get_offset for generator in generators]
+
+    def __getitem__(self, index: int, /) -> Position:
+        return (_CPU[0], *[offset() for offset in self._offsets]) if index == 0 else _CPU[1]
+
+
+def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
+    """Returns what tells the position, as long as the same devices are in use; a position at rest if not watched."""
+    # In a recompute, ``begin`` is the first number of the position where forward began. Forward may have been the first to use
+    # a device: its positions tell of the CPU alone, and so do those of its recomputes.
+    if not watched:
+        return _NOWHERE
+    if len(TORCH_NAMES) == names_without_devices or isinstance(begin, int):
+        return _CPU
+    moving = [stream.generator for stream in device_streams(needed=False) if stream.look is not None]
+    generators = [generator for generator in moving if generator is not None]
+    return _WithDevices(generators) if generators else _CPU
+
+
+def are_other_threads_alive() -> bool:
+    return len(threading._active) > 1  # type: ignore[attr-defined]
+
+
+def have_several_drawn() -> bool:
+    """Whether the generators of several accelerators have moved: threads may train on one each."""
+    generators: Sequence[torch.Generator] = getattr(where_streams_are(), "generators", ())
+    return sum(generator.get_offset() > 0 for generator in generators) > 1
+
+
+def devices_between(one: Position, other: Position, where: Where) -> set[torch.device]:
+    """Returns the devices whose streams stand elsewhere in one position than in the other."""
+    cpu = torch.device("cpu")
+    devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
+    firsts = [first if isinstance(first, tuple) else (first,) for first in (one[0], other[0])]
+    found = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
+    return found | {cpu} if one[1] != other[1] else found
+
+
+def moves_by_itself(devices: set[torch.device]) -> bool:
+    """Whether a stream of some devices moves while this thread does nothing, for a twentieth of a second at most."""
+    where = where_streams_are()
+    begin = where[0], where[1]
+    for _ in range(50):
+        time.sleep(0.001)
+        if devices & devices_between(begin, (where[0], where[1]), where):
+            return True
+    return False
+
+
 # Recurrent layers with dropout on a device
 #
-# cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which advances from
-# layer to layer. Torch seeds the buffer from its generator, in the first such layer after the generator's state was set. A
-# recompute sets the state, and plain forward does not, so the recompute would draw once more than forward, and drop other
-# elements. So a region with such a layer sets the state to itself as forward begins. Its masks differ from those of the program
-# without regions, and are the same in both runs. The buffer belongs to the process: where several threads run such layers on
-# one device, a recompute may drop other elements.
+# cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which torch seeds from
+# its generator, in the first such layer after the generator's state was set. A recompute sets the state, so forward has to: its
+# masks differ from those of the program without regions, and are the same in both runs.
 
 
 def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:

@@ -1,12 +1,9 @@
 """The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
-A row says how a switch is read and set, how a region sees that the switch has moved, and which operators heed the switch.
-Switches are compared once a region in forward and once a recompute, and read in full only after a move.
-
-Private calls into torch, like the calls in :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``,
-``torch.nn.attention``) are properties and contexts around these, at 1 us each for 0.04, and one imports the compiler; the
-private forms may go when the public forms cost as little. ``tests/test_switches.py`` fails for a switch of the installed torch
-which has no row here and no reason there.
+Switches are compared once a region in forward and once a recompute, and read in full only after a move. Private calls into
+torch: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around these, at 1 us each for
+0.04, and one imports the compiler; the private forms may go when the public forms cost as little. ``tests/test_switches.py``
+fails for a switch of the installed torch which has no row here and no reason there.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ _c: Any = torch._C
 
 
 class Compared(enum.Enum):
-    """The ways in which a region sees that a switch has moved."""
-
     BY_VALUE = enum.auto()  # once a region, once a recompute, and in recorded regions ahead of operators which heed the switch
     BY_GUARD = enum.auto()  # by one call of 0.13 us for all: once a region, a recompute, and an operator of recorded regions
     ON_DEVICES = enum.auto()  # by value once a region, where a CUDA device is in use: some take 0.5 us to read
@@ -239,8 +234,6 @@ def _write(switches: Sequence[Switch], values: Sequence[Any]) -> None:
 
 
 class Snapshot:
-    """The values of the switches at some moment."""
-
     __slots__ = ("_devices", "_values", "common", "guard", "unguarded")
 
     def __init__(self) -> None:

@@ -10,21 +10,30 @@ from typing import Any, TypeVar, overload
 import torch
 from typing_extensions import ParamSpec
 
+from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
-from ckpt_hooks._core.settings import override
+from ckpt_hooks._core.mutation import watch_fused_steps
+from ckpt_hooks._core.settings import Settings, current_settings, override
+from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
+    UNRUN,
     ContextPair,
     Form,
+    RegionOptions,
+    both,
+    call_context_fn,
     check_swallowed,
     defaults_of,
     noop_context_fn,
     options_of,
+    refuse_unrun,
     values_of,
+    warn_of_transform,
+    without_policy,
 )
 from ckpt_hooks._torch.compiling import run_traced, skipped
-
-from .running import run
+from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -173,7 +182,7 @@ def checkpoint(
             module, and names choices (top-k, sort) before it. A small operator takes a few times as long. See
             :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
         early_stop: Whether a recompute ends with the last needed tensor: by an exception, unless no operator is left to run, or
-            two at most on tensors of up to 4,096 elements. False runs the region's last operators again in any case.
+            two at most on tensors of up to 512 elements. False runs the region's last operators again in any case.
         respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the region
             (``save_on_cpu`` and the like). The region's inputs do in any case. None is True.
         preserve_rng_state: Whether a recompute draws the random numbers of forward. If not, it draws new numbers. The streams
@@ -275,3 +284,67 @@ def checkpoint(
         raise explained
     finally:
         del explained  # its traceback has this call, and the arguments with it
+
+
+@skipped
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    context_fn: Callable[[], ContextPair],
+) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
+    if not torch.is_grad_enabled():
+        result = function(*args, **kwargs)
+    elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
+        # Keeping everything. A transform hides saved tensors from hooks. A tracer would write down the work of a recompute: the
+        # values returned by a replay come from below the tracer, as constants, and a rerun draws random numbers anew.
+        if is_any_transform_active():
+            warn_of_transform(stacklevel=4)
+        around = None if context_fn is noop_context_fn else without_policy(call_context_fn(context_fn)[0])
+        with around or contextlib.nullcontext():
+            result = function(*args, **kwargs)
+    else:
+        watch_fused_steps()
+        mark = mark_thread()
+        try:
+            frame = frame_of_call(function, args, kwargs, options, context_fn, current_settings())
+            with frame:
+                result = function(*args, **kwargs)
+                if type(frame) is FunctionFrame:
+                    frame.returns(result)
+        except BaseException as error:
+            rewind(mark, error)
+            raise
+    if type(result) in UNRUN:
+        refuse_unrun(function, result)
+    return result
+
+
+def frame_of_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    context_fn: Callable[[], ContextPair],
+    settings: Settings,
+) -> Any:
+    """Returns the frame of a call, to be entered around the call: a recorded one under a policy."""
+    contexts = None
+    if context_fn is not noop_context_fn:
+        from ckpt_hooks.selective import frame_under_policy  # others need no recorded frames
+
+        recorded, contexts = frame_under_policy(function, options, call_context_fn(context_fn))
+        if recorded is not None:
+            return recorded
+    if not (options.debug if settings.debug is None else settings.debug):
+        return FunctionFrame(function, args, kwargs, options, contexts, settings)
+    from ckpt_hooks.report.debug import OperatorLogs
+
+    logs = OperatorLogs(function)
+    own = logs.forward, logs.recompute
+    frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
+    frame.explain = logs.explain
+    return frame

@@ -32,7 +32,7 @@ from ckpt_hooks._function.options import (
 )
 from ckpt_hooks._torch.compiling import skipped
 
-from .running import run
+from .checkpoint import run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,8 +52,7 @@ class CheckpointedFunction(Generic[P, R]):
 
     @skipped
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self._region.run(self.function, args, kwargs)
-        return result
+        return self._region.run(self.function, args, kwargs)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         # A decorated function is pickled as functions are, by its name.
@@ -102,28 +101,23 @@ class CheckpointedModule(Module):
         return checkpointed_module(replica, self._region)
 
 
-_classes: dict[type[Module], type[CheckpointedModule]] = {}
-
-
+@functools.cache
 def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
-    found = _classes.get(kind)
-    if found is None:
-        try:  # as a class statement does, with the metaclass of both
-            name, bases = f"Checkpointed{kind.__name__}", (CheckpointedModule, kind)
-            found = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__slots__=()))
-        except TypeError as error:
-            raise TypeError(
-                f"checkpoint(...) got a module of the class {kind.__qualname__}, of which it can make no subclass ({error}). "
-                "Write `checkpoint_module(module, ...)`, which keeps the module as it is."
-            ) from error
-        found.__module__, found.__qualname__ = kind.__module__, found.__name__
-        _classes[kind] = found
+    try:  # as a class statement does, with the metaclass of both
+        name, bases = f"Checkpointed{kind.__name__}", (CheckpointedModule, kind)
+        found = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__slots__=()))
+    except TypeError as error:
+        raise TypeError(
+            f"checkpoint(...) got a module of the class {kind.__qualname__}, of which it can make no subclass ({error}). "
+            "Write `checkpoint_module(module, ...)`, which keeps the module as it is."
+        ) from error
+    found.__module__, found.__qualname__ = kind.__module__, found.__name__
     return found
 
 
 def checkpointed_module(module: Module, region: Curried) -> Module:
     """Returns a module with the attributes of ``module``, whose calls run ``module`` as a region."""
-    kind = _class_for(type(module))
+    kind = _class_for(type(module))  # type: ignore[arg-type]  # mypy takes a module's ``__hash__`` for the class's
     checkpointed = object.__new__(kind)
     put = object.__setattr__  # nn.Module's own would look for parameters, in a dictionary that is not there yet
     put(checkpointed, "_region", region)
@@ -162,7 +156,6 @@ class Curried:
 
 
 def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
-    """Checks the options of the curried form: options of the direct form, made already, and further options by name."""
     if context_fn is not noop_context_fn:
         check_context_fn(context_fn)
     policy = own_options.pop("policy", None)

@@ -49,7 +49,6 @@ class Misuse(enum.Enum):
         "functions should be a sequence of callables, but got {given}. For one, write `checkpoint(function, x)`. Of a dict "
         "pass the values, in their order: `[*functions.values()]`."
     )
-    OTHER_STATE = "step {number} of checkpoint_loop returned {found}, but got {expected}. Return the same containers and types."
     NOT_OPEN = (
         "region {region!r} is left, but is not open on this thread: it was left before, or never entered. Write "
         "`with checkpoint_region():`, or call __exit__ once for each __enter__."

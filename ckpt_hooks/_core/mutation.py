@@ -41,6 +41,10 @@ class Why(enum.Enum):
         "{advice} Or the function saved another tensor then, or wrote to it in one of the two runs alone (a hook that removed "
         "itself in forward, a first call that does more): have it do the same each time.",
     )
+    MOVED = _Words(
+        "{region}: {tensor} was given other memory (`tensor.data = ...`) after forward began.",
+        "Bind a new tensor in its place, or exchange its memory after backward.",
+    )
     WRITTEN_LATE = _Words(
         "{region}: forward has written to {tensor} which earlier forwards only read: {versions}.",
         "This forward took no copy of them, and the next one does: run this forward again, after you have put back what the "

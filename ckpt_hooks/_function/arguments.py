@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
+from ckpt_hooks._torch.tensors import counted_detach, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
@@ -45,21 +45,15 @@ Inside = tuple[Frame, RegionPath]
 Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 
-class Restored(NamedTuple):
-    tensors: Sequence[torch.Tensor | None]
-    stand_ins: dict[int, torch.Tensor]  # those that are other ones than in forward, by the ``id`` that these had
-    lent: dict[int, torch.Tensor]  # by the ``id`` of a stand-in a tensor that has been given other memory since
-    lost: list[tuple[torch.Tensor, int]]  # those of which forward's memory is gone, with a version that none has
-
+#: Tensors for a rerun, and those that are other ones than in forward, by the ``id`` that these had.
+Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
 # What most arguments have of what is rare: never filled.
 _NONE: dict[Any, Any] = {}
-_NONE_LOST: list[tuple[torch.Tensor, int]] = []
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Version, and whether grad is required; -1 and None where that is not to be had.
 _Facts = tuple[int, "bool | None"]
-_NO_FACTS: _Facts = (-1, None)
 _facts_of = operator.attrgetter("_version", "requires_grad")
 
 
@@ -67,15 +61,16 @@ def _facts_of_all(tensors: Sequence[torch.Tensor | None]) -> list[_Facts]:
     try:
         return list(map(_facts_of, tensors))
     except (AttributeError, RuntimeError):
-        return [_NO_FACTS if tensor is None else _facts_slowly(tensor) for tensor in tensors]
+        return list(map(_facts_slowly, tensors))
 
 
-def _facts_slowly(tensor: torch.Tensor) -> _Facts:
-    version = version_of(tensor)
+def _facts_slowly(tensor: torch.Tensor | None) -> _Facts:
+    if tensor is None:
+        return -1, None
     try:
-        return version, tensor.requires_grad
+        return version_of(tensor), tensor.requires_grad
     except RuntimeError:  # a view of many whose base was modified, which has lost its graph
-        return version, None
+        return version_of(tensor), None
 
 
 def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
@@ -83,12 +78,6 @@ def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
     if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
         return None
     return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # frameworks free parameters
-
-
-def _dressed_as(tensor: torch.Tensor, data: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    made = as_kind(data, type(tensor))
-    made.__dict__.update(tensor.__dict__)
-    return made.requires_grad_(requires_grad)
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
@@ -129,7 +118,7 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
         return save_tensor(tensor)
     except RuntimeError:
         # Raised by autograd, as for a view whose base was modified, or by a hook? A hook which does nothing tells.
-        push_saved_tensors_hooks(_itself, _itself)
+        push_saved_tensors_hooks(*[lambda tensor: tensor] * 2)
         try:
             save_tensor(tensor)
         except RuntimeError:
@@ -137,10 +126,6 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
         finally:
             pop_saved_tensors_hooks()
         raise
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def put_hooks_back(before: Hooks, now: Hooks) -> None:
@@ -173,53 +158,14 @@ def _path_at(captured: tuple[list[Any], dict[str, Any]] | None, position: int) -
 
 
 class Arguments:
-    """The arguments of one call, captured, with their tensors saved."""
-
-    #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
-    objects: Sequence[Any]
-    #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
-    #: at hand.
-    live: Sequence[torch.Tensor] | None
-
-    # Arguments taken apart; None for positional tensors and nothing else.
-    _captured: tuple[list[Any], dict[str, Any]] | None
-    # The ``id`` that each container had in forward; unset if there are only tensors.
-    _containers: Sequence[int]
-    # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
-    _flags: dict[int, bool]
-    # The hooks that are registered on tensors of which a rerun may get another one, and which the graph may hold longer.
-    _hooked: Sequence[Callable[[], dict[int, Any] | None]]
-    _kept_facts: list[_Facts]
-    # Of tensors that are kept: where their content was when forward began, and which ones the function has given other memory.
-    _memory: Sequence[Memory | None]
-    _moved: Sequence[int]
-    # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
-    # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
-    # the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives, and then a
-    # stand-in: the alias as the output of an operator, neither a leaf nor a view.
-    _origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]]
-    # How many steps of fused optimizers there were.
-    _steps: int
-    _tensors: Sequence[torch.Tensor | None]
-
-    # What each tensor was saved as by active hooks: None where it is kept, a position where it is the same as another. None
-    # without hooks, and what follows is unset then.
-    _saved: list[SavedTensor | int | None] | None
-    # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
-    _foreign: bool
-    # Of all tensors: the ``id`` in forward, the storage, version and flag.
-    _ids: Sequence[int]
-    _storages: tuple[int | None, ...]
-    _facts: list[_Facts]
-    # Of tensors that are not contiguous, by position.
-    _strides: dict[int, tuple[int, ...]]
-
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
-        if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
-            self._captured = None
-            self.objects = ()
-            tensors: Sequence[torch.Tensor] = args
-        else:
+        # Arguments taken apart, and the ``id`` that each container had in forward; None for positional tensors alone.
+        self._captured: tuple[list[Any], dict[str, Any]] | None = None
+        self._containers: Sequence[int] = ()
+        #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
+        self.objects: Sequence[Any] = ()
+        tensors: Sequence[torch.Tensor] = args
+        if kwargs or not _TENSOR_TYPES.issuperset(map(type, args)):
             capture = Capture()
             self._captured = (
                 [capture.value(value, f"args[{index}]") for index, value in enumerate(args)],
@@ -228,37 +174,44 @@ class Arguments:
             tensors, self.objects = capture.tensors, capture.objects
             self._containers = capture.finish()
         hooks = top_saved_tensors_hooks(False)
-        if hooks is None:
-            self._saved = self.live = None
-            self._tensors = tensors
-        else:
+        # What each tensor was saved as by active hooks: None where it is kept, a position where it is the same as another. None
+        # without hooks, and what follows is unset then.
+        self._saved: list[SavedTensor | int | None] | None = None
+        #: Where hooks were active, all tensors as they came. None when forward has ended, in which the caller has them at hand.
+        self.live: Sequence[torch.Tensor] | None = None
+        self._tensors: Sequence[torch.Tensor | None] = tensors
+        if hooks is not None:
             # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in step with its
             # forward, and may meet two tensors where forward met one.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._strides = {
+            self._strides = {  # of those that are not contiguous
                 position: tensor.stride()
                 for position, tensor in enumerate(tensors)
                 if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
+            # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
             self._foreign = not UNPACKS.get(hooks[1], False)
-            self._storages = tuple(map(storage_of, tensors))
+            self._storages = list(map(storage_of, tensors))
             self.live = tensors
+        # Of tensors that are kept: facts, and where their content was when forward began. While TorchScript traces, sizes are
+        # tensors.
         self._kept_facts = _facts_of_all(self._tensors)
-        # While TorchScript traces, sizes are tensors.
         self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
-        self._moved = ()
         self._steps = num_fused_steps()
-        self._flags, self._hooked, self._origins = _NONE, (), _NONE
+        # Of kept tensors of which the function itself has changed whether they require grad: whether they did before.
+        self._flags: dict[int, bool] = _NONE
+        # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position.
+        # If the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history
+        # leads to the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives,
+        # and then a stand-in: the alias as the output of an operator, neither a leaf nor a view.
+        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = _NONE
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
-        self._moved = self._elsewhere()
-        if self.live is not None:
-            self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
-            self.live = None
+        self.live = None
         now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             self._note_flags(now)
@@ -274,18 +227,9 @@ class Arguments:
             self._tensors = held
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
         origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None)
         if origin is None:
-            alias = counted_detach(tensor)
-            if position in self._moved:
-                noted = self._memory[position]
-                memory = None if noted is None else noted.tensor()
-                alias = alias if memory is None else memory
-                set_versions((alias,), (tensor._version,))
-            origin = weakref.ref(tensor), id(tensor), alias
-            if tensor._backward_hooks:
-                self._hooked = [*self._hooked, weakref.ref(tensor._backward_hooks)]
+            origin = weakref.ref(tensor), id(tensor), counted_detach(tensor)
         self._origins = {**self._origins, position: origin}
         return origin[2]
 
@@ -296,48 +240,28 @@ class Arguments:
                 self._flags = {position: bool(before[1]), **self._flags}
                 self._kept_facts[position] = before[0], found[1]
 
-    def _elsewhere(self) -> Sequence[int]:
-        pairs = enumerate(zip(self._memory, self._tensors, strict=True))
-        return [at for at, (noted, one) in pairs if noted is not None and one is not None and not noted.holds(one)]
-
-    def _stand_in(self, elsewhere: Collection[int]) -> Restored:
+    def _stand_in(self) -> Restored:
         """Returns tensors with stand-ins for those that are not, or no more, what they were when forward began."""
-        tensors, lost = list(self._tensors), list[tuple[torch.Tensor, int]]()
-        stand_ins, lent, aliases = dict[int, torch.Tensor](), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        tensors, stand_ins, aliases = list(self._tensors), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for position, flag in self._flags.items():  # which require grad, or not, as then
             tensor = tensors[position]
             assert tensor is not None
-            if id(tensor) not in aliases:
-                aliases[id(tensor)] = _dressed_as(tensor, tensor.detach(), requires_grad=flag)
-            tensors[position] = aliases[id(tensor)]
+            if (alias := aliases.get(id(tensor))) is None:
+                alias = aliases[id(tensor)] = as_kind(tensor.detach(), type(tensor)).requires_grad_(flag)
+                alias.__dict__.update(tensor.__dict__)
+            tensors[position] = alias
         for position, (reference, number, alias) in self._origins.items():
             tensor = reference()
-            if tensor is None or storage_of(tensor) != storage_of(alias):  # given another storage
-                if (stand_in := stand_ins.get(number)) is None:
-                    stand_in = stand_ins[number] = alias_with_history(alias, alias._version)
-                if tensor is not None:
-                    lent[id(stand_in)] = tensor
-                tensor = stand_in
+            if tensor is None:
+                if number not in stand_ins:
+                    stand_ins[number] = alias_with_history(alias, alias._version)
+                tensor = stand_ins[number]
             tensors[position] = tensor
-        # Those that have other memory are not given theirs for the rerun: on another thread somebody may use them.
-        for position in sorted({*elsewhere, *self._moved} - {*self._flags, *self._origins}):
-            tensor, noted = tensors[position], self._memory[position]
-            if tensor is None or noted is None or is_theirs(tensor, noted.layout):
-                continue
-            if (stand_in := stand_ins.get(id(tensor))) is None:
-                if (memory := noted.tensor()) is None:
-                    lost.append((tensor, GONE))
-                    continue
-                stand_in = _dressed_as(tensor, memory, requires_grad=tensor.requires_grad)
-                if version_of(tensor) >= 0:
-                    set_versions((stand_in,), (tensor._version,))
-                stand_ins[id(tensor)], lent[id(stand_in)] = stand_in, tensor
-            tensors[position] = stand_in
-        return Restored(tensors, stand_ins, lent, lost)
+        return tensors, stand_ins
 
     def restore(self, frame: Frame, handed_out: list[HandedOut]) -> Restored:
         """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
-        kept, now = self._tensors, _facts_of_all(self._tensors)
+        now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             if not frame.complete:
                 self._note_flags(now)
@@ -347,17 +271,18 @@ class Arguments:
             for position, one in enumerate(self._tensors):
                 if one is not None and stepped_since(one, self._steps):
                     self._raise_modified(position, one, format_path(frame.path))
-        elsewhere = self._elsewhere()
-        are_other = elsewhere or self._moved or self._flags or self._origins
-        found = self._stand_in(elsewhere) if are_other else Restored(kept, _NONE, _NONE, _NONE_LOST)
+        kept, stand_ins = self._stand_in() if self._flags or self._origins else (self._tensors, _NONE)
+        for position, (noted, one) in enumerate(zip(self._memory, kept, strict=True)):
+            if noted is not None and one is not None and not (noted.holds(one) or is_theirs(one, noted.layout)):
+                name = _path_at(self._captured, position)
+                raise mutated(Why.MOVED, format_path(frame.path), one, GONE, name=name)
         if self._saved is None:
-            return found
-        kept, stand_ins = found.tensors, found.stand_ins
+            return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
         live = self.live
-        if live is not None and _facts_of_all(live) == self._facts and tuple(map(storage_of, live)) == self._storages:
+        if live is not None and _facts_of_all(live) == self._facts and list(map(storage_of, live)) == self._storages:
             tensors = live
         else:
             tensors, stand_ins = [], {**stand_ins}
@@ -372,22 +297,13 @@ class Arguments:
                     if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
                         self._raise_modified(position, unpacked, format_path(frame.path))
                     tensor = restore_layout(unpacked, self._strides.get(position), version)
-                    is_theirs = tensor is unpacked and self._foreign
-                    if is_theirs and type(tensor) is torch.Tensor and not tensor.requires_grad:
+                    is_foreign = tensor is unpacked and self._foreign
+                    if is_foreign and type(tensor) is torch.Tensor and not tensor.requires_grad:
                         tensor = counted_detach(tensor)  # of which a rerun may exchange the memory
-                    handed_out.append((position, tensor, tensor._version if is_theirs else None))
+                    handed_out.append((position, tensor, tensor._version if is_foreign else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
-        return Restored(tensors, stand_ins, found.lent, found.lost)
-
-    def put_memory_back(self, found: Restored) -> None:
-        """Gives tensors their memory after a rerun in which the function gave them another."""
-        for position in self._elsewhere():
-            tensor, noted = found.tensors[position], self._memory[position]
-            if tensor is None or tensor is not self._tensors[position] or noted is None or is_theirs(tensor, noted.layout):
-                continue
-            if (memory := noted.tensor()) is not None:
-                past_all_modes(tensor, setattr, tensor, "data", memory)
+        return tensors, stand_ins
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
@@ -401,22 +317,18 @@ class Arguments:
         )
 
     def hooks(self, handed_out: list[HandedOut]) -> Hooks:
-        """Returns the hooks registered on the tensors of a rerun, which may be gone while the graph holds their hooks."""
+        """Returns the hooks registered on the tensors of a rerun."""
         dicts = [tensor._backward_hooks for tensor in self._tensors if tensor is not None]
         if self._origins or handed_out:
             tensors = [*(reference() for reference, *_ in self._origins.values()), *(tensor for _, tensor, _ in handed_out)]
             dicts += [tensor._backward_hooks for tensor in tensors if tensor is not None]
-        if self._hooked:
-            dicts += [reference() for reference in self._hooked]
         return [(hooks, hooks.copy()) for hooks in dicts if hooks] if any(dicts) else ()
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""
         for position, tensor, version in handed_out:
             if version is not None and tensor._version != version:
-                storages = list(self._storages)
-                storages[position] = storage_of(tensor)
-                self._storages = tuple(storages)
+                self._storages[position] = storage_of(tensor)
 
     def _raise_changed(self, region: tuple[str, ...]) -> None:
         for position, (tensor, before, now) in enumerate(

@@ -1,35 +1,25 @@
 """The collector of a rerun: takes the tensors saved in the rerun, and ends the rerun after the last value wanted.
 
-The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. As soon as the last
-living handle has its value (Rule 5), the hook ends the rerun by an exception: the saving operator has not even run yet. Three
-things follow.
+The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. With the value of the
+last living handle (Rule 5) it ends the rerun by an exception, before the saving operator has run.
 
-*To stop costs more than a few small operators*. So where next to nothing is left, the function goes on and returns. Nodes of
-autograd's graph tell what is left: those that forward made, less those of the rerun so far. Code that makes no nodes is not
-counted, and runs again, as all code before the last value does.
-
-*User code must not swallow the stop* (Rule 8). The stop derives from ``BaseException``, and a function that swallows the stop
-all the same meets it again at the next saved tensor. However the function ends, every value is there already.
-
-*The value must be complete*. Operators save their inputs before they run. ``rrelu_with_noise`` saves a fresh tensor and fills
-it only then (https://github.com/pytorch/pytorch/issues/193671); version counters do not tell. So if the operator of the last
-value has saved another tensor before, without gradient, the stop waits for the end of that operator: for the next tensor saved
-by another operator, or the end of the function. (The tensor saved last needs no such care, unless forward saved something after
-it: rrelu saves its noise first. Dropout saves its mask last; to wait would cost a whole tensor of memory.) Tensors saved by one
-operator share autograd's sequence number. A test goes through the schemas of all operators for more of the kind.
+But operators save their inputs before they run, and ``rrelu_with_noise`` saves a fresh tensor and fills it only then
+(https://github.com/pytorch/pytorch/issues/193671), of which no version tells. So if the operator of the last value has saved
+another tensor without gradient before, the stop waits for that operator's end: for a tensor saved by another operator, which
+has another sequence number, or the end of the function. Not for the tensor that forward saved last, as dropout its mask: that
+would cost a whole tensor of memory.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.positions import Position, Where, are_other_threads_alive, devices_between, where_streams_are
+from ckpt_hooks._ambient.streams import Position, Where, are_other_threads_alive, devices_between, where_streams_are
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.hooks import StopRecompute
@@ -43,6 +33,7 @@ from ckpt_hooks._torch.modes import FAKE, num_function_modes
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError, MutationError
 
+from .journal import Loan
 from .words import draws_error, name_of_tensor
 
 PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]
@@ -68,8 +59,6 @@ def ends_small(result: Any, facts: Sequence[Any]) -> bool:
 
 
 class Collector:
-    """The values of one rerun: for each tensor saved so far the tensor, or :data:`MISSING` if not wanted."""
-
     def __init__(self, frame: Any, wanted: Collection[int] | None) -> None:
         self._detach = detach_past_modes if frame.contexts is not None and only_quiet_modes() else torch.Tensor.detach
         self.frame, self.wanted = frame, wanted  # None for all living handles
@@ -77,30 +66,25 @@ class Collector:
         self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
-        self._lent: dict[int, torch.Tensor] = {}
-        self._exchanged: frozenset[int | None] = frozenset()
+        self._lent: set[int] = set()  # numbers of tensors with other memory during the rerun
+        self._exchanged: frozenset[int | None] = frozenset()  # storages with another content
         # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.
         self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
         self.last = -1  # the number of the last tensor wanted
         self.done = False  # whether the rerun was told to end, or may go on though nothing of it is wanted any more
-        # The exceptions in whose handling the rerun began, and was told to end.
-        self._around = sys.exc_info()[1]
-        self._handled: BaseException | None = None
         self._end = -1  # the number of the next node at the end of the function; -1 where the rerun is stopped anyway
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
-    def hook(
-        self, lent: dict[int, torch.Tensor], exchanged: frozenset[int | None], *, may_return: bool, watches_draws: bool
-    ) -> PackHook:
+    def hook(self, loan: Loan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
-        # Given what to keep, by the number of a tensor with other memory during the rerun, and storages with other content.
-        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack). It
-        # may keep the hook for long, so this does not refer to the frame.
+        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
         append, append_without_grad = values.append, self.without_grad.append
-        self._lent, self._exchanged, is_special = lent, exchanged, bool(lent or exchanged)
+        if loan is not None:
+            self._lent, self._exchanged = loan.lent, loan.storages
+        is_special = bool(self._lent or self._exchanged)
         # Whether each tensor is wanted, up to the last one that is.
         asked = frame.alive()
         final = -1  # the tensor that forward saved last
@@ -158,9 +142,7 @@ class Collector:
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor:
         is_argument = bool(self.marks) and len(self.values) < sum(self.marks[-1][:2])  # of a region inside
         if not is_argument and id(tensor) in self._lent:
-            # It has other memory during the rerun, and autograd would find it with the present one.
-            tensor = self._lent[id(tensor)]
-            return self._detach(tensor) if tensor.requires_grad else tensor
+            return self._detach(tensor) if tensor.requires_grad else tensor  # autograd would find it with the present memory
         if tensor.requires_grad:
             return self._detach(tensor)
         if self._exchanged and storage_of(tensor) in self._exchanged:  # with the content of forward during the rerun only
@@ -198,7 +180,7 @@ class Collector:
                 self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
-        """Marks the present value and later ones as wrong, with the error for each, and stops a rerun that stops early."""
+        """Marks the present value and later ones as wrong, with the error for each."""
         trusted = len(self.values)
         if trusted <= self.last:
             self.doubt = self.last + 1 - trusted, error
@@ -216,9 +198,7 @@ class Collector:
 
     def _finish(self, tensor: torch.Tensor | None) -> None:
         """Stops a rerun that has all its values, the last one saved with a tensor, unless next to nothing is left to run."""
-        if not self.done:  # the first time counts
-            handled = sys.exc_info()[1]
-            self.done, self._handled = True, None if handled is self._around else handled
+        self.done = True
         # Left over are at most as many operators as nodes, and the operator which saves the tensor, if that is not its result.
         left = self._end - sequence_number()
         if self.frame.ends_small:
@@ -232,17 +212,8 @@ class Collector:
             self._end = -1  # for a function that swallows the stop to be met with it again
             raise StopRecompute
 
-    def was_done_before(self, error: BaseException) -> bool:
-        """Whether the rerun was told to end before an exception came, and not by a region that the exception left."""
-        earlier: BaseException | None = error
-        while self._handled is not None and earlier is not None and type(earlier) is not StopRecompute:
-            if earlier is self._handled:
-                return False
-            earlier = earlier.__context__
-        return self.done
-
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
-        self._lent = {}
-        del self.frame, self.doubt, self._around, self._handled
+        self._lent = set()
+        del self.frame, self.doubt

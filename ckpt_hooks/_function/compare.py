@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,8 +20,6 @@ from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
 from .words import CAUSES, name_of_tensor, node_of
-
-_MOST = 5  # tensors listed in an error
 
 
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
@@ -55,7 +53,6 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
 
 
 def _compare_marks(collector: Collector) -> None:
-    """Compares where inner regions took numbers of the frame, up to the last tensor wanted."""
     # A region inside a frame saves its inputs in the frame, and the frame fills its handles by number. If an inner region of a
     # rerun gets one more tensor than in forward, the later handles would be filled with values of others, perhaps of the same
     # shape.
@@ -81,21 +78,15 @@ def _compare_marks(collector: Collector) -> None:
 def _mark_in_words(mark: Mark | None) -> str:
     if mark is None:
         return "no region there"
-    position, count, labels, (name, _) = mark
-    kinds = [label.reason.value for label in labels if label is not None]
-    more = f" ({', '.join(f'{kinds.count(kind)} {kind}' for kind in dict.fromkeys(kinds))})" if kinds else ""
-    return f"region {name!r} with {count} tensor{'' if count == 1 else 's'} from around it{more}, after {position} saved ones"
+    position, count, _, (name, _) = mark
+    return f"region {name!r} with {count} tensor{'' if count == 1 else 's'} from around it, after {position} saved ones"
 
 
 def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]) -> None:
-    differences = _differences(collector)
-    if differences:
-        raise _error(
-            collector,
-            "Recomputed values for the following tensors have different metadata than during the forward pass.\n",
-            *differences[0],
-            details=_in_words(differences),
-        )
+    if (difference := _first_other(collector)) is not None:
+        index, expected, now = difference
+        message = "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+        raise _error(collector, message + _in_words(difference), index, expected, now)
     for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, found, strict=False)):
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
@@ -157,7 +148,7 @@ def _compare_grad(collector: Collector) -> None:
         )
 
 
-def _raise_miscounted(collector: Collector) -> None:
+def _raise_miscounted(collector: Collector) -> NoReturn:
     expected, found = len(collector.frame.numbers), len(collector.values)
     message = "A different number of tensors was saved during the original forward and recomputation.\n"
     saved, again = f"Number of tensors saved during forward: {expected}\n", f"{found} tensors"
@@ -166,34 +157,30 @@ def _raise_miscounted(collector: Collector) -> None:
         again += " or more"
     else:
         saved += f"Number of tensors saved during recomputation: {found}\n"
-    index = min(expected, found)
-    raise _error(collector, message + saved, index, f"{expected} tensors", again, details=_in_words(_differences(collector)))
+    first = _first_other(collector)
+    details = "" if first is None else _in_words(first)
+    raise _error(collector, message + saved + details, min(expected, found), f"{expected} tensors", again)
 
 
-def _differences(collector: Collector) -> list[tuple[int, str, str]]:
-    """Returns position, saved and recomputed metadata of each different value, unwanted values left out."""
-    differences = []
+def _first_other(collector: Collector) -> tuple[int, str, str] | None:
+    """Returns position, saved and recomputed metadata of the first wanted value of another shape, dtype or device."""
     for index, (value, expected) in enumerate(zip(collector.values, collector.frame.facts, strict=False)):
         if value is not MISSING and isinstance(expected, tuple):
-            shape, dtype, device = expected[:3]
-            if (value.shape, value.dtype, value.device) != (shape, dtype, device):
-                found = describe(value.shape, value.dtype, value.device)
-                differences.append((index, describe(shape, dtype, device), found))
-    return differences
+            now = value.shape, value.dtype, value.device
+            if now != expected[:3]:
+                return index, describe(*expected[:3]), describe(*now)
+    return None
 
 
-def _error(
-    collector: Collector,
-    message: str,
-    index: int,
-    expected: str,
-    found: str,
-    *,
-    details: str = "",
-) -> DeterminismError:
+def _in_words(difference: tuple[int, str, str]) -> str:
+    index, expected, found = difference
+    return f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {found}\n"
+
+
+def _error(collector: Collector, message: str, index: int, expected: str, found: str) -> DeterminismError:
     region = format_path(collector.frame.path)
-    message = f"region {'/'.join(region)!r}: {message}{CAUSES}{details}"
-    return DeterminismError(message, region=region, index=index, expected=expected, found=found)
+    words = f"region {'/'.join(region)!r}: {message}{CAUSES}"
+    return DeterminismError(words, region=region, index=index, expected=expected, found=found)
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:
@@ -207,12 +194,3 @@ def _at_lower_version(facts: Any, version: int) -> Any:
 def _short(fingerprint: Any) -> str:
     words = repr(fingerprint.tolist() if isinstance(fingerprint, torch.Tensor) else fingerprint)
     return words if len(words) <= 80 else f"{words[:80]}..."
-
-
-def _in_words(differences: list[tuple[int, str, str]]) -> str:
-    lines = [
-        f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {found}\n"
-        for index, expected, found in differences[:_MOST]
-    ]
-    rest = len(differences) - _MOST
-    return "".join(["\n", *lines, *([f"and {rest} more tensors\n"] if rest > 0 else [])]) if lines else ""

@@ -1,14 +1,9 @@
 """What forwards write to: the content of tensors, copied when a forward begins, put back for a rerun, restored after it.
 
-The writes of a forward are known only afterwards, so a tensor that may be written to is copied before: a small one without
-gradients (:data:`SMALL`) always; a large one, and a parameter, in the first forward that meets it. If that did not write to it,
-the copy goes when it ends, and later forwards take none. If it did, every later one takes a copy and keeps it. A forward counts
-as the first again after a change of a flag or a hook: observers are switched on so.
-
-A tensor without a copy is held to its version: a write is an error, and from then on there are copies. No version tells of
-writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents, once. Where it finds one tensor of
-a module written so, the module's other large ones count as written, since a write may leave the same content. What is only read
-costs a region no memory (Rule 9). Other classes and layouts than plain ones have versions alone.
+A tensor that forward may write to is copied before: a small one without gradients (:data:`SMALL`) always; a large one, and a
+parameter, in the first forward that meets it, and in later ones if that wrote to it. A forward counts as the first again after
+a change of a flag or a hook. A tensor without a copy is held to its version: a write is an error, and from then on there are
+copies. No version tells of writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents.
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ _version: Callable[[Any], int] = operator.attrgetter("_version")
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's content can be copied, compared and put back."""
     return is_dense(tensor) and not (tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
 
 
@@ -64,8 +58,7 @@ def is_small_on_host(note: TensorNote) -> bool:
 class Group:
     """Small tensors of one tree on the host, whose memory is read and written as one string of bytes."""
 
-    # The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do. Memory is read
-    # past torch, so the tensors are asked for their addresses before: a storage may be freed or resized.
+    # The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do.
 
     def __init__(self, notes: Sequence[TensorNote]) -> None:
         self.notes = notes
@@ -102,8 +95,6 @@ class Group:
 
 
 class _Small:
-    """The content of a group when forward began."""
-
     def __init__(self, group: Group, content: bytes) -> None:
         self.group = group
         self.content = group.content = group.content if content == group.content else content
@@ -122,9 +113,6 @@ class _Small:
 
 # ------------------------------------------------------------------------------------------------------------ single tensors
 
-#: The latest copies of tensors which no module owns, by memory and layout, while a region holds them.
-_outside: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
-
 
 def answers_at_once(tensor: torch.Tensor) -> bool:
     """Whether contents are compared without waiting for a device."""
@@ -139,27 +127,18 @@ def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
 
 
 def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor; the latest one if that is still good."""
-    key, is_owned = note.memory and (note.memory.address, note.memory.layout), note.owner >= 0
-    if not is_owned:
-        latest = _outside.get(key)
-    else:
-        latest = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
+    """Returns a copy of a tensor; the latest one of a module's if that is still good."""
+    latest: torch.Tensor | None = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
     if latest is not None and not _has_changed(tensor, latest, note.use):
         return latest
     copy = copy_of(tensor)
-    if is_owned:
-        # A device cannot tell whether its content is that of the step before, so its small copies stay from step to step.
-        stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
-        note.latest = tensor._version, (lambda: copy) if stays else weakref.ref(copy)
-    elif answers_at_once(tensor):
-        _outside[key] = copy
+    # A device cannot tell whether its content is that of the step before, so its small copies stay from step to step.
+    stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
+    note.latest = tensor._version, (lambda: copy) if stays and note.owner >= 0 else weakref.ref(copy)
     return copy
 
 
 class _Copied:
-    """The content of a tensor when forward began: a copy and versions."""
-
     def __init__(self, note: TensorNote, tensor: torch.Tensor) -> None:
         self.note, self.tensor, self.use = note, tensor, note.use
         self.copy, self.before = _copy_before(note, tensor), tensor._version
@@ -182,8 +161,6 @@ class _Copied:
 
 
 class Contents:
-    """Contents of the tensors that one forward may write to."""
-
     def __init__(self) -> None:
         self._is_settled = self._may_wait = False
         self._small: list[_Small] = []
@@ -254,7 +231,6 @@ class Contents:
         return next((one for one in late if self.note_written(one[0])), None)
 
     def copied(self) -> set[int]:
-        """Returns the numbers of tensors that a rerun finds as they were."""
         return {one.note.number for one in self._copied}.union(
             *([note.number for note in one.group.notes] for one in self._small)
         )
@@ -265,7 +241,6 @@ class Contents:
         return freed + [(tensor, version) for _, tensor, version in self._uncopied if tensor._version != version]
 
     def note_written(self, tensor: torch.Tensor) -> bool:
-        """Has later forwards copy a tensor without a copy; returns False if they cannot."""
         for note, one, _ in self._uncopied:
             if one is tensor and is_dense(tensor) and note.owner >= 0:
                 note.use = Use.WRITTEN
@@ -273,7 +248,6 @@ class Contents:
         return False
 
     def storages(self) -> frozenset[int | None]:
-        """Returns the storages of tensors which may be rewound."""
         return frozenset(storage_of(one.tensor) for one in self._copied).union(*(one.group.storages for one in self._small))
 
     def rewind(self, undo: Undo) -> None:
@@ -291,7 +265,7 @@ class Contents:
         for _, tensor, version in self._uncopied:
             if is_dense(tensor) and not has_storage(tensor):
                 undo.freed.append(tensor)
-            # Reads of plain tensors are watched in the rerun of an ended forward (:meth:`changed`).
+            # Reads of plain tensors are watched in the rerun of an ended forward.
             elif tensor._version != version and not (self._is_settled and is_copied(tensor)):
                 raise undo.complain(tensor, version)
             else:
@@ -360,18 +334,18 @@ class Undo:
 
 # --------------------------------------------------------------------------------------------------- tensors without a copy
 
-#: A storage, None if there is none, and from where to where in it, in bytes.
-_Place = tuple["int | None", int, int]
+#: A storage, None if there is none, from where to where in it, in bytes, and whether without gaps.
+_Place = tuple["int | None", int, int, bool]
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
     storage = storage_of(tensor)
     if storage is None or tensor.is_nested:
-        return None, 0, 0
+        return None, 0, 0, False
     start, extent, size = tensor.storage_offset(), 1, tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         extent += (length - 1) * stride
-    return storage, int(start * size), int((start + extent) * size)
+    return storage, int(start * size), int((start + extent) * size), tensor.numel() >= extent
 
 
 def _places_in(values: Any) -> list[_Place]:
@@ -389,22 +363,20 @@ _HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
 class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
 
-    # If a parameter is modified between forward and backward, a rerun that reads it again would silently compute other values.
-    # But a region may reach parameters without reading them: an optimizer that steps in the course of a backward has changed
-    # the layers behind. So a rerun ends as soon as an operator is about to read a changed tensor: no later value would be
-    # right. (To go on may also never end, if the function has a backward inside that comes to the node waiting for this
-    # rerun.) A parameter filled before its first read is read as forward read it.
+    # A region may reach changed parameters without reading them: an optimizer that steps in the course of a backward has
+    # changed the layers behind. So a rerun ends as soon as an operator is about to read one: no later value would be right.
+    # (To go on may also never end, if the function has a backward inside that comes to the node waiting for this rerun.)
 
     def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:
         super().__init__()
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
         self._collector = collector
-        self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._undo: dict[int, tuple[torch.Tensor, int, torch.Tensor, None]] = {}
         self._has_read = False
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
-        fill_all((parameter, version, content, None) for parameter, version, content in self._undo)
+        fill_all(self._undo.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
@@ -428,8 +400,9 @@ class WatchReads(QuietDispatchMode):
         left = []
         for entry in self._watched:
             place, parameter, _ = entry
-            if any(_overlap(place, other) for other in written):
-                self._undo.append((parameter, parameter._version, copy_of(parameter)))
-            else:
-                left.append(entry)
+            written_here = [other for other in written if _overlap(place, other)]
+            if written_here and id(parameter) not in self._undo:
+                self._undo[id(parameter)] = parameter, parameter._version, copy_of(parameter), None
+            if not any(other[1] <= place[1] and place[2] <= other[2] and other[3] for other in written_here):
+                left.append(entry)  # or it is filled as a whole, and read as forward read it
         self._watched = left

@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from itertools import count
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.positions import Position, where_streams_are
-from ckpt_hooks._ambient.streams import seed_masks_anew
+from ckpt_hooks._ambient.streams import Position, seed_masks_anew, where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
@@ -29,7 +27,7 @@ from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
-from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
+from ckpt_hooks._core.settings import DEFAULTS, Settings
 from ckpt_hooks._tensors.checks import NOTHING, check_of
 from ckpt_hooks._torch.autograd import (
     graph_exec_group,
@@ -49,7 +47,6 @@ from .arguments import Arguments
 from .collector import ends_small
 from .journal import Journal, journal_of
 from .options import (
-    DEFAULT_OPTIONS,
     ContextPair,
     RegionOptions,
     module_of,
@@ -63,17 +60,13 @@ from .rerun import rerun
 from .trees import Tree
 from .words import name_of_tensor, uninitialized
 
-if TYPE_CHECKING:
-    from ckpt_hooks._core.events import Watch
-
 #: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
 #: users, and the count of their holders would tell nothing.
 _FIRST = 1 << 20
 
 # Stands in autograd's graph for one saved tensor: the frame which can bring the tensor back, and the number of tensors saved
-# before by the frame, counted from _FIRST. The number is an object held only by the handle and the frame's list of numbers:
-# while it has a holder besides the list, its handle is alive. (A weak reference to each handle does the same, at the cost of a
-# class of handles and a third more time for each saved tensor.)
+# before by the frame, counted from _FIRST. While the number has a holder besides the frame's list, its handle is alive. (A weak
+# reference to each handle does the same, at a third more time for each saved tensor.)
 Handle = tuple["FunctionFrame", int]
 
 # The result of ``getrefcount`` for a number held by a list of numbers alone.
@@ -84,15 +77,13 @@ _UNHELD = next(map(getrefcount, [_FIRST + 1]))
 
 
 class Pass:
-    """The values which a recompute brought back for one frame in one scope."""
+    __slots__ = ("taken", "uses", "values")
 
-    __slots__ = ("made", "taken", "uses", "values")
-
-    def __init__(self, values: Any, made: Made | None, uses: Uses | None = None) -> None:
+    def __init__(self, values: Any, uses: Uses | None = None) -> None:
         # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
         self.values = values
-        self.made, self.uses = made, uses  # the latter for the two parts of a backward
-        self.taken: list[int] = []  # indices in the order of their taking
+        self.uses = uses  # for the two parts of a backward
+        self.taken: set[int] = set()
 
 
 @skipped
@@ -118,9 +109,9 @@ def unpack(packed: Any) -> torch.Tensor:
         value = frame.reopen_pass(opened, index)
     else:
         values[index] = MISSING
-        opened.taken.append(index)
-    if opened.made is not None:
-        opened.made.hand_out(value)
+        opened.taken.add(index)
+    if frame.current is not None:
+        frame.current.hand_out(value)
     return value
 
 
@@ -129,7 +120,8 @@ def unpack_watched(packed: Any) -> torch.Tensor:
     if not isinstance(packed, WatchedHandle):
         return unpack([*packed])
     tensor = unpack(packed)
-    packed.watch.restored(packed[1] - _FIRST, tensor)
+    if (watch := packed[0].watch) is not None:
+        watch.restored(packed[1] - _FIRST, tensor)
     return tensor
 
 
@@ -139,24 +131,16 @@ UNPACKS.update({unpack: True, unpack_watched: True})
 class WatchedHandle(tuple["FunctionFrame", int]):
     """A handle which reports its release by autograd."""
 
-    @property
-    def watch(self) -> Watch:
-        watch = self[0].watch
-        assert watch is not None
-        return watch
-
     def __del__(self) -> None:
-        self.watch.let_go(self[1] - _FIRST)
+        if (watch := self[0].watch) is not None:
+            watch.let_go(self[1] - _FIRST)
 
 
 # -------------------------------------------------------------------------------------------------------------------- frame
 
 
 class FunctionFrame(Frame):
-    """A region whose forward is one call of a function; a context manager around the call."""
-
-    # The call itself is the caller's, with the function and arguments of the frame: hooks that run before and after a module's
-    # forward can enter and leave the frame.
+    """A region whose forward is one call of a function; a context manager around the call, which is the caller's."""
 
     __slots__ = (
         "_finish",
@@ -194,16 +178,14 @@ class FunctionFrame(Frame):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        options: RegionOptions = DEFAULT_OPTIONS,
-        contexts: ContextPair | None = None,
-        settings: Settings | None = None,
+        options: RegionOptions,
+        contexts: ContextPair | None,
+        settings: Settings,
     ) -> None:
         # The contents of a partial are arguments as well: taken out, they are saved as arguments, and not kept alive twice.
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
-        if settings is None:
-            settings = current_settings()
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
         parent, observers = stack.innermost, settings.observers
@@ -292,8 +274,7 @@ class FunctionFrame(Frame):
 
     def _compare_values(self) -> None:
         """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
-        # Such a mode is not entered again for a rerun, since a counting mode would count twice. A mode which only watches does
-        # no harm; a mode which changes results must be noticed.
+        # Such a mode is not entered again for a rerun, since a counting mode would count twice; one may change results.
         check, modes = self.options.check, users_modes()
         if is_without_values():  # while torch traces
             check = dataclasses.replace(check, fingerprint=None)
@@ -304,7 +285,6 @@ class FunctionFrame(Frame):
         self.modes = None if check.fingerprint is None else modes
 
     def _open(self) -> None:
-        """Makes this the innermost frame of the thread, with its pack hook."""
         frame, facts, note = self, self.options.check.facts, self.facts.append
         next_number, append = count(_FIRST).__next__, self.numbers.append
         path, without_grad, positions = self.path, self.without_grad, self.positions
@@ -323,9 +303,8 @@ class FunctionFrame(Frame):
                 positions[number - _FIRST] = position, where[1]
             if tensor.is_leaf:  # or has no graph
                 if tensor.requires_grad:
-                    # Kept, which costs no memory, since the graph holds the leaf as well, and spares a handle, a comparison and
-                    # a place in the recompute. A *view* of a leaf is not: where a framework gives a parameter another storage
-                    # after forward (``param.data = ...``), the view would hold the storage to be freed.
+                    # Kept, since the graph holds the leaf as well. A *view* of a leaf is not: where a framework gives a
+                    # parameter another storage after forward (``param.data = ...``), it would hold the storage to be freed.
                     note(missing)
                     return [tensor, tensor._version, path]
                 without_grad.append(number - _FIRST)
@@ -360,7 +339,8 @@ class FunctionFrame(Frame):
             from ckpt_hooks._tensors.determinism import Fingerprints
 
             # Tensors to which an operator writes after it has saved them are not compared.
-            fingerprints = Fingerprints(fingerprint, () if self.state is None else self.state.storages())
+            contents = None if self.state is None else self.state.contents
+            fingerprints = Fingerprints(fingerprint, () if contents is None else contents.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
 
         def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
@@ -378,7 +358,7 @@ class FunctionFrame(Frame):
         return pack_watched, unpack if watch is None else unpack_watched
 
     def returns(self, result: Any) -> None:
-        """Notes how much the function has done, by which a rerun knows whether it is as good as through."""
+        """Notes what tells a rerun whether it is as good as through."""
         if not self._keeps_all:
             self.num_nodes = sequence_number() - self._first_node
             self.ends_small = ends_small(result, self.facts)
@@ -414,13 +394,7 @@ class FunctionFrame(Frame):
     def _close(self, error: BaseException | None) -> None:
         if stack.innermost is self:  # else the caller rewinds the thread
             close_frame(self)
-        try:
-            close(error, functools.partial(self._settle, failed=error is not None))
-        except BaseException as found:
-            close(found, functools.partial(self._tell_exited, found))
-            raise
-        if self.watch is not None:
-            close(error, functools.partial(self._tell_exited, error))
+        close(error, functools.partial(self._settle, failed=error is not None), functools.partial(self._tell_exited, error))
 
     def _settle(self, *, failed: bool) -> None:
         self.arguments.close()
@@ -457,12 +431,12 @@ class FunctionFrame(Frame):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
-                return Pass(self.observed(rerun, self, (index,)), self._made())
+                return Pass(self.observed(rerun, self, (index,)))
             if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.observed(rerun, self, None), self._made())
+                opened = Pass(self.observed(rerun, self, None))
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
@@ -475,40 +449,22 @@ class FunctionFrame(Frame):
                 kept.values = [one if lives else MISSING for one, lives in zip(kept.values, self.alive(), strict=False)]
             value = kept.values[index] if index < len(kept.values) else MISSING
         if value is MISSING or not kept.uses.is_untouched(index, value):  # a backward may have written to its memory
-            kept = Pass(self.observed(rerun, self, None), self._made(), Uses())
+            kept = Pass(self.observed(rerun, self, None), Uses())
             self.passes = {SPLIT: kept}
             value = kept.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
-                return Pass(self.observed(rerun, self, (index,)), self._made())
+                return Pass(self.observed(rerun, self, (index,)))
         if not kept.uses.hand_out(index, value):
             kept.values[index] = MISSING
-        return Pass({index: value}, kept.made)
+        return Pass({index: value})
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
-        """Brings back a value missing in a pass: taken before, or packed after the recompute."""
+        """Brings back a value missing in a pass, alone: taken before, or packed after the recompute."""
         with self._lock:
-            taken = opened.taken
-            wanted = [index]
-            if index in taken:
-                if graph_exec_group() is not None:
-                    raise overlap_error(self.path, index)
-                # A node asked twice for its tensors asks for all, in order. The values taken after this one come back too: one
-                # recompute serves the node, and each value is asked for soon.
-                since = taken.index(index)
-                wanted += taken[since + 1 :]
-                del taken[since:]
-            values = self.observed(rerun, self, frozenset(wanted))
-            if opened.made is not None:
-                opened.made.renew()
-            opened.values.extend([MISSING] * (len(values) - len(opened.values)))
-            for position in wanted:
-                if position < len(values):  # values of dead handles are not brought back
-                    opened.values[position] = values[position]
-            value: torch.Tensor = opened.values[index]
-            if value is MISSING and len(wanted) > 1:
-                value = self.observed(rerun, self, (index,))[index]
-            opened.values[index] = MISSING
-            taken.append(index)
+            if index in opened.taken and graph_exec_group() is not None:
+                raise overlap_error(self.path, index)
+            value: torch.Tensor = self.observed(rerun, self, (index,))[index]
+            opened.taken.add(index)
             if value is MISSING:
                 raise InternalError(
                     f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
@@ -517,12 +473,7 @@ class FunctionFrame(Frame):
                 )
             return value
 
-    def _made(self) -> Made | None:
-        """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
-        return None if self.current is None else Made(self.current)
-
     def alive(self) -> list[bool]:
-        """Returns for each packed tensor whether its handle is alive."""
         return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))
 
     # -------------------------------------------------------------------------------------------------------------- reports
@@ -556,10 +507,8 @@ class FunctionFrame(Frame):
 
 # --------------------------------------------------------------------------------------------------------------- TorchScript
 
-# TorchScript saves other tensors in the first calls of a function than in later ones: the first call takes notes, and later
-# ones have derivatives of their own, by plans whose guards only TorchScript knows
-# (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs). A rerun is a later call, so its
-# saved tensors cannot stand for those of forward: what a call saves is kept, as without a region.
+# TorchScript saves other tensors in the first calls of a function, by which it plans derivatives, than in later ones, such as
+# reruns (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs): what it saves is kept.
 
 _CAUSE = Cause(Reason.NOT_REPLAYED, "saved by TorchScript")
 
@@ -599,5 +548,4 @@ def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: An
 
 @functools.cache
 def _watch_scripted() -> None:
-    """Has calls of TorchScript in regions run as above, from the first region of the process on."""
     divert_scripted(_run_scripted)

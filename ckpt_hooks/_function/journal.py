@@ -1,16 +1,15 @@
 """The journal of a region: what its function reaches besides arguments, noted in forward, lent to a rerun, put back after it.
 
-One rule for all of it: a rerun finds each place as forward found it, and afterwards each place has what it had before. So
-``self.step += 1``, a list that grows, a hook that was removed, and ``model.eval()`` before backward are right.
-
-What modules bind is looked at three times a step: when forward begins, when a rerun begins, and when it ends. Two would not do:
-a list to which forward appends may be cleared before backward, and only a look after the rerun tells of what that appended.
+A rerun finds each place as forward found it, and afterwards each place has what it had before. What modules bind is looked at
+when forward begins, when a rerun begins, and when it ends: a list to which forward appends may be cleared before backward, and
+only a look after the rerun tells of what that appended.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
@@ -38,34 +37,19 @@ _Changed = list[tuple[torch.Tensor, int]]
 _GLOBAL_HOOKS = tuple(
     value for name, value in vars(torch_module).items() if name.startswith("_global_forward") and isinstance(value, dict)
 )
+_NO_HOOKS: list[Content] = [{} for _ in _GLOBAL_HOOKS]
 
 
-def _noted_hooks() -> Sequence[tuple[Any, Note]]:
-    if _NO_HOOKS and not any(_GLOBAL_HOOKS):
-        return _NO_HOOKS
-    found: list[tuple[Any, Note]] = []
-    for hooks in _GLOBAL_HOOKS:
-        noted = Note(hooks)
-        noted.rows.append((parts_of(type(hooks))[0], 0, dict(hooks), ()))
-        found.append((hooks, noted))
-    return found
-
-
-_NO_HOOKS: Sequence[tuple[Any, Note]] = ()
-_NO_HOOKS = () if any(_GLOBAL_HOOKS) else _noted_hooks()
+def _hooks_now() -> list[Content]:
+    return list(map(dict, _GLOBAL_HOOKS)) if any(_GLOBAL_HOOKS) else _NO_HOOKS
 
 
 def _are_modules_called_elsewhere() -> bool:
     """Whether another thread is inside a module's forward, which hooks for all modules would meet."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # which would refer to itself
-    for frame in frames.values():
-        found: types.FrameType | None = frame
-        while found is not None:
-            if found.f_code is Module._call_impl.__code__:
-                return True
-            found = found.f_back
-    return False
+    code = Module._call_impl.__code__
+    return any(found.f_code is code for frame in frames.values() for found, _ in traceback.walk_stack(frame))
 
 
 class Journal:
@@ -81,7 +65,7 @@ class Journal:
         self.emptied: set[int] = set()
         self._steps = num_fused_steps()
         self.roots: Sequence[tuple[Any, Note]] = () if walk is None else walk.roots
-        self.hooks = _noted_hooks()
+        self.hooks = _hooks_now()
         # The numbers of tensors that may be arguments as well.
         self.tensors: list[Collection[int]] = [tree.tensors for tree in self.trees]
         outside: Sequence[TensorNote] = ()
@@ -92,7 +76,7 @@ class Journal:
         self._outside = [(one, one._version) for _, one in known if one is not None and not one.is_inference()]
         self.generators = [] if walk is None else list(walk.generators)
         for tree in self.trees:
-            self.generators += [one for refer in tree.generators if (one := refer()) is not None]
+            self.generators += tree.generators
         self.contents: Contents | None = None
         if preserve_buffers and not torch.is_inference_mode_enabled():
             contents = self._contents_of(outside)
@@ -117,11 +101,8 @@ class Journal:
                 contents.add(note, note.tensor())
         return contents
 
-    def storages(self) -> frozenset[int | None]:
-        return frozenset() if self.contents is None else self.contents.storages()
-
     def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
-        """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
+        """Ends forward; as :meth:`Contents.settle`."""
         late = None if self.contents is None else self.contents.settle(failed=failed)
         kept: list[Any] = []
         for tree, parameters, versions, storages in zip(
@@ -167,13 +148,7 @@ class Journal:
             return True
         return self.contents is not None and self.contents.note_written(tensor)
 
-    def hooks_hold(self) -> bool:
-        if self.hooks is _NO_HOOKS:
-            return not any(_GLOBAL_HOOKS)
-        return all(note.holds(value) for value, note in self.hooks)
-
     def lends(self) -> bool:
-        """Whether forwards or reruns change what other threads may use."""
         is_written = self.contents is not None and self.contents.is_written()
         return is_written or any(tree.history.changes for tree in self.trees)
 
@@ -183,7 +158,6 @@ class Journal:
 
 
 def _is_dull(function: Any) -> bool:
-    """Whether a callable has no variables, and reaches nothing by its defaults: a cheap check."""
     if type(function) is not types.FunctionType:
         return type(function) in ATOMS
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
@@ -227,7 +201,6 @@ def journal_of(
 _lock = threading.RLock()
 _turn = threading.Condition(_lock)
 _loans: dict[int, Loan] = {}
-_waiting: list[Loan] = []
 
 
 class Loan:
@@ -245,23 +218,22 @@ class Loan:
         self.names: list[str] = []  # for which forward's parameter is gone, and nothing stands in its place
         self.storages: frozenset[int | None] = frozenset()  # with another content in the rerun
         self.flats: list[tuple[Any, ...] | None] = []
-        self._is_quiet = self.has_gone = False
+        self._is_quiet = self.has_gone = False  # whether all is as noted; whether a tensor is gone for which another stands
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that find what this one lends
         self._undo: Undo | None = None
         self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors with their present memory
-        self.lent: dict[int, torch.Tensor] = {}  # tensors that have other memory in the rerun, by number
+        self.lent: set[int] = set()  # the numbers of tensors that have other memory in the rerun
 
     def begin(self) -> None:
-        """Puts back what forward found."""
         with _lock:
             while True:
                 self._look()
                 if not self._is_in_conflict():
                     break
-                self._wait()
+                _turn.wait()
             _loans[id(self)] = self
             try:
                 if not self._is_quiet:
@@ -274,13 +246,6 @@ class Loan:
                 self.end()
                 raise
 
-    def _wait(self) -> None:
-        _waiting.append(self)
-        try:
-            _turn.wait()
-        finally:
-            _waiting.remove(self)
-
     def _look(self) -> None:
         self.flats = [tree.look() for tree in self.journal.trees]
         is_quiet = self._is_as_noted()
@@ -292,7 +257,9 @@ class Loan:
         journal = self.journal
         if None in self.flats and not all(tree.holds() for tree in journal.trees):
             return False
-        return all(noted.holds(value) for value, noted in journal.roots) and journal.hooks_hold()
+        hooks = _hooks_now()
+        hold = hooks is journal.hooks or all(map(same, hooks, journal.hooks))
+        return hold and all(noted.holds(value) for value, noted in journal.roots)
 
     def _is_in_conflict(self) -> bool:
         others = [one for one in _loans.values() if one._thread != self._thread]
@@ -310,7 +277,6 @@ class Loan:
         return not self._is_quiet or self.journal.lends()
 
     def places(self) -> set[Any]:
-        """Returns a key for each place, equal where the place is the same."""
         found: set[Any] = set()
         for value, noted in self.journal.notes():
             if type(value) is types.FunctionType:
@@ -331,8 +297,8 @@ class Loan:
             if self.made.get(note.number) is not value or type(value) is types.FunctionType:
                 note.fill(value, self)
         if not _are_modules_called_elsewhere():
-            for value, note in journal.hooks:
-                note.fill(value, self)
+            for hooks, noted in zip(_GLOBAL_HOOKS, journal.hooks, strict=True):
+                self.put(hooks, parts_of(type(hooks))[0], 0, dict(hooks), noted)
 
     def put(self, owner: Any, part: Part, base: int, now: Content, content: Content) -> None:
         self._places.append((owner, part, base, now))
@@ -357,14 +323,13 @@ class Loan:
             return now
 
     def exchange(self, noted: Memory, tensor: torch.Tensor) -> None:
-        """Gives a tensor the memory that it had in forward."""
         if is_of_framework(tensor) or is_theirs(tensor, noted.layout):
             return
         if (memory := noted.tensor()) is None:
             self.lost += [] if id(tensor) in self.journal.emptied else [(tensor, GONE)]
             return
         self.note_memory(tensor)
-        self.lent[id(tensor)] = tensor
+        self.lent.add(id(tensor))
         past_all_modes(tensor, setattr, tensor, "data", memory)
 
     def note_memory(self, tensor: torch.Tensor) -> None:
@@ -391,10 +356,9 @@ class Loan:
         return {one: self.made[one] for one in identities if one in self.made}
 
     def end(self) -> None:
-        """Gives each place what it had before."""
         with _lock:
             while self._users:
-                self._wait()
+                _turn.wait()
             try:
                 self._put_back()
             finally:
@@ -403,8 +367,7 @@ class Loan:
                 _loans.pop(id(self), None)
                 for one in _loans.values():
                     one._users.discard(id(self))
-                if _waiting:
-                    _turn.notify_all()
+                _turn.notify_all()
 
     def _put_back(self) -> None:
         journal = self.journal
@@ -438,7 +401,6 @@ class Loan:
 
 
 def _collect(value: Any, noted: Note, found: dict[int, Any]) -> None:
-    """Finds containers and objects by notes that hold."""
     if noted.number in found or any(base for _, base, *_ in noted.rows):
         return
     found[noted.number] = value

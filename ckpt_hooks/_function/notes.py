@@ -1,8 +1,7 @@
 """Notes: what was bound in a place when forward began, for a rerun to find the same there.
 
-Numbers, strings and the like are their own notes. A note must not keep a graph alive, since the graph may own the frame with
-the note (Rule 9): a tensor is noted by a detached alias, an object by a weak reference, and a container by its identity and
-content, for to hold the container itself would hold all its later entries.
+A note must not keep a graph alive, which may own the frame with the note (Rule 9): a tensor is noted by a detached alias, an
+object by a weak reference, and a container by its identity and content, for itself it would hold all its later entries.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from operator import is_
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ from ckpt_hooks._torch.tensors import (
     weak_storage,
 )
 
-from .places import Content, Part, new, new_frozen, same
+from .places import Content, Part, new, new_frozen, num_same, same
 
 #: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy
 #: of each mask of 64 KiB was five times what the regions of a small GPT hold besides.
@@ -136,11 +134,10 @@ def has_history(tensor: torch.Tensor) -> bool:
 class TensorNote:
     """A noted tensor: its identity, memory, layout, and whether it requires grad; of one with a history the version too."""
 
-    # No weak reference to the tensor, since ``torch.utils.swap_tensors`` refuses one that has some, but for tensors with a
-    # history or whose memory cannot be told: the same number and memory are as good as the same object. An alias, which
-    # shares the version counter, holds the memory; of a parameter nothing does, for frameworks free what they gathered.
+    # No weak reference, since ``torch.utils.swap_tensors`` refuses tensors that have some, but to tensors with a history or
+    # whose memory cannot be told. An alias holds the memory; of a parameter nothing does, for frameworks free these.
 
-    def __init__(self, tensor: torch.Tensor, *, owner: int = -1, copied: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
         self.address: int = tensor._cdata  # of what is behind the object, which ``torch.utils.swap_tensors`` exchanges
         self.has_history = has_history(tensor)
@@ -157,7 +154,7 @@ class TensorNote:
         is_weak = is_parameter and (self.requires_grad or (owner >= 0 and tensor.nbytes > SMALL))
         self.memory = Memory(tensor, is_weak=is_weak) if is_told else None
         self.alias, self._copy = None if is_weak else _alias_of(tensor), None
-        if copied and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
+        if owner >= 0 and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
             self._copy = copy_of(self.alias) if tensor.nbytes <= _MOST_COPIED else None
 
     def holds(self, value: Any) -> bool:
@@ -216,7 +213,6 @@ class TensorNote:
 
 
 def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one version counter: the first is asked to count, for a moment."""
     before, was = one._version, other._version
     set_versions((one,), (was + 1,))
     found = other._version
@@ -225,7 +221,6 @@ def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a detached alias; None if an alias is impossible."""
     try:
         with PastFunctionModes():
             alias = counted_detach(tensor)
@@ -236,8 +231,6 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Note:
-    """A noted container, object or function: its identity, and the content of each of its places."""
-
     __slots__ = ("_maxlen", "has_history", "kind", "number", "reference", "rows")
 
     def __init__(self, value: Any) -> None:
@@ -260,15 +253,7 @@ class Note:
             return False
         for part, base, noted, keys in self.rows:  # without generators: a third of what a rerun of a trainer's method costs
             now = part.read(value, base)
-            if now is None or len(now) != len(noted):
-                return False
-            if type(noted) is dict:
-                if not all(map(is_, noted, now)):  # keys may have any ``__eq__``
-                    return False
-                num_same = sum(map(is_, noted.values(), now.values()))
-            else:
-                num_same = sum(map(is_, noted, now))
-            if num_same != len(noted) - len(keys):
+            if now is None or num_same(noted, now) != len(noted) - len(keys):
                 return False
             for key in keys:
                 if not noted[key].holds(now[key]):
@@ -295,7 +280,6 @@ class Note:
         return now
 
     def fill(self, value: Any, loan: Any) -> None:
-        """Gives an object the noted content, in place."""
         loan.made[self.number] = value
         for part, base, noted, keys in self.rows:
             now = part.read(value, base)

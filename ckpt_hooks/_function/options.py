@@ -19,13 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch.utils.checkpoint
 from torch.nn import Module
 
-from ckpt_hooks._core.descriptions import format_path
-from ckpt_hooks._core.frame import Frame, stack
-from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, checked_flag, flag_or_none, wrong
 from ckpt_hooks._core.modes import QuietDispatchMode, reusable
 from ckpt_hooks._tensors.checks import Check, check_of
-from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks._torch.modes import active_fake_mode
 
@@ -122,9 +119,6 @@ DEFAULT_OPTIONS = RegionOptions()
 
 # ----------------------------------------------------------------------------------------------------------------- contexts
 
-# Each recompute enters the second of two contexts, from any thread, perhaps inside another recompute: each entry has a state
-# of its own.
-
 #: The context of a forward, and the context of each of its recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -160,8 +154,7 @@ def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
 
 
 def under_modes(contexts: ContextPair | None) -> ContextPair:
-    """Returns the contexts of a region inside dispatch modes, with the region's own contexts in them."""
-    # Operators take other paths under a mode, so a rerun needs one.
+    """Returns the contexts of a region inside dispatch modes: operators take other paths under one, so a rerun needs one."""
     under_mode = nullcontext(), QuietDispatchMode()
     contexts = under_mode if contexts is None else both(under_mode, contexts)
     # The user's modes are not entered again, for they may count. A fake mode is: it counts nothing, and without it a tensor
@@ -171,13 +164,10 @@ def under_modes(contexts: ContextPair | None) -> ContextPair:
 
 
 def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
-    """Returns the contexts of a region with observers of operators, which the mode of an outer frame may serve."""
     from ckpt_hooks._operators.operator_log import OperatorWatch, wants_operators
 
-    in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
-    if contexts is None:
-        return in_forward, OperatorWatch()
-    return both((in_forward, OperatorWatch()), contexts)
+    watches = nullcontext() if wants_operators(parent) else OperatorWatch(), OperatorWatch()
+    return watches if contexts is None else both(watches, contexts)
 
 
 class _Both(AbstractContextManager[None]):
@@ -210,32 +200,22 @@ def suppressed_error(error: BaseException) -> RuntimeError:
     )
 
 
-class Within(AbstractContextManager[None]):
-    """A frame, and the user's context of forward inside of it."""
-
-    def __init__(self, frame: Any, context: AbstractContextManager[Any]) -> None:
-        self._frame, self._context = frame, context
-
-    def __enter__(self) -> None:
-        self._frame.__enter__()
-        try:
-            self._context.__enter__()
-        except BaseException as error:
-            self._frame.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def returns(self, result: Any) -> None:
-        """See :meth:`FunctionFrame.returns`."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        try:
-            suppressed = self._context.__exit__(kind, error, traceback)
-        except BaseException as another:
-            self._frame.__exit__(type(another), another, another.__traceback__)
-            raise
-        self._frame.__exit__(kind, error, traceback)
-        if error is not None and suppressed:
-            raise suppressed_error(error) from error
+@contextmanager
+def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enters a frame, and the user's context of forward inside of it."""
+    error: BaseException | None = None
+    try:
+        with frame:
+            with context:
+                try:
+                    yield
+                except BaseException as found:
+                    error = found
+                    raise
+            if error is not None:
+                raise suppressed_error(error) from error
+    finally:
+        del error  # which has this call in its traceback
 
 
 class PolicyContext(AbstractContextManager[None]):
@@ -246,11 +226,10 @@ class PolicyContext(AbstractContextManager[None]):
         self._of_torch = of_torch  # of both, empty until one is entered
 
     def is_before(self, other: object) -> bool:
-        """Whether this is the forward context of a pair, and another one its context of recomputes."""
+        """Whether this is the first of a pair, and another one the second."""
         return isinstance(other, PolicyContext) and self.is_forward > other.is_forward and self._of_torch is other._of_torch
 
     def __enter__(self) -> None:
-        _refuse_hidden()
         if not self._of_torch:
             from ckpt_hooks.policies.decisions import asks_for_torch
 
@@ -260,17 +239,6 @@ class PolicyContext(AbstractContextManager[None]):
 
     def __exit__(self, *exc_info: Any) -> bool | None:
         return self._of_torch[not self.is_forward].__exit__(*exc_info)
-
-
-def _refuse_hidden() -> None:
-    """Raises if a region runs under the context of a policy hidden inside another context."""
-    frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
-    if frame is not None and hooks is not None and are_of_frame(hooks):
-        raise TypeError(
-            f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
-            "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
-            "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
-        )
 
 
 def policy_of(context: AbstractContextManager[Any]) -> Policy | None:
@@ -290,7 +258,6 @@ def without_policy(context: AbstractContextManager[Any]) -> AbstractContextManag
 #: Types of the results of calls which have not run the function.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
-_warned_of_transform = False
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -308,7 +275,6 @@ def check_runs(function: Any) -> None:
 
 
 def refuse_unrun(function: Any, result: Any) -> NoReturn:
-    """Raises the error for a callable whose call returned a generator or a coroutine."""
     if isinstance(result, CoroutineType):
         result.close()  # or Python warns that it was never awaited
     raise _unrun_error(function)
@@ -338,16 +304,14 @@ def is_policy(value: Any) -> bool:
     return isinstance(value, Policy)
 
 
+@functools.cache  # once for each form
 def warn_of_transform(*, stacklevel: int) -> None:
-    """Warns, once, of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
-    global _warned_of_transform
-    if not _warned_of_transform:
-        _warned_of_transform = True
-        warnings.warn(
-            "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
-            "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
-            stacklevel=stacklevel,
-        )
+    """Warns of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
+    warnings.warn(
+        "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+        "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+        stacklevel=stacklevel,
+    )
 
 
 def unwrapped(function: Any) -> Any:
@@ -357,7 +321,6 @@ def unwrapped(function: Any) -> Any:
 
 
 def name_of_function(function: Any) -> str:
-    """Returns the name of a region which was given none."""
     # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
     name: str | None = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
     return name or type(function).__qualname__

@@ -1,7 +1,6 @@
 """Kinds of places: how the content of an object is read, and put back in place.
 
-An object has one place for its entries, one for its ``__dict__``, one for its slots; a function has its cells and globals, a
-module its class, and each of its dictionaries, besides. Methods of builtin classes read and write: no code of a subclass runs.
+Methods of builtin classes read and write: no code of a subclass runs.
 """
 
 from __future__ import annotations
@@ -48,9 +47,14 @@ def is_atom(value: Any) -> bool:
     if kind in ATOMS or isinstance(value, enum.Enum):
         return True
     if kind is types.FunctionType:
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
+        return not value.__closure__ and has_plain_defaults(value)
     return kind in (tuple, frozenset) and all(map(is_atom, value))
+
+
+def has_plain_defaults(function: types.FunctionType) -> bool:
+    """Whether a function has no attributes, and nothing to change among its defaults."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return not function.__dict__ and all(map(is_atom, defaults))
 
 
 class Part(NamedTuple):
@@ -60,13 +64,17 @@ class Part(NamedTuple):
     has_end: bool = False  # whether of a long container the length is noted, and what is added
 
 
-def same(one: Content, other: Content) -> bool:
-    """Whether two contents have the same objects under the same keys."""
+def num_same(one: Content, other: Content) -> int:
+    """Returns how many values of two contents are the same objects; -1 where not all keys are."""
     if len(one) != len(other):
-        return False
-    if type(one) is dict:
-        return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
-    return all(map(is_, one, other))
+        return -1
+    if type(one) is not dict:
+        return sum(map(is_, one, other))
+    return sum(map(is_, one.values(), other.values())) if all(map(is_, one, other)) else -1  # which may have any ``__eq__``
+
+
+def same(one: Content, other: Content) -> bool:
+    return num_same(one, other) == len(one)
 
 
 def _at_once(*steps: partial[Any]) -> None:
@@ -282,6 +290,6 @@ def _pointers_one_by_one(values: tuple[Any, ...]) -> bytes:
     return array("Q", map(id, values)).tobytes()
 
 
-# The identities of values as one string. Read out of the tuple's memory it takes a fiftieth of comparing values by ``is``,
-# which was a tenth of what a small transformer block costs. CPython lays tuples out so; elsewhere one by one.
+# The identities of values as one string. Read out of the tuple's memory it takes a fiftieth of comparing values by ``is``: a
+# tenth of what a small transformer block costs. CPython lays tuples out so.
 pointers = _pointers if _pointers((None, _ITEMS)) == _pointers_one_by_one((None, _ITEMS)) else _pointers_one_by_one

@@ -1,8 +1,7 @@
 """The walk from a function to the places and tensors that it reaches besides tensor arguments.
 
-Nothing tells in advance which objects a function will touch, so the walk looks where user code keeps such objects: the module
-which is the function or has the method, closure cells, defaults, globals named by the function, arguments of a partial, entries
-of containers, and attributes and slots of objects. It looks at no value twice, and stops at types which hold nothing of use.
+It looks at the module which is the function or has the method, closure cells, defaults, globals named by the function,
+arguments of a partial, entries of containers, and attributes and slots of objects; at no value twice.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from .places import (
     Part,
     attributes_of,
     globals_part,
+    has_plain_defaults,
     is_atom,
     parts_of,
 )
@@ -46,8 +46,6 @@ LEVELS = 6
 _LEVELS_OF_OTHERS = 3
 #: Values looked at in one walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
 _MOST_LOOKS = 2000
-#: Entries read in one walk, of all containers together. What is unchanged is read three times a step.
-_MOST_ENTRIES_READ = 20_000
 #: Entries up to which a container is structure. Of a longer list or dict only the length and what is added are noted: a copy of
 #: a log of 100,000 losses would take as long as a small block.
 _MOST_ENTRIES = 1000
@@ -60,7 +58,7 @@ class Walk:
 
     def __init__(self, known: dict[int, TensorNote] | None = None, owner: int = -1, *, passes: bool = False) -> None:
         self._known, self.owner, self._passes, self._in_library = known, owner, passes, False
-        self._limit, self._entries_left = _MOST_LOOKS, _MOST_ENTRIES_READ
+        self._limit = _MOST_LOOKS
         self._seen: dict[int, Any] = {}
         self._named: dict[int, Note] = {}
         self.modules: list[Module] = []  # whose insides are not searched
@@ -134,7 +132,7 @@ class Walk:
         found = None if self._known is None else self._known.get(id(tensor))
         if found is None or not found.holds(tensor):
             use = Use.UNKNOWN if found is None or found.use is Use.READ else found.use
-            found = TensorNote(tensor, owner=self.owner, copied=self.owner >= 0)
+            found = TensorNote(tensor, owner=self.owner)
             found.use = use
         self.tensors[id(tensor)] = found
         return found
@@ -148,12 +146,10 @@ class Walk:
             base = 0
             if part.size is not None:
                 size = part.size(value)
-                if size > min(_MOST_ENTRIES, self._entries_left):
+                if size > _MOST_ENTRIES:
                     if not part.has_end:
                         continue
                     base = size
-                else:
-                    self._entries_left -= size
             if (content := part.read(value, base)) is not None:
                 self.add(noted, part, base, content, levels)
 
@@ -213,7 +209,6 @@ class Walk:
 
 
 def _is_followed(kind: type) -> bool:
-    """Whether a walk looks at a global variable with a value of a kind."""
     return issubclass(kind, (Module, torch.Tensor, torch.Generator)) or bool(parts_of(kind))
 
 
@@ -278,8 +273,7 @@ def _modules_within(value: Any) -> list[Module]:
 def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any]], list[Any]]:
     """Returns context variables with their values; notes of containers and objects of users, and what these notes need."""
     # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held these
-    # would hold what later layers add, with graphs, and would be in a cycle by way of them (Rule 9). Long ones, of which not
-    # all is noted, are held, and returned besides.
+    # would be in a cycle (Rule 9). Long ones, of which not all is noted, are held, and returned besides.
     found: list[tuple[ContextVar[Any], Any, Any]] = []
     others = []
     for variable, value in context.items():
@@ -344,15 +338,6 @@ def has_state(function: Any) -> bool:
     if is_library:
         return False
     variables = function.__globals__
-    if function.__closure__ and not all(map(_is_class, function.__closure__)):
+    if function.__closure__ and not all(isinstance(one, type) for one in CELLS.read(function, 0)):
         return True
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    is_plain = not function.__dict__ and all(map(is_atom, defaults))
-    return not is_plain or any(type(variables.get(name)) not in _CODE for name in names)
-
-
-def _is_class(cell: types.CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, type)
-    except ValueError:
-        return False
+    return not has_plain_defaults(function) or any(type(variables.get(name)) not in _CODE for name in names)

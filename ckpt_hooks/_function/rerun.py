@@ -15,14 +15,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.positions import (
+from ckpt_hooks._ambient.streams import (
     are_other_threads_alive,
+    default_generators_lock,
     devices_between,
     have_several_drawn,
     moves_by_itself,
     where_streams_are,
 )
-from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, StopRecompute, mark_thread, rewind, undo
@@ -32,21 +32,13 @@ from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tenso
 from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
 from ckpt_hooks.errors import DeterminismError, MutationError
 
-from .arguments import HandedOut, Hooks, Restored, put_hooks_back
+from .arguments import HandedOut, Hooks, put_hooks_back
 from .collector import Collector, PackHook
 from .compare import result_of
 from .contents import WatchReads
 from .journal import Loan
 from .notes import Note
-from .words import (
-    blame,
-    draws_error,
-    is_beside_drawing_thread,
-    note_failure,
-    raise_unread,
-    raise_without_history,
-    warn_of_drawing_thread,
-)
+from .words import blame, draws_error, explain_failure, is_beside_drawing_thread, warn_of_drawing_thread
 
 if TYPE_CHECKING:
     from ckpt_hooks._operators.draws import DrawWatch
@@ -61,15 +53,14 @@ _UNCHANGED: Changed = ()
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
     """Calls the function of a frame again; returns an entry for each handle, up to the last one wanted (of all if None)."""
     # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
-    # Under the frame's lock. Leaves the frame as it was, whether it returns or raises. A probe watches random draws, and is not
-    # compared with forward.
+    # Under the frame's lock. A probe watches random draws, and is not compared with forward.
     watch = _draw_watch() if probe is None and is_beside_drawing_thread() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
     next_hook = RemovableHandle.next_id  # one counter for all hooks of the process
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
     hooks: Hooks = ()
-    restored: Restored | None = None
+    tensors: Sequence[torch.Tensor | None] | None = None
     loan: Loan | None = None  # of what the function reaches
     borrows, paused, transforms = False, None, None
     place = None if frame.current is None else frame.current.enter()
@@ -81,7 +72,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             stack.innermost, frame.recomputing = frame, True
             transforms = suspend_transforms()
             set_grad_enabled(True)
-            restored = arguments.restore(frame, handed_out)
+            tensors, stand_ins = arguments.restore(frame, handed_out)
             hooks = arguments.hooks(handed_out)
             # One recompute at a time sets the default generators back, where threads do not train on several devices. Others
             # draw from generators of their own: who waits for a lock under which user code runs may wait for ever.
@@ -90,21 +81,20 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             try:
                 if frame.state is not None:
                     # Waits for other loans come last: restoring arguments takes the locks of other frames.
-                    loan = Loan(frame.state, restored.stand_ins, collector.mutated)
+                    loan = Loan(frame.state, stand_ins, collector.mutated)
                     loan.begin()
                 leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
                 try:
                     # Call, with arguments as forward found them.
-                    changed, lost = _UNCHANGED, restored.lost
-                    lent, exchanged = restored.lent, frozenset[Any]()
+                    changed = lost = _UNCHANGED
                     if loan is not None:
                         if loan.names:
                             raise mutated(Why.PARAMETER_GONE, format_path(frame.path), detail=loan.names[0])
-                        lost, lent, exchanged = [*lost, *loan.lost], {**lent, **loan.lent}, loan.storages
-                    if frame.complete:
-                        changed = lost if loan is None else [*loan.journal.changed(loan), *lost, *loan.changed]
-                    args, kwargs = arguments.build(restored.tensors, loan)
-                    hook = collector.hook(lent, exchanged, may_return=watch is None, watches_draws=borrows)
+                        lost = loan.lost
+                        if frame.complete:
+                            changed = [*loan.journal.changed(loan), *lost, *loan.changed]
+                    args, kwargs = arguments.build(tensors, loan)
+                    hook = collector.hook(loan, may_return=watch is None, watches_draws=borrows)
                     if changed or lost or num_dispatch_modes():
                         hook = collector.watching(hook, lost)
                     _call(frame, loan, args, kwargs, hook, changed)
@@ -116,7 +106,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
         except StopRecompute:
             pass
         except Exception as error:
-            if _is_at_fault(error, frame, loan, is_called=restored is not None):
+            if _is_at_fault(error, frame, loan, is_called=tensors is not None):
                 raise
         finally:
             # Leave.
@@ -131,20 +121,16 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                 put_hooks_back(hooks, arguments.hooks(handed_out))
             if handed_out:
                 arguments.look_at(handed_out)
-            if restored is not None:
-                arguments.put_memory_back(restored)
         # Compare.
-        try:
-            values = result_of(collector, frame.options.check) if probe is None else []
-        except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
-            blame(found, frame)
-            if frame.explain is not None:
-                raise frame.explain(found) from found
-            raise
+        values = result_of(collector, frame.options.check) if probe is None else []
     except BaseException as error:
-        if frame.modes is not None and isinstance(error, DeterminismError) and error.region == format_path(frame.path):
-            error.args = (f"{error}{modes_in_words(frame.modes, users_modes())}",)
         rewind(mark, error)
+        if isinstance(error, DeterminismError) and error.region == format_path(frame.path):
+            blame(error, frame)
+            if frame.modes is not None:
+                error.args = (f"{error}{modes_in_words(frame.modes, users_modes())}",)
+            if frame.explain is not None:
+                raise frame.explain(error) from error
         raise
     finally:
         if borrows:
@@ -159,7 +145,6 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
 
 
 def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrows: bool) -> Callable[[], object]:
-    """Restores the random streams, autocast and switches of forward; returns the undo."""
     if borrows and watch is None and not ambient.has_streams:
         return functools.partial(_ambient.leave, _ambient.enter(ambient))
     from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_streams_lock
@@ -186,8 +171,8 @@ def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, 
         if not (changed or frame.variables or frame.contexts is not None or copy_context()):
             frame.function(*args, **kwargs)
             return
-        # A context of its own, since one cannot be entered twice at once, and variables set in a rerun belong to the rerun. A
-        # collector (a list, say, of the hidden states of all layers) has what forward found, and gets no results of a rerun.
+        # A context of its own: variables set in a rerun belong to the rerun, and a collector (a list, say, of the hidden states
+        # of all layers) gets no results of a rerun.
         context = Context()
         for variable, value, _ in frame.variables:
             context.run(variable.set, loan.value(value) if loan is not None and type(value) is Note else value)
@@ -207,18 +192,12 @@ def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, 
 def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: bool) -> bool:
     """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""
     # Where there is more to say of it, this raises an error of the region in its place.
-    done, region = frame.collector.was_done_before(error), format_path(frame.path)
+    done, region = frame.collector.done, format_path(frame.path)
     if isinstance(error, (DeterminismError, MutationError)):
         # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
-        own = error.region == region
-        if own and isinstance(error, DeterminismError) and frame.explain is not None:
-            raise frame.explain(error) from error
-        return own or not done
+        return error.region == region or not done
     if is_called and not done and frame.complete:
-        if loan is not None and loan.has_gone:
-            raise_unread(error, region)
-        raise_without_history(error, region)
-        note_failure(error, region)
+        explain_failure(error, region, has_gone=loan is not None and loan.has_gone)
     return not done
 
 

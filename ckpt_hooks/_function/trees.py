@@ -1,7 +1,6 @@
 """What modules bind: noted for a root module and all modules inside, and compared from forward to forward.
 
-A look compares all that a tree binds as one string of pointers (:func:`.places.pointers`): classes, attributes, hooks,
-parameters, buffers, submodules, and attributes of the functions that forwards name. Only what differs is noted anew.
+A look compares all that a tree binds as one string of pointers (:func:`.places.pointers`). Only what differs is noted anew.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
 
 def _values_of(*objects: Any) -> list[Any]:
-    """Returns classes of objects, and values of dictionaries."""
     # From Python 3.13 on the collector shows the values of an object's attributes with that object alone, and not with another
     # one which shares the dictionary, as a module made a region does.
     return [*_flatten(one.values() if type(one) is dict else (type(one),) for one in objects)]
@@ -67,8 +65,6 @@ def is_of_framework(tensor: Any) -> bool:
 
 
 class ModuleNote(Note):
-    """A noted module: its class, attributes, hooks, parameters, buffers and submodules."""
-
     __slots__ = ("functions", "generators", "modules", "tensors")
 
     def __init__(self, module: Module, owner: int, known: dict[int, TensorNote]) -> None:
@@ -77,7 +73,7 @@ class ModuleNote(Note):
         self.rows.append((CLASS, 0, CLASS.read(module, 0), ()))
         for part in (_LEFT_ALONE if _is_left_alone(module) else ATTRIBUTES, *MODULE_DICTS.values()):
             self._add(part, part.read(module, 0), walk)
-        self.functions, self.generators = walk.functions, list(map(_reference_to, walk.generators))
+        self.functions, self.generators = walk.functions, walk.generators
         self.modules = list(map(id, walk.modules))
         self.tensors = list(walk.tensors.values())
 
@@ -96,7 +92,6 @@ class ModuleNote(Note):
         self.rows.append((part, 0, content, keys))
 
     def fill(self, value: Any, loan: Any) -> None:
-        """Gives the module the noted content; a parameter that a framework exchanges stays."""
         loan.made[self.number] = value
         for part, base, noted, keys in self.rows:
             now = part.read(value, base)
@@ -137,17 +132,7 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
             yield noted
 
 
-def _reference_to(generator: torch.Generator) -> Callable[[], torch.Generator | None]:
-    """Returns a weak reference to a generator; before torch 2.12 generators take none, and the module holds it anyway."""
-    try:
-        return weakref.ref(generator)
-    except TypeError:
-        return lambda: generator
-
-
 class History:
-    """What forwards and reruns of a root module were seen to do."""
-
     def __init__(self, before: History | None = None) -> None:
         self.num_forwards = 0  # whole ones since the first, or since a change of flags
         self.changes: bool = before is not None and before.changes  # whether they change what modules bind

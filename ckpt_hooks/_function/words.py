@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.positions import are_other_threads_alive
+from ckpt_hooks._ambient.streams import are_other_threads_alive
 from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
@@ -39,16 +41,6 @@ def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     )
 
 
-def raise_unread(error: Exception, region: tuple[str, ...]) -> None:
-    """Raises an error with more words for a failed operator, where a tensor without content stands for one that is gone."""
-    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-        raise CheckpointError(
-            f"region {'/'.join(region)!r}: a recompute reads a tensor that a context variable named in forward, in a list, "
-            "say, and that is gone by now. Pass the tensor to the region as an argument.",
-            region=region,
-        ) from error
-
-
 _has_warned = False
 
 
@@ -68,7 +60,6 @@ def is_beside_drawing_thread() -> bool:
 
 
 def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
-    """Returns the name of a tensor, or of a view of it, in a function's code: a variable, a parameter, a buffer."""
     named, storage = list(_named_tensors(function)), storage_of(tensor)
     found = [name for name, value in named if value is tensor]
     found += [name for name, value in named if storage is not None and storage_of(value) == storage]
@@ -76,32 +67,19 @@ def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor
 
 
 def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is not None:
-        for name, cell in zip(code.co_freevars, closure or (), strict=False):
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            if isinstance(value, torch.Tensor):
-                yield f"the variable {name!r}", value
-            elif isinstance(value, (list, tuple)):
-                for index, entry in enumerate(value):
-                    if isinstance(entry, torch.Tensor):
-                        yield f"the entry {name}[{index}]", entry
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            if isinstance(value, torch.Tensor):
-                yield f"the global {name!r}", value
+    named: list[tuple[str, str, Any]] = []
+    with contextlib.suppress(TypeError, ValueError):  # no function of Python, or a variable without a value
+        variables = inspect.getclosurevars(function)
+        for name, value in variables.nonlocals.items():
+            named.append(("the variable {}", repr(name), value))
+            entries = enumerate(value) if isinstance(value, (list, tuple)) else ()
+            named += [("the entry {}", f"{name}[{index}]", entry) for index, entry in entries]
+        named += [("the global {}", repr(name), value) for name, value in variables.globals.items()]
     for module in walk_from(function).modules:
-        kind = type(module).__name__
-        for name, value in module.named_parameters(remove_duplicate=False):
-            yield f"the parameter {name!r} of {kind}", value
-        for name, value in module.named_buffers(remove_duplicate=False):
-            yield f"the buffer {name!r} of {kind}", value
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield f"the attribute {name!r} of {kind}", value
+        parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        for what, rows in (("parameter", parameters), ("buffer", buffers), ("attribute", vars(module).items())):
+            named += [(f"the {what} {{}} of {type(module).__name__}", repr(name), value) for name, value in rows]
+    return ((words.format(name), value) for words, name, value in named if isinstance(value, torch.Tensor))
 
 
 def node_of(frame: Any, index: int) -> Any:
@@ -134,29 +112,31 @@ def blame(error: DeterminismError, frame: Any) -> None:
     error.args = (words.replace("\n ", "\n"),)
 
 
-def raise_without_history(error: Exception, region: tuple[str, ...]) -> None:
-    """Raises where a rerun has run backward with respect to a tensor from outside of it, which has gone since forward."""
-    # Torch tells this error apart by its words alone.
-    if type(error) is RuntimeError and "appears to not have been used in the graph" in str(error):
-        raise CheckpointError(
-            f"region {'/'.join(region)!r}: its function runs backward, and so does its recompute, with respect to a tensor "
-            "from outside of the region that has gone since forward: the recompute has another one on the same memory, without "
-            "its history. Keep the tensor until backward, or write `with checkpoint_region():`, which runs Python once.",
-            region=region,
-        ) from error
-
-
-def note_failure(error: Exception, region: tuple[str, ...]) -> None:
-    """Adds a note to an exception that the function raised in a rerun and not in forward."""
+def explain_failure(error: Exception, region: tuple[str, ...], *, has_gone: bool) -> None:
+    """Adds a note to an exception of a rerun; raises an error with more words where the cause is known."""
+    where, words = f"region {'/'.join(region)!r}", ""
+    if has_gone and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        # A tensor without content stands for the one that is gone.
+        words = (
+            "a recompute reads a tensor that a context variable named in forward, in a list, say, and that is gone by now. "
+            "Pass the tensor to the region as an argument."
+        )
+    elif type(error) is RuntimeError and "appears to not have been used in the graph" in str(error):  # told by words alone
+        words = (
+            "its function runs backward, and so does its recompute, with respect to a tensor from outside of the region that "
+            "has gone since forward: the recompute has another one on the same memory, without its history. Keep the tensor "
+            "until backward, or write `with checkpoint_region():`, which runs Python once."
+        )
+    if words:
+        raise CheckpointError(f"{where}: {words}", region=region) from error
     add_note = getattr(error, "add_note", None)  # since Python 3.11
-    if add_note is None or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return
     note = (
-        f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. An iterator, a generator, a "
-        "file or a queue gives a recompute its next item: take the item before the region, and pass it as an argument. If the "
-        "function runs backward, write `with checkpoint_region():`, which runs Python once."
+        f"Raised by the recompute of {where}, where forward raised nothing. An iterator, a generator, a file or a queue gives "
+        "a recompute its next item: take the item before the region, and pass it as an argument. If the function runs "
+        "backward, write `with checkpoint_region():`, which runs Python once."
     )
-    if note not in getattr(error, "__notes__", ()):
+    is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if add_note is not None and not is_full and note not in getattr(error, "__notes__", ()):
         add_note(note)
 
 

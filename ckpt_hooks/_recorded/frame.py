@@ -409,9 +409,6 @@ class RecordedFrame(ReplayedFrame):
             self.watch.tell("entered")
         return self
 
-    def returns(self, result: Any) -> None:
-        """Does nothing with the result of a function of which the frame is the region."""
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         tape, outer = self.tape, self.outer
         assert tape is not None
@@ -593,8 +590,8 @@ def unpack(packed: Any) -> torch.Tensor:
                 left = replay.readers[number] - 1
                 replay.readers[number] = left
                 tensor = replay.tensors[number] if left else replay.tensors.pop(number)
-                if replay.made is not None:
-                    replay.made.hand_out(tensor)
+                if frame.current is not None:
+                    frame.current.hand_out(tensor)
             else:
                 tensor = frame.bring_back(handle)
     if is_of_function:

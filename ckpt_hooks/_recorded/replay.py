@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient import switches
-from ckpt_hooks._ambient.current import Current, Made, run_on
+from ckpt_hooks._ambient.current import Current, run_on
 from ckpt_hooks._ambient.switches import AUTOCAST
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame
@@ -360,7 +360,6 @@ class Replay:
         self.frame = frame  # the frame
         self.key = key  # the key of the replay's scope, None without a scope
         # Hands values to streams of devices; None where no accelerator was in use in forward.
-        self.made = None if frame.current is None else Made(frame.current)
         self.taken: set[int] = set()  # in a group of backwards, the indices of the used handles
         self.tensors: dict[int, torch.Tensor] = {}  # the present tensors, by the number of the value
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
@@ -410,8 +409,8 @@ class Replay:
             self.tensors.pop(number, None)
             if self.held:
                 self.held.pop(number, None)
-        if self.made is not None:
-            self.made.hand_out(tensor)
+        if self.frame.current is not None:
+            self.frame.current.hand_out(tensor)
         return tensor
 
     def put(self, value: Value, tensor: torch.Tensor) -> None:
@@ -447,8 +446,6 @@ class Replay:
 
     def run(self, work: Work) -> None:
         """Does some work, once the values of the frame around are there."""
-        if self.made is not None:
-            self.made.renew()
         self._fetch(work)
         if work.steps:
             run = self._run_on_loans if self.owners else self._run

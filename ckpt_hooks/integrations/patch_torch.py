@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ckpt_hooks._checkpoint.running import frame_of_call
+from ckpt_hooks._checkpoint.checkpoint import frame_of_call
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind

@@ -273,3 +273,41 @@ def test_function_replaces_the_hook_on_its_argument(run, saved_by, backwards):
 
 
 # Parameters that are freed after forward and filled again
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1), slice(0, 3, 2)], ids=["whole", "first", "every other"])
+def test_a_changed_parameter_that_forward_fills_before_it_reads(part):
+    """A rerun reads it as forward did if the function fills the whole; it has lost the rest of one filled in part."""
+    weight = nn.Parameter(torch.ones(3))
+
+    def function(x):
+        with torch.no_grad():
+            weight[part].fill_(5)
+        return (x * (weight.detach() * 2)).sin()
+
+    for _ in range(2):
+        x = torch.ones(3, requires_grad=True)
+        y = ckpt_hooks.checkpoint(function, x)
+        expected = torch.autograd.grad(function(x).sum(), x)[0]
+        with torch.no_grad():
+            weight.add_(1)
+        if part == slice(None):
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+        else:
+            with pytest.raises(ckpt_hooks.MutationError, match="weight"):
+                y.sum().backward()
+
+
+def test_a_tensor_that_is_an_argument_and_closed_over_is_one_in_a_rerun():
+    """Hooks hand the argument out as another tensor; what the function writes to it, it reads by the other name."""
+
+    def program(run):
+        x, table = torch.linspace(0.1, 1, 3).requires_grad_(), torch.full((3,), 1.5)
+
+        def function(x, given):
+            given.mul_(2)
+            return (x * table * 1.5).sin()
+
+        return gradients(run(lambda x: run(function, x.sin(), table).cos(), x), x)
+
+    assert_as_eager(program, ckpt_hooks.checkpoint)
