@@ -29,8 +29,7 @@ if _TYPE_CHECKING:
     from ._ambient.named_random_sources import track_rng
     from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
     from ._checkpoint.chunks import checkpoint_chunks
-    from ._checkpoint.loop import checkpoint_loop
-    from ._checkpoint.sequential import checkpoint_sequential
+    from ._checkpoint.sequential import checkpoint_loop, checkpoint_sequential
     from ._core.frame import is_recomputing
     from ._core.scopes import GraphExecGroup
     from ._function.options import noop_context_fn
@@ -104,8 +103,7 @@ _PLACES = {
         "._ambient.named_random_sources": "track_rng",
         "._checkpoint.checkpoint": "checkpoint set_checkpoint_early_stop",
         "._checkpoint.chunks": "checkpoint_chunks",
-        "._checkpoint.loop": "checkpoint_loop",
-        "._checkpoint.sequential": "checkpoint_sequential",
+        "._checkpoint.sequential": "checkpoint_loop checkpoint_sequential",
         "._core.frame": "is_recomputing",
         "._core.scopes": "GraphExecGroup",
         "._function.options": "noop_context_fn",

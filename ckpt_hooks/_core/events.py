@@ -18,8 +18,19 @@ from ckpt_hooks._torch.autograd import graph_task_id
 
 from .call_sites import module_in_call, site_of
 from .descriptions import RegionPath, format_path
-from .holdings import Holding, Kept, Reason, Saved, TrackedKept, cause_of_kept, size_of
-from .tensor_numbers import address_of, number_of, storage_and_size, tell_when_freed
+from .holdings import (
+    Holding,
+    Kept,
+    Reason,
+    Saved,
+    TrackedKept,
+    address_of,
+    cause_of_kept,
+    number_of,
+    size_of,
+    storage_and_size,
+    tell_when_freed,
+)
 
 
 class Watchable(Protocol):

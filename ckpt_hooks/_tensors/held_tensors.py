@@ -13,11 +13,10 @@ import torch
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import RegionPath, describe_kind, dtype_and_shape, format_path, kind_in_words
-from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of, storage_and_size
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import Why, mutated, num_fused_steps, stepped_since
-from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.tensors import (
     counted_detach,

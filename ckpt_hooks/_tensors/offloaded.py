@@ -15,9 +15,8 @@ import torch
 from ckpt_hooks._core.descriptions import RegionPath, describe_kind, format_path
 from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import stack
-from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of, storage_and_size
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, set_versions, storage_address, version_witness
 

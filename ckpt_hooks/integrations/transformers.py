@@ -16,10 +16,17 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import OfThisProcess, checked_flag, checked_integer, described_as, wrong
-from ckpt_hooks.modules.forward import RegionRunner, checked_runner, region_forward_of
-from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
+from ckpt_hooks.modules.forward import (
+    FUNCTION,
+    SWITCH,
+    RegionRunner,
+    calls_function,
+    calls_torch,
+    checked_runner,
+    region_forward_of,
+)
 from ckpt_hooks.modules.selecting import ends_of
-from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
+from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 #: The attribute of a module whose layers are checkpointed while it is True.
 FLAG = "gradient_checkpointing"

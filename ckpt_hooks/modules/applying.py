@@ -13,10 +13,17 @@ from typing_extensions import Self
 from ckpt_hooks._core.misuse import OfThisProcess, check_module, checked_flag
 from ckpt_hooks._function.options import checked_name
 from ckpt_hooks.policies.base import Policy
-from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
+from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
-from .forward import RegionForward, RegionRunner, check_forward, checked_runner, region_forward_for, region_forward_of
-from .own_switches import own_switches
+from .forward import (
+    RegionForward,
+    RegionRunner,
+    check_forward,
+    checked_runner,
+    own_switches,
+    region_forward_for,
+    region_forward_of,
+)
 from .selecting import Select, ends_of, select_modules, span
 from .spans import RegionSpan, check_spans, span_in
 

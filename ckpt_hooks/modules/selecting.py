@@ -12,7 +12,7 @@ from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import name_expression
 from ckpt_hooks._core.misuse import check_callable, check_is, checked_integer, wrong
-from ckpt_hooks.report.formatting import name_pattern
+from ckpt_hooks.report.entries import name_pattern
 
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
 Select = Any

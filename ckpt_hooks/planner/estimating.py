@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.report.formatting import (
+from ckpt_hooks.report.entries import (
     Printed,
     Table,
     alike,

@@ -26,7 +26,7 @@ from ckpt_hooks.modules.selecting import selected_of
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.region import checkpoint_region
-from ckpt_hooks.report.formatting import name_pattern
+from ckpt_hooks.report.entries import name_pattern
 
 #: The dtype and the shape of each tensor in the arguments of a call.
 Shapes = tuple[tuple[torch.dtype, Any], ...]

@@ -21,13 +21,12 @@ from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes,
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.modules.selecting import selector_of
-from ckpt_hooks.report.formatting import format_bytes
+from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
 from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
-from .choosing import Problem, block_options, choose
-from .cuts import choices_of, lasting_in
+from .choosing import Problem, block_options, choices_of, choose, lasting_in
 from .planned import Chunking, KeptRun, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
 from .pricing import MOST_SPREAD, NUM_STEPS, Prices, cost_by_seconds, region_prices, seconds_of
 from .profiling import Profile, profile_step

@@ -1,17 +1,213 @@
-"""Entries of reports, plain values without tensors: where memory comes from, why it is held, and what takes it away."""
+"""What reports are made of, plain values without tensors, and how any of them prints: as text, as JSON, and in errors."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import itertools
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ckpt_hooks._core.holdings import Reason
 
-from .formatting import Table, format_bytes, json_of
+T = TypeVar("T")
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+_DIGITS = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
+_GAP = "  "
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), 127)}  # names of the user's may have them
+_LEAST = 16  # characters of a cell that is cut
+
+
+class Table(NamedTuple):
+    """A table of a report, which prints nothing without rows."""
+
+    header: Sequence[str]  # the most important first: on a narrow terminal the last columns are left out
+    rows: Sequence[Sequence[str]]
+    right: Sequence[int] = ()  # columns which are aligned on the right
+    names: Sequence[int] = ()  # columns of names, which are cut on a narrow terminal
+    title: str = ""
+    rest: str = ""  # on what the table leaves out
+
+
+class Printed:
+    """An object that prints as a report, as wide as the terminal: ``repr`` is one line, and notebooks show tables."""
+
+    __slots__ = ()
+
+    def _headline(self) -> str:
+        raise NotImplementedError
+
+    def _tables(self) -> Iterable[Table]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._headline()}>"
+
+    def __str__(self) -> str:
+        # No columns are left out in a file. COLUMNS has a word in any case, as in other programs.
+        return as_text(self._headline(), self._tables(), shutil.get_terminal_size((0, 0)).columns or None)
+
+    def _repr_html_(self) -> str:
+        import html  # 1 ms, for notebooks alone
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def json_of(entry: Any) -> dict[str, Any]:
+    """Returns the entry as values for ``json.dumps``."""
+    # Fields, without private ones; or else what the class names.
+    kind = type(entry)
+    names = getattr(kind, "_json", None) or getattr(kind, "_fields", None) or [one.name for one in dataclasses.fields(entry)]
+    return {name: as_json(getattr(entry, name)) for name in names if not name.startswith("_")}
+
+
+def as_json(value: Any) -> Any:
+    """Returns a value of a report as ``json.dumps`` takes it."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        return json_of(value)
+    if isinstance(value, dict):
+        return {key: as_json(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(one) for one in value]
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value).removeprefix("torch.")
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None) -> str:
+    """Returns a report as text, of at most ``max_width`` characters a line."""
+    lines, width = [headline], None if max_width is None else max_width - 1
+    for table in (one for one in tables if one.rows):
+        lines += ["", *([table.title] if table.title else [])]
+        lines += [f" {line}" for line in _lines_of(table, width)]
+        lines += [f" {table.rest}"] if table.rest else []
+    return "\n".join(lines)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Returns a number of bytes in words, as in ``"12.3 MiB"``."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    size, units = nbytes / 1024, iter(_UNITS)
+    unit = next(units)
+    while abs(size) >= 1023.95 and unit != _UNITS[-1]:  # which would be rounded up to 1024.0
+        size, unit = size / 1024, next(units)
+    return f"{size:.1f} {unit}"
+
+
+def count_of(count: int, noun: str) -> str:
+    """Returns a number of things in words, as in ``"2 regions"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def alike(values: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    """Returns values in groups of the same key, which share a row, in the order of the first of each."""
+    groups: dict[object, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return list(groups.values())
+
+
+def times(group: Sequence[Any]) -> str:
+    """Returns how many share a row, as in ``"x12"``; nothing for one."""
+    return f"x{len(group)}" if len(group) > 1 else ""
+
+
+def _lines_of(table: Table, max_width: int | None) -> list[str]:
+    header, rows, right, names, *_ = table
+    columns = _filled(table)
+    widths = {column: max(len(header[column]), *(len(row[column]) for row in rows)) for column in columns}
+    if max_width is not None:
+        # The longest names are cut in their middle. The last columns are left out if this is not enough.
+        least = {column: min(width, _LEAST) if column in names else width for column, width in widths.items()}
+        while len(columns) > 1 and _length(least[column] for column in columns) > max_width:
+            columns.pop()
+        while _length(widths[column] for column in columns) > max_width:
+            longer = [column for column in columns if widths[column] > least[column]]
+            if not longer:  # one column, of more than names
+                break
+            widths[max(longer, key=widths.__getitem__)] -= 1
+    lines = []
+    for row in (header, *rows):
+        cells = (cut(row[column], widths[column]) for column in columns)
+        aligned = (
+            cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
+            for column, cell in zip(columns, cells, strict=True)
+        )
+        lines.append(_GAP.join(aligned).rstrip().translate(_ESCAPES))
+    return lines if columns else []
+
+
+def _filled(table: Table) -> list[int]:
+    return [column for column in range(len(table.header)) if any(row[column] for row in table.rows)]
+
+
+def _length(widths: Iterable[int]) -> int:
+    return sum(width + len(_GAP) for width in widths) - len(_GAP)
+
+
+def cut(cell: str, width: int) -> str:
+    """Returns a text of at most some characters, without its middle."""
+    if len(cell) <= width:
+        return cell
+    end = (width - 1) // 2
+    return f"{cell[: width - 1 - end]}…{cell[-end:]}"
+
+
+def name_pattern(name: str) -> str:
+    """Returns a name without the parts that are numbers, the same for all layers of a list."""
+    return _DIGITS.sub("\0", name)
+
+
+def up_to_number(name: str) -> str | None:
+    """Returns the name of a module up to its first part that is a number, as in ``"model.layers.3"``; None without one."""
+    parts = name.split(".")
+    return next((".".join(parts[: at + 1]) for at, part in enumerate(parts) if part.isdigit()), None)
+
+
+def fold_names(names: Iterable[str]) -> str:
+    """Returns names of one pattern as one, as in ``"layers.0-11"``."""
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) < 2:
+        return "".join(distinct)
+    is_of_one_pattern = len(set(map(name_pattern, distinct))) == 1
+    numbers = list(zip(*(map(int, _DIGITS.findall(name)) for name in distinct), strict=True)) if is_of_one_pattern else [()]
+    if math.prod(len(set(column)) for column in numbers) != len(distinct):  # not all combinations are there
+        return f"{distinct[0]} ... {distinct[-1]}"
+    folded = iter([_ranges(sorted(set(column))) for column in numbers])
+    return _DIGITS.sub(lambda _: next(folded), distinct[0])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    # In a run numbers are as far from their places as the first.
+    found = itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0])
+    runs = [[number for _, number in run] for _, run in found]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+@contextlib.contextmanager
+def noting_out_of_memory(causes: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Adds a note on the largest causes to a ``torch.OutOfMemoryError`` which leaves the block."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        lines = causes()
+        if lines:
+            note = "\n".join(("When memory ran out, most was held by:", *(f"  {line}" for line in lines)))
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # Python 3.10
+                error.args = (f"{error}\n{note}", *error.args[1:])
+        raise
 
 
 class Maker(str, enum.Enum):

@@ -17,9 +17,8 @@ from ckpt_hooks._core.call_sites import called_modules, site_of
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, describe_packed, frame_of, is_recomputing
-from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, cause_of_kept, holdings_in
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, cause_of_kept, holdings_in, storage_and_size
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, packed_of, saved_in, sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD

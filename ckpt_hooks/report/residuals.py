@@ -16,8 +16,7 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import Misuse, check_is
 from ckpt_hooks._core.settings import observe
 
-from .entries import Residual
-from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
+from .entries import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 from .graph import GraphReader, Notes, OperatorNotes
 
 #: Reasons of memory that is there without backward, too.

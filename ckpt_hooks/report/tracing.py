@@ -18,10 +18,12 @@ from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 
-from .entries import REMEDIES, Advice, Waste, table_of_advice
-from .formatting import (
+from .entries import (
+    REMEDIES,
+    Advice,
     Printed,
     Table,
+    Waste,
     alike,
     count_of,
     fold_names,
@@ -29,6 +31,7 @@ from .formatting import (
     json_of,
     name_pattern,
     noting_out_of_memory,
+    table_of_advice,
     times,
 )
 

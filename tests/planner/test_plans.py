@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
-from ckpt_hooks.planner.choosing import Problem, block_options, choose
-from ckpt_hooks.planner.cuts import choices_of, lasting_in
+from ckpt_hooks.planner.choosing import Problem, block_options, choices_of, choose, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.simulating import natural_ends
 from tests.measure import Watch

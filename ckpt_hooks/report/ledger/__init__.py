@@ -11,8 +11,9 @@ from typing import Any, overload
 
 from ckpt_hooks._core.misuse import wrong
 from ckpt_hooks._torch.profiling import is_profiling, profile_memory
-from ckpt_hooks.report.entries import Advice, Origin, table_of_advice
-from ckpt_hooks.report.formatting import (
+from ckpt_hooks.report.entries import (
+    Advice,
+    Origin,
     Printed,
     Table,
     alike,
@@ -22,6 +23,7 @@ from ckpt_hooks.report.formatting import (
     format_bytes,
     name_pattern,
     noting_out_of_memory,
+    table_of_advice,
     times,
 )
 

@@ -6,8 +6,18 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.report.entries import NOWHERE, REMEDIES, Advice, Maker, Origin, Waste
-from ckpt_hooks.report.formatting import alike, fold_names, name_pattern, up_to_number
+from ckpt_hooks.report.entries import (
+    NOWHERE,
+    REMEDIES,
+    Advice,
+    Maker,
+    Origin,
+    Waste,
+    alike,
+    fold_names,
+    name_pattern,
+    up_to_number,
+)
 from ckpt_hooks.report.tracing import Asked, unmatched_policies
 
 from .data import NEVER, Allocation, Holder, LedgerData, RegionEntry, is_forward
