@@ -14,8 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
+from ckpt_hooks._core.events import Observer, observe
 
 T = TypeVar("T")
 

@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, patch_torch, region
 from ckpt_hooks._ambient.streams import default_generators_lock
-from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.events import Observer, observe
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
 from ckpt_hooks._torch.modes import num_dispatch_modes, num_function_modes

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, overload
 import torch
 from typing_extensions import ParamSpec
 
+from ckpt_hooks._core.events import Settings, current_settings, override
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
 from ckpt_hooks._core.mutation import watch_fused_steps
-from ckpt_hooks._core.settings import Settings, current_settings, override
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,

@@ -6,10 +6,13 @@ An event names regions, tensors and storages by numbers, so kept events keep no 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -90,7 +93,7 @@ class Operator(NamedTuple):
 
 
 class Observer:
-    """Hears of each event of the regions in a block of :func:`ckpt_hooks._core.settings.observe`.
+    """Hears of each event of the regions in a block of :func:`ckpt_hooks._core.events.observe`.
 
     A method does nothing unless overridden. The thread of an event calls the method, in a recompute with the frame's lock held;
     :meth:`let_go` and :meth:`freed` come from the place of the last reference.
@@ -234,3 +237,40 @@ class Watch:
             if holding.storage is not None:
                 tell_when_freed(holding.storage, self.observers)
         self.tell("held", holdings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of the blocks around a region; None leaves a setting to the region."""
+
+    early_stop: bool | None = None
+    debug: bool | None = None
+    observers: tuple[Observer, ...] = ()  # the outermost first
+
+
+#: The settings outside of any block.
+DEFAULTS = Settings()
+
+_current = contextvars.ContextVar("ckpt_hooks.settings", default=DEFAULTS)
+
+#: Returns the settings in force.
+current_settings = _current.get
+
+
+@contextlib.contextmanager
+def override(**changes: Any) -> Iterator[None]:
+    """Changes settings for a block; the innermost block wins."""
+    token = _current.set(dataclasses.replace(_current.get(), **changes))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Makes an observer watch every region whose forward begins in this block, on this thread; backward included."""
+    # Without observers the price is one look-up a region and one attribute test a restored tensor. Packing pays nothing: a
+    # watched region has pack hooks of its own.
+    with override(observers=(*_current.get().observers, observer)):
+        yield

@@ -20,6 +20,7 @@ from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.streams import Position, seed_masks_anew, where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
+from ckpt_hooks._core.events import DEFAULTS, Settings
 from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame, unpack_kept
@@ -27,8 +28,7 @@ from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
-from ckpt_hooks._core.settings import DEFAULTS, Settings
-from ckpt_hooks._tensors.checks import NOTHING, check_of
+from ckpt_hooks._function.options import NOTHING, check_of
 from ckpt_hooks._torch.autograd import (
     graph_exec_group,
     graph_task_id,

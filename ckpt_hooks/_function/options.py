@@ -10,24 +10,62 @@ import dataclasses
 import enum
 import functools
 import inspect
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import torch
 import torch.utils.checkpoint
 from torch.nn import Module
 
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, checked_flag, flag_or_none, wrong
+from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, check_signature, checked_flag, flag_or_none, wrong
 from ckpt_hooks._core.modes import QuietDispatchMode, reusable
-from ckpt_hooks._tensors.checks import Check, check_of
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks._torch.modes import active_fake_mode
 
 if TYPE_CHECKING:
     from ckpt_hooks.policies.base import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    # Shape, dtype, device and version, or the version alone, which is compared in any case: a saved value modified afterwards
+    # is wrong, and plain autograd raises as well.
+    facts: Callable[[Any], Any]
+    fingerprint: Callable[[torch.Tensor], Any] | None = None  # None: no values
+
+
+METADATA = operator.attrgetter("shape", "dtype", "device", "_version")
+
+NOTHING = Check(operator.attrgetter("_version"))
+
+_CHECKS = {"default": Check(METADATA), "none": NOTHING}
+
+
+def check_of(determinism_check: Any) -> Check:
+    if isinstance(determinism_check, str):
+        if determinism_check in _CHECKS:
+            return _CHECKS[determinism_check]
+        if determinism_check == "values":
+            from ckpt_hooks._tensors.determinism import hash_of
+
+            return Check(METADATA, hash_of)
+    elif callable(determinism_check):
+        check_signature(determinism_check, "determinism_check", "tensor")
+        return Check(METADATA, determinism_check)
+    wanted = "one of 'default', 'none', 'values', or a function of a tensor"
+    raise wrong(
+        determinism_check, "determinism_check", wanted, "Leave it out for 'default', which reads no values.", ValueError
+    )
+
+
+def version_of(facts: Any) -> int:
+    version: int = facts[-1] if isinstance(facts, tuple) else facts
+    return version
 
 
 class Form(enum.Flag):

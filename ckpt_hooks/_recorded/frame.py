@@ -13,7 +13,7 @@ import torch
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
-from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.events import Observer, current_settings
 from ckpt_hooks._core.frame import Frame, mutated_leaf, overlap_error, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
@@ -21,7 +21,6 @@ from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
-from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._tensors.offloaded import hooks_for_inputs

@@ -14,11 +14,11 @@ import torch.utils.checkpoint
 
 from ckpt_hooks._checkpoint.checkpoint import frame_of_call
 from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.events import Settings, current_settings
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import OfThisProcess, flag_or_none
 from ckpt_hooks._core.mutation import watch_fused_steps
-from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
     ContextPair,

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from ckpt_hooks._core.call_sites import called_modules
-from ckpt_hooks._core.events import Operator, Region, TensorInfo
+from ckpt_hooks._core.events import Operator, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Saved
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks._torch.profiling import profile_memory
 from ckpt_hooks.report.ledger.rows import Marks, OlderMemory, RegionMarks, Row, rows_of

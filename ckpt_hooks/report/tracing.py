@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
+from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Holding, Reason, Saved
 from ckpt_hooks._core.misuse import OfThisProcess, checked_flag
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 

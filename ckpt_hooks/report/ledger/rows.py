@@ -23,9 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ckpt_hooks._core.call_sites import site_of
-from ckpt_hooks._core.events import Observer, Region, TensorInfo
+from ckpt_hooks._core.events import Observer, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Holding, Reason, Saved, address_in, address_of
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.modes import PastFunctionModes, active_fake_mode
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
