@@ -10,8 +10,7 @@ import torch
 
 from ._core.misuse import NeedsParentheses, OfThisProcess, checked_bytes, checked_integer
 from ._core.mutation import Why, mutated
-from ._tensors.offloaded import Moved, Shared
-from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
+from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, Moved, Shared, transfers_for
 from ._torch.autograd import sequence_number
 from ._torch.modes import is_traced, num_dispatch_modes, num_function_modes
 from ._torch.tensors import counted_detach, is_kept_anyway

@@ -68,7 +68,15 @@ class PreTrainedModel(nn.Module):
 
 
 class Model(PreTrainedModel):
-    """A model as of 4.52 to 5.0."""
+    """A model as of 5.18."""
+
+    def _set_gradient_checkpointing(
+        self, enable=True, gradient_checkpointing_func=torch_checkpoint.checkpoint, every_n_layers=1
+    ):
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+        layers = [module for module in self.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for index, layer in enumerate(layers):
+            layer.gradient_checkpointing = enable and index % every_n_layers == 0
 
     def __init__(self, layers=5):
         super().__init__()
@@ -85,6 +93,9 @@ class Model(PreTrainedModel):
 
 class StackModel(Model):
     """A model as of 4.35 to 4.51: the stack of layers has the flag."""
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=torch_checkpoint.checkpoint):
+        PreTrainedModel._set_gradient_checkpointing(self, enable, gradient_checkpointing_func)
 
     def __init__(self, layers=5):
         super().__init__(layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks._operators import schema_gaps
+from ckpt_hooks._operators import facts as schema_gaps
 from ckpt_hooks._operators.facts import facts_of
 
 LATEST_LOOKED_AT = (2, 15)

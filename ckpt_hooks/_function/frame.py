@@ -216,7 +216,7 @@ class FunctionFrame(Frame):
         inside = None if parent is None else (parent, self.path)
         try:
             if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
-                from ckpt_hooks._tensors.offloaded import hooks_for_inputs
+                from ckpt_hooks._tensors.transfers import hooks_for_inputs
 
                 push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch, options.offload_from))
                 try:

@@ -1,6 +1,6 @@
 """Facts of an operator, known before a run: kind, places of tensors, writes, outputs.
 
-Most facts follow from the schema. Facts missing or wrong there are in :mod:`.schema_gaps`.
+Most facts follow from the schema. Lists of what is missing or wrong there come first; names without a library are of ``aten``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,92 @@ from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
-from . import schema_gaps
+# Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this one need it.
+
+#: Arguments written to although their schemas say inputs: running statistics.
+WRITES = dict.fromkeys(
+    {
+        *("batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+        *("batch_norm_update_stats", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"),
+    },
+    ("running_mean", "running_var"),
+)
+
+#: Of these, with ``training`` set, no result depends on what the statistics were: the fourth and fifth argument, and the sixth.
+NORMALIZES_BY_BATCH = frozenset({"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"})
+
+#: Libraries whose operators write to any given tensor, told by neither schemas nor versions: collectives in place, and the
+#: gathering and freeing of parameters.
+REWRITING = frozenset({"c10d", "fsdp"})
+
+#: Tells the allocator of a stream which uses a tensor's memory. Its schema says a write, but it changes nothing in the tensor.
+RECORD_STREAM: Any = torch.ops.aten.record_stream.default
+
+#: Give every written element a new value, whatever the old. Schemas do not say whether the old value matters.
+OVERWRITES = frozenset(
+    {
+        *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_"),
+        *("random_", "uniform_", "zero_"),
+    }
+)
+
+#: Write the same again in a second run, so that a rerun may repeat the write. Schemas do not say this.
+REPEATABLE = frozenset(
+    {
+        *("abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "copy_", "embedding_renorm_", "fill_"),
+        *("fill_diagonal_", "floor_", "hardtanh_", "index_copy_", "index_fill_", "masked_fill_", "nan_to_num_"),
+        *("normal_", "relu_", "renorm_", "round_", "sign_", "threshold_", "tril_", "triu_", "trunc_", "uniform_", "zero_"),
+        *("_foreach_abs_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_", "_foreach_zero_"),
+    }
+)
+
+#: Give a tensor another storage, or its storage another size. Schemas say a write.
+REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
+
+# Memory of outputs
+
+#: Promise autograd that their input is not used any more. Outputs share the input's memory, which schemas deny.
+ALIASES = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
+
+#: Return uninitialised memory.
+UNINITIALIZED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+
+#: Libraries whose operators return new memory, or an argument's.
+TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})
+
+# What a result depends on
+
+#: Read the shape of their first argument, and not its content.
+LIKE = frozenset(
+    {
+        *("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randint_like"),
+        *("randn_like", "zeros_like"),
+    }
+)
+
+#: Tell the layout of a tensor of another class, which some tensors cache after the first call; so do all of ``prim``.
+LAYOUT = frozenset(
+    {
+        *("dim", "is_contiguous", "is_non_overlapping_and_dense", "is_pinned", "is_strides_like_format"),
+        *("numel", "size", "storage_offset", "stride", "sym_is_contiguous", "sym_numel", "sym_size"),
+        *("sym_storage_offset", "sym_stride"),
+    }
+)
+
+#: Return more where an argument requires grad, as no argument of a replay does: the results are kept.
+LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
+
+# Random numbers and effects
+
+#: Libraries which tag their random operators; operators of other libraries are watched when they run.
+TAGGED = frozenset({"aten", "prims", "_c10d_functional"})
+
+#: Draw the masks of recurrent layers from a buffer of the device and advance it, which schemas do not say; and the operator
+#: which makes the buffer, with its seed among the arguments.
+BUFFERED_MASKS = frozenset({"_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"})
+
+#: Operators of operators which only compute an output. Others may write to their arguments.
+PURE_HIGHER_ORDER = frozenset({"flex_attention"})
 
 
 class Kind(enum.Enum):
@@ -136,9 +221,9 @@ class OpFacts:
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
         # A written tensor may be in another storage afterwards.
-        self.replaces_storage = self.name in schema_gaps.REPLACES_STORAGE
+        self.replaces_storage = self.name in REPLACES_STORAGE
         # It only tells the allocator of a stream which uses a tensor.
-        self.is_mark = operator is schema_gaps.RECORD_STREAM
+        self.is_mark = operator is RECORD_STREAM
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         # A result is neither an argument nor a view of one.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
@@ -167,33 +252,33 @@ class OpFacts:
         # ``tensor.data`` runs ``detach`` too, and has a version of its own.
         self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
-        self.is_uninitialized = aten and self.name in schema_gaps.UNINITIALIZED
+        self.is_uninitialized = aten and self.name in UNINITIALIZED
         # It reads only the shape of its first argument.
-        self.is_like = aten and self.name in schema_gaps.LIKE
+        self.is_like = aten and self.name in LIKE
         # It draws only with a dropout probability.
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE
         # Outputs are new, or share memory with arguments.
-        self.is_trusted = namespace in schema_gaps.TRUSTED
+        self.is_trusted = namespace in TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
         # It may drop out by masks from a buffer, which a second call would not draw again.
-        self.has_buffered_masks = aten and self.name in schema_gaps.BUFFERED_MASKS
+        self.has_buffered_masks = aten and self.name in BUFFERED_MASKS
         # Routes or shapes depend on the result; None if the arguments tell.
         self.is_routing = _is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
-        self.is_repeatable = self.name in schema_gaps.REPEATABLE
+        self.is_repeatable = self.name in REPEATABLE
         # Random streams and the world are the same without it.
         self.may_be_left_out = not (
             schema is None
             or kind is Kind.RANDOM
             or kind is Kind.EFFECT
-            or (kind is Kind.WRITES and namespace not in schema_gaps.TAGGED)
+            or (kind is Kind.WRITES and namespace not in TAGGED)
             or torch.Tag.nondeterministic_seeded in tags
         )
         # A replay may call it with tensors by position alone, and takes its results as they come.
         self.is_plain = not (self.lists or self.written or self.is_inplace_view or self.has_shape_from_data)
-        self.looks_at_grad = aten and self.name in schema_gaps.LOOKS_AT_GRAD
+        self.looks_at_grad = aten and self.name in LOOKS_AT_GRAD
         # It only takes tensors by position and returns tensors.
         self.is_fast = self.is_trusted and not (
             self.is_opaque
@@ -227,7 +312,7 @@ class OpFacts:
 
     def unread(self, args: Sequence[Any]) -> Sequence[int]:
         """Returns the positions of tensors that a call writes to, and of whose old content no result depends."""
-        return (3, 4) if self.name in schema_gaps.NORMALIZES_BY_BATCH and len(args) > 5 and args[5] else ()
+        return (3, 4) if self.name in NORMALIZES_BY_BATCH and len(args) > 5 and args[5] else ()
 
     def drops_from_buffer(self, args: Any, kwargs: Any) -> bool:
         """Whether a call advances a buffer of dropout masks: a second call would drop other elements."""
@@ -272,23 +357,23 @@ def _call_under(mode: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def operator_kind(operator: Any) -> Kind:
-    if operator in SAC_IGNORED_OPS or operator is schema_gaps.RECORD_STREAM:
+    if operator in SAC_IGNORED_OPS or operator is RECORD_STREAM:
         return Kind.IGNORED
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
         if has_effects(operator):
             return Kind.EFFECT
-        return Kind.SAVEABLE if str(operator) in schema_gaps.PURE_HIGHER_ORDER else Kind.REWRITES
+        return Kind.SAVEABLE if str(operator) in PURE_HIGHER_ORDER else Kind.REWRITES
     library, _, name = schema.name.partition("::")
     if library == "profiler":
         return Kind.RANGE
-    if library == "prim" or (name in schema_gaps.LAYOUT and library == "aten"):
+    if library == "prim" or (name in LAYOUT and library == "aten"):
         return Kind.IGNORED
-    if library in schema_gaps.REWRITING or (library == "aten" and name in schema_gaps.WRITES):
+    if library in REWRITING or (library == "aten" and name in WRITES):
         return Kind.REWRITES
     if schema.is_mutable:
         return Kind.WRITES
-    if name in schema_gaps.ALIASES:
+    if name in ALIASES:
         return Kind.ALIASES
     if any(returned.alias_info is not None for returned in schema.returns):
         return Kind.VIEW
@@ -299,21 +384,21 @@ def operator_kind(operator: Any) -> Kind:
     if has_effects(operator):
         return Kind.EFFECT
     takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    if library == "aten" and (name.endswith("_like") or name in schema_gaps.UNINITIALIZED or not takes_tensor):
+    if library == "aten" and (name.endswith("_like") or name in UNINITIALIZED or not takes_tensor):
         return Kind.FACTORY
-    draws = torch.Tag.nondeterministic_seeded in operator.tags or library not in schema_gaps.TAGGED
+    draws = torch.Tag.nondeterministic_seeded in operator.tags or library not in TAGGED
     return Kind.RANDOM if draws else Kind.SAVEABLE
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:
-    quiet = schema_gaps.WRITES.get(name, ()) if schema.name.startswith("aten::") else ()
+    quiet = WRITES.get(name, ()) if schema.name.startswith("aten::") else ()
     returned = {alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set}
     found = []
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write:
             counted = bool(returned & set(info.before_set)) or (not schema.returns and position == 0 and name.endswith("_"))
-            overwritten = name in schema_gaps.OVERWRITES or argument.is_out or name.startswith("rrelu_with_noise")
+            overwritten = name in OVERWRITES or argument.is_out or name.startswith("rrelu_with_noise")
             found.append(Written(position, argument.name, counted, overwritten))
         elif argument.name in quiet:
             found.append(Written(position, argument.name, counted=False, overwritten=False))

@@ -23,7 +23,7 @@ from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._tensors.copies import copies_of, is_plain
-from ckpt_hooks._tensors.offloaded import hooks_for_inputs
+from ckpt_hooks._tensors.transfers import hooks_for_inputs
 from ckpt_hooks._torch.autograd import Hooks, graph_exec_group, graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import num_dispatch_modes

@@ -26,9 +26,8 @@ from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor, HeldWithFaces, hold_tensor
-from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.refilling import owner_of
-from ckpt_hooks._tensors.transfers import transfers_for
+from ckpt_hooks._tensors.transfers import Batch, transfers_for
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address, storage_of

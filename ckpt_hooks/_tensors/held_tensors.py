@@ -32,9 +32,8 @@ from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
 from .copies import Clones, copy_in, is_theirs, layout_of, stand_in_for
-from .offloaded import Batch, Moved
 from .refilling import Origin
-from .transfers import Transfers
+from .transfers import Batch, Moved, Transfers
 
 _LOST = Cause(Reason.LOST)
 

@@ -1,20 +1,38 @@
-"""Copies of tensors from a device to the host and back, on a stream for each direction, which overlap with computing.
+"""Tensors on the host until backward: copies from a device and back, on a stream for each direction, single and in batches.
 
-The memory in use never depends on the progress of the device, since the host never asks for it. Source: torchtune's
-``OffloadActivations``, for the threshold, the two streams and the stash.
+Tensors which move together form a *batch*: what one region's policy keeps, a region's inputs, or a single saved tensor. When
+backward reaches a batch, it fetches the whole batch and some of the batches sent before, which it reaches next.
+
+The copies overlap with computing. The memory in use never depends on the progress of the device, since the host never asks for
+it. Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, queue_callback
+from ckpt_hooks._core.descriptions import RegionPath, describe_kind, format_path
+from ckpt_hooks._core.events import Watch
+from ckpt_hooks._core.frame import stack
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of, storage_and_size
+from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, Hooks, graph_task_id, queue_callback
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
-from ckpt_hooks._torch.tensors import past_all_modes, set_conj, set_neg
+from ckpt_hooks._torch.tensors import (
+    counted_detach,
+    is_kept_anyway,
+    past_all_modes,
+    set_conj,
+    set_neg,
+    set_versions,
+    storage_address,
+    version_witness,
+)
 
 #: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
@@ -220,3 +238,286 @@ def _is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return expected > 0
+
+
+class Offloaded:
+    """A tensor on the host, or on its way there or back. Whoever writes to the tensor later does not use this copy."""
+
+    __slots__ = ("__weakref__", "_arrival", "_sent", "_task", "_transfers", "_version", "_watch", "batch", "takers")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        transfers: Transfers,
+        batch: Batch,
+        stream: Any = None,
+        max_stash_size: int = MAX_STASH_SIZE,
+    ) -> None:
+        self.batch = batch
+        # Its users, if several. Each takes it once in a backward, and all share one fetch.
+        self.takers: list[weakref.ref[Moved]] = []
+        self._transfers = transfers
+        self._version = tensor._version
+        self._arrival: Arrival | None = None
+        # The graph task that has taken it last.
+        self._task = -1
+        frame = stack.innermost
+        self._watch = batch.watch or (None if frame is None else frame.watch)
+        self._sent: Sent = transfers.send(tensor, stream, max_stash_size)
+        if self._watch is not None:
+            self._watch.tell("moved", tensor.nbytes, to_host=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_sent"):  # not where sending failed
+            self._transfers.leave_behind(self._sent.number)
+
+    @property
+    def host(self) -> torch.Tensor:
+        return self._sent.host
+
+    def finish_sending(self) -> None:
+        """Makes the present stream wait for the copy, so that the tensor may be written to."""
+        self._transfers.wait(self._sent)
+
+    def _fetch(self) -> Arrival:
+        arrival = self._transfers.fetch(self._sent)
+        if self._watch is not None:
+            self._watch.tell("moved", arrival.tensor.nbytes, to_host=False)
+        set_versions((arrival.tensor,), (self._version,))
+        return arrival
+
+    def _keep(self, arrival: Arrival) -> None:
+        """Keeps a fetched tensor for further takers, until the backward ends."""
+        with self._transfers.lock:
+            if self._arrival is None:
+                self._arrival = arrival
+        drop_copies_at_end(self)
+
+    def fetch_ahead(self, task: int) -> bool:
+        """Starts the fetch, unless the graph task has taken the tensor already; returns whether the tensor is still wanted."""
+        if self._task == task:
+            return False
+        if self._arrival is None:
+            self._keep(self._fetch())
+        return True
+
+    def drop(self) -> None:
+        with self._transfers.lock:
+            self._arrival = None
+
+    def get(self, taker: Moved | None = None) -> torch.Tensor:
+        """Returns the tensor on its device, in an object of the caller's own; it stays there while other takers wait."""
+        task = self._task = graph_task_id()
+        stays = False
+        if taker is not None and task != -1:
+            taker.task = task
+            stays = any(other.task != task for reference in self.takers if (other := reference()) is not None)
+        with self._transfers.lock:
+            arrival = self._arrival
+            if arrival is not None and arrival.tensor._version != self._version:
+                arrival = self._arrival = None  # somebody wrote to it
+            if not stays:
+                self._arrival = None
+        if arrival is None:
+            arrival = self._fetch()
+            if stays:
+                self._keep(arrival)
+        self._transfers.use(arrival)
+        return counted_detach(arrival.tensor) if stays else arrival.tensor
+
+
+class Batch:
+    """Tensors sent in sequence, and wanted together."""
+
+    __slots__ = ("__weakref__", "before", "task", "tensors", "watch")
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        # Hears of the copies; None for the watch of the innermost frame.
+        self.watch = watch
+        self.tensors: list[weakref.ref[Offloaded]] = []
+        # The batch sent before from the same device, while it lives.
+        self.before: weakref.ref[Batch] | None = None
+        # The graph task that has fetched it last.
+        self.task = -1
+
+    def send(
+        self, tensor: torch.Tensor, transfers: Transfers, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
+    ) -> Offloaded:
+        sent = Offloaded(tensor, transfers, self, stream, max_stash_size)
+        self.join(sent, transfers)
+        return sent
+
+    def join(self, sent: Offloaded, transfers: Transfers) -> None:
+        """Adds a tensor, of another batch maybe, which is wanted with this batch."""
+        if not self.tensors:
+            self.before, transfers.latest = transfers.latest, weakref.ref(self)
+        self.tensors.append(weakref.ref(sent))
+
+    def _fetch(self, task: int) -> bool:
+        """Starts the fetch of all tensors still wanted, in the order of sending; returns whether there are any."""
+        wanted = False
+        for reference in self.tensors:
+            sent = reference()
+            if sent is not None and sent.fetch_ahead(task):
+                wanted = True
+        return wanted
+
+    def fetch_with_next(self, ahead: int = 1) -> None:
+        """Fetches this batch and the batches which backward reaches next; outside of a backward, nothing."""
+        task = graph_task_id()
+        if task == -1:
+            return
+        self.task = task
+        self._fetch(task)
+        batch = self
+        # Batches that this backward has taken do not count, as by a node with several saved tensors.
+        for _ in range(4 * ahead):  # not through all of a long chain that was taken
+            before = None if batch.before is None else batch.before()
+            if before is None:
+                return
+            batch = before
+            if batch._fetch(task):
+                ahead -= 1
+                if not ahead:
+                    return
+
+
+class Moved:
+    """A saved tensor, on its device until the copy to the host begins."""
+
+    __slots__ = (
+        "__weakref__",
+        "_ahead",
+        "_max_stash_size",
+        "_sent",
+        "_stream",
+        "_tensor",
+        "_transfers",
+        "_version",
+        "batch",
+        "path",
+        "storage",
+        "task",
+    )
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        transfers: Transfers,
+        max_stash_size: int = MAX_STASH_SIZE,
+        batch: Batch | None = None,  # None for one of its own
+        path: RegionPath | None = None,  # None outside of regions
+    ) -> None:
+        self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
+        self._stream, self._max_stash_size = transfers.present_stream(), max_stash_size
+        # How many batches a backward fetches ahead of this: where each is one tensor, as many as may be on their way.
+        self._ahead = max_stash_size if batch is None else 1
+        self._sent: Offloaded | None = None
+        self.batch, self.path = batch, path
+        # The graph task of the latest use, where several saved the tensor.
+        self.task = -1
+        self.storage = weakref.ref(tensor.untyped_storage())
+
+    def send(self, shared: Shared) -> None:
+        tensor, is_unchanged = self._tensor, self._tensor._version == self._version
+        if self.batch is None:
+            self.batch = Batch()
+        self._sent = self.batch.send(tensor, self._transfers, self._stream, self._max_stash_size)
+        self._tensor = version_witness(tensor)  # which keeps no memory alive
+        if is_unchanged:  # only now, since another thread may ask for the copy
+            shared.add(tensor, self)
+
+    def again(self, batch: Batch | None, path: RegionPath | None) -> Moved:
+        """Returns a holder of the same copy for another operator, or another region."""
+        saved, sent = copy.copy(self), self._sent
+        assert sent is not None
+        sent.takers = [*(sent.takers or [weakref.ref(self)]), weakref.ref(saved)]
+        saved.path = path
+        if batch is not None:
+            batch.join(sent, self._transfers)
+            saved.batch = batch
+        return saved
+
+    def holding(self, cause: Cause) -> Holding:
+        sent, why = self._sent, cause.in_words()
+        tensor, reason = (self._tensor, cause.reason) if sent is None else (sent.host, Reason.OFFLOADED)
+        return Holding(reason, why, size_of(tensor), *storage_and_size(tensor), tensor.shape, tensor.dtype, tensor.device)
+
+    def get(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            kind = describe_kind(self._tensor if self._sent is None else self._sent.host)
+            why = Why.OFFLOADED if self.path is None else Why.NEEDED
+            raise mutated(why, format_path(self.path), self._tensor, self._version, kind=kind, detail="moved to the host")
+        if self._sent is None:
+            return self._tensor
+        assert self.batch is not None
+        self.batch.fetch_with_next(self._ahead)
+        return self._sent.get(self if self._sent.takers else None)
+
+
+# Copies shared by takers of one tensor
+
+
+def _key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns a key, equal for two tensors of one storage only if the tensors are the same."""
+    return (
+        storage_address(tensor),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor._version,
+    )
+
+
+class Shared:
+    """Sent tensors, as long as their graph lives, to be found when another operator or region saves the same tensor."""
+
+    # A tensor without gradient is not looked for: an operator may write to such a tensor without counting the version.
+
+    def __init__(self) -> None:
+        self._sent: weakref.WeakValueDictionary[Any, Moved] = weakref.WeakValueDictionary()
+
+    def find(self, tensor: torch.Tensor, batch: Batch | None = None, path: RegionPath | None = None) -> Moved | None:
+        identity = _key_of(tensor)
+        found = self._sent.get(identity)
+        if found is None or found.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
+            return None
+        again = self._sent[identity] = found.again(batch, path)
+        return again
+
+    def add(self, tensor: torch.Tensor, saved: Moved) -> None:
+        self._sent[_key_of(tensor)] = saved
+
+
+_inputs = Shared()
+
+
+# Inputs of regions
+
+
+def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Hooks:
+    """Returns saved-tensor hooks for the inputs of one region (``offload_inputs=True``), which are one batch."""
+    batch = Batch(watch)
+
+    def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
+        # Whoever saves the inputs compares the versions of those that stay. Tensors without gradients do: models hand masks,
+        # say, to all their regions.
+        if not tensor.requires_grad or is_kept_anyway(tensor):
+            return tensor
+        transfers = transfers_for(tensor, min_size)
+        if transfers is None:
+            return counted_detach(tensor)
+        moved = _inputs.find(tensor, batch, path)
+        if moved is None:
+            moved = Moved(tensor, transfers, batch=batch, path=path)
+            moved.send(_inputs)
+        return moved
+
+    return pack, _unpack_input
+
+
+def _unpack_input(packed: Moved | torch.Tensor) -> torch.Tensor:
+    return packed.get() if type(packed) is Moved else packed  # type: ignore[return-value]

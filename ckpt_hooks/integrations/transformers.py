@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -97,7 +97,7 @@ class TakenSwitch:
         n = self._n if every_n_layers == 1 else every_n_layers
         if enable:
             _warn_of_options(gradient_checkpointing_func)
-            _switch_on(owner, switch, taken, runner, n, flagged.values())
+            _switch_on(owner, switch, taken, runner, n)
         else:
             switch(owner, enable=False, gradient_checkpointing_func=runner)
         for name, module in flagged.items():
@@ -208,26 +208,18 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
     return found
 
 
-def _switch_on(owner: Module, switch: Any, taken: Taken, runner: RegionRunner, n: int, flagged: Collection[Module]) -> None:
+def _switch_on(owner: Module, switch: Any, taken: Taken, runner: RegionRunner, n: int) -> None:
     """Calls the switch for each n-th layer."""
     if n == 1 and not any(taken.keep):
         switch(owner, enable=True, gradient_checkpointing_func=runner)
     elif "every_n_layers" in inspect.signature(switch).parameters:  # in 5.18 and 5.23, not yet in 5.0
         switch(owner, enable=True, gradient_checkpointing_func=runner, every_n_layers=n)
     else:
-        # By name: Transformers is not imported here, and has no such class before 4.52.
-        classes = ((module, {kind.__name__ for kind in type(module).__mro__}) for module in flagged)
-        layers = [module for module, names in classes if "GradientCheckpointingLayer" in names]
-        if not layers and any(calls_function(module) for module in flagged):
-            keep = "keep_first={}, keep_last={}".format(*taken.keep)
-            raise ValueError(
-                f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} knows no layers: there is no "
-                "GradientCheckpointingLayer, which Transformers has since 4.52. Write "
-                f"`ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
-            )
-        switch(owner, enable=True, gradient_checkpointing_func=runner)
-        for index, module in enumerate(layers):
-            setattr(module, FLAG, index % n == 0)
+        keep = "keep_first={}, keep_last={}".format(*taken.keep)
+        raise ValueError(
+            f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} knows no layers: it takes no every_n_layers "
+            f"before 5.18. Write `ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
+        )
 
 
 def enable_in_transformers(
@@ -276,9 +268,9 @@ def enable_in_transformers(
         RuntimeError: If the model has regions of this package already, or a switch which takes no function.
 
     Note:
-        Shown with Transformers 4.46, 4.57, 5.0 and 5.23; ``every_n_layers`` needs 4.52. A deep copy of the model has regions
-        too, which the handle does not undo. The outputs of input embeddings need not require grad: frozen layers below the
-        first trained one keep nothing then, and take no part in backward.
+        Shown with Transformers 4.46, 4.57, 5.0 and 5.23; ``every_n_layers`` and layers kept need 5.18. A deep copy of the model
+        has regions too, which the handle does not undo. The outputs of input embeddings need not require grad: frozen layers
+        below the first trained one keep nothing then, and take no part in backward.
 
     Example:
         >>> from ckpt_hooks.integrations import enable_in_transformers
