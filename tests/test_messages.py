@@ -124,6 +124,12 @@ def torchs_pair():
     return torch.utils.checkpoint.create_selective_checkpoint_contexts([MM])
 
 
+@contextlib.contextmanager
+def within(context):
+    with context:
+        yield
+
+
 class Doubling(TorchDispatchMode):
     """Makes products twice as large."""
 
@@ -887,6 +893,7 @@ CALLS = {
         "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
         "returned a PolicyContext and a null": lambda: with_contexts((selective_pair()[0], noop_context_fn()[0])),
         "and a _CachedTorchDispatchMode": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
+        "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         r"devices and states should be indices .* but got \(\[0\], \[1\]\)": lambda: ckpt_hooks.set_device_states([0], [1]),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
         r"Write `with checkpoint_region\(\):`, or `checkpoint\(\.\.\.\)\(function": lambda: checkpoint(name="x").__enter__(),

@@ -21,9 +21,12 @@ import torch
 import torch.utils.checkpoint
 from torch.nn import Module
 
-from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.descriptions import format_path
+from ckpt_hooks._core.frame import Frame, stack
+from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, check_signature, checked_flag, flag_or_none, wrong
 from ckpt_hooks._core.modes import QuietDispatchMode, reusable
+from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks._torch.modes import active_fake_mode
 
@@ -268,6 +271,7 @@ class PolicyContext(AbstractContextManager[None]):
         return isinstance(other, PolicyContext) and self.is_forward > other.is_forward and self._of_torch is other._of_torch
 
     def __enter__(self) -> None:
+        _refuse_hidden()
         if not self._of_torch:
             from ckpt_hooks.policies.decisions import asks_for_torch
 
@@ -277,6 +281,17 @@ class PolicyContext(AbstractContextManager[None]):
 
     def __exit__(self, *exc_info: Any) -> bool | None:
         return self._of_torch[not self.is_forward].__exit__(*exc_info)
+
+
+def _refuse_hidden() -> None:
+    """Raises if a region runs under the context of a policy hidden inside another context."""
+    frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
+    if frame is not None and hooks is not None and are_of_frame(hooks):
+        raise TypeError(
+            f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
+            "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
+            "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+        )
 
 
 def policy_of(context: AbstractContextManager[Any]) -> Policy | None:

@@ -342,25 +342,3 @@ def test_metadata_queries_are_never_kept():
 
 
 # Nesting
-
-
-def test_contexts_of_a_policy_inside_of_others_are_torchs():
-    """A region does not find the policy there: they keep what it names, as for torch's checkpoint, and for one backward."""
-
-    @contextlib.contextmanager
-    def within(context):
-        with context:
-            yield
-
-    def contexts():
-        return tuple(map(within, ckpt_hooks.create_selective_checkpoint_contexts([aten.mm.default])))
-
-    def function(x):
-        return x.mm(weight).sin().mm(weight).cos().sin()
-
-    x = leaf(3, 3)
-    weight = torch.rand_like(x)
-    y = ckpt_hooks.checkpoint(function, x, context_fn=contexts)
-    (gradient,), ops = recomputed(y, x)
-    assert torch.equal(gradient, grad(function(x).sum(), x)[0])
-    assert ops["mm"] == 2  # for gradients alone
