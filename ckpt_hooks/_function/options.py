@@ -284,7 +284,6 @@ class PolicyContext(AbstractContextManager[None]):
 
 
 def _refuse_hidden() -> None:
-    """Raises if a region runs under the context of a policy hidden inside another context."""
     frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
     if frame is not None and hooks is not None and are_of_frame(hooks):
         raise TypeError(

@@ -1,7 +1,7 @@
 """Tensors on the host until backward: copies from a device and back, on a stream for each direction, single and in batches.
 
-Tensors which move together form a *batch*: what one region's policy keeps, a region's inputs, or a single saved tensor. When
-backward reaches a batch, it fetches the whole batch and some of the batches sent before, which it reaches next.
+Tensors which move together form a *batch*: what one region's policy keeps, a region's inputs, or a single saved tensor. A
+backward which reaches one fetches it, and some of those sent before, which come next.
 
 The copies overlap with computing. The memory in use never depends on the progress of the device, since the host never asks for
 it. Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.

@@ -1,7 +1,6 @@
 """The ``forward`` of a module whose calls are regions; and the checkpointing switch that a model may have itself.
 
-Models of Transformers, diffusers, timm and open_clip have one: a flag of modules which call a function when it is set. Modules
-whose own switch is on, and which are, contain or are inside of a region of this package, are computed three times.
+Models of Transformers, diffusers, timm and open_clip have one. Where it is on in a region, around or inside, both recompute.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs
 again, at its cost, and needs what it reads. A sweep of prices gives the convex hull; single results fill the gaps.
 
-The choice is a greedy search, with exchanges. Outside of its own backward, a block's option changes memory by constant amounts:
-by what it keeps. So time falls into windows, and the peak of a window is the sum of a maximum for the one block that varies in
-it and of constants for the others.
+The choice is a greedy search, with exchanges. Outside of its own backward a block's option changes memory by what it keeps. So
+time falls into windows, and the peak of each is a maximum for the one block that varies in it, and constants for the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What regions cost on this machine: recorded ones in forward and in replays, others where they call a block again."""
+"""What regions cost on this machine: recorded ones, and others which call a block again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ranks import Ranks
 from .restoring import as_before
 from .simulating import effect_of
 
-#: Steps that are run for the time of one: regions get ready in the first. Two are timed at least, others up to some seconds.
+#: Steps that are run for the time of one: regions get ready in the first.
 _LEAST_STEPS, NUM_STEPS = 3, 9
 _ENOUGH = 2.0
 #: Of a busy machine, whose fastest steps differ by more than this part, times say nothing.
@@ -26,7 +26,7 @@ MOST_SPREAD = 0.05
 
 
 class Prices(NamedTuple):
-    """What regions add, and a step without them takes."""
+    """What regions add."""
 
     spread: float  # of equal steps, as a part
     plain: float  # seconds of a step without regions

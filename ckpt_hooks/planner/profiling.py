@@ -152,7 +152,7 @@ class BlockCall:
 PRICES = 3_000_000.0, 500_000.0
 
 
-#: Operators in whose time a region is entered and left, and notes what it reads from outside.
+#: Operators in whose time a region is entered and left.
 _OF_CALL = 10
 
 

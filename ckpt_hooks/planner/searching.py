@@ -77,7 +77,7 @@ def searched(
     check_model(model)
     check_step(step)
     device = accelerator_of(model)
-    # The host does not tell the time of a device, and stages of a pipeline would run many steps for others.
+    # The host does not tell a device's time; stages of a pipeline would run many steps for others.
     if cost is None and (device is not None or dry_mode.get() is not None or ranks.is_part):
         cost = "operations"
     if memory_budget == "auto":
