@@ -126,7 +126,8 @@ def planned(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     plain = gradients(model, step)
     found: dict[str, Any] = {"plans": [], "peaks": []}
     options = {"margin": MARGIN, "blocks": BLOCKS_OF[kind], **options}
-    plan = plan_memory(model, counted, 0.5, **options)
+    # The threads of gloo let go of tensors late, of which parts of a model have more than the budget leaves between.
+    plan = plan_memory(model, counted, 0.75 if kind == "tensor" else 0.5, **options)
     for one in (plan, plan_memory(model, counted, int(plan.budget * 1.2), **options)):
         with one.apply():
             assert all(map(torch.equal, gradients(model, step), plain))
