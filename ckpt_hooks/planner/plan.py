@@ -261,9 +261,10 @@ class Plan(Printed):
             ...     for batch in (torch.ones(256, 64), torch.ones(512, 64)):
             ...         guard(lambda batch: model(batch).sum().backward(), batch)
         """
-        limit, found = None if limit is None else checked_bytes(limit, "limit"), self._found(model, "guard")
+        limit, search = None if limit is None else checked_bytes(limit, "limit"), self._profiled("guard")
+        found = self._found(model, "guard")
         check_model(found)
-        return Guard(self, self._profiled("guard").ranks, found, limit)
+        return Guard(self, search.ranks, found, limit)
 
     def _profiled(self, method: str) -> Search:
         if self._search is None:
