@@ -446,7 +446,8 @@ def test_regions_inside_of_blocks_recompute_under_each_plan():
     for part in (0.2, 0.5, 0.8):
         plan = plan_memory(model, step, part, blocks=Outer)
         assert plan.measured_peak <= plan.budget
-        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+        # Each of the three calls inside notes a state of the generator, which some versions of torch let them share.
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3, abs=3 * 5056)
         with plan.apply():
             assert same(after_a_step(model, step), plain)
 
