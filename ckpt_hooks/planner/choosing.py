@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -86,9 +86,11 @@ class _Graph:
 
     def cheapest(self, price: float) -> Choice:
         """Returns the option with the least cost, at a price for each byte kept."""
-        flow = _Flow()
-        for root in self.roots:
-            flow.add("source", ("needed", root), _ALL)
+        import networkx  # which torch brings; a third of a second
+
+        flow = networkx.DiGraph()  # edges without a capacity are never cut
+        flow.add_node("sink")
+        flow.add_edges_from(("source", ("needed", root)) for root in self.roots)
         reached, todo = set[int](), list(self.roots)
         while todo:
             one = todo.pop()
@@ -96,69 +98,16 @@ class _Graph:
                 continue
             reached.add(one)
             size = self.size.get(one)
-            flow.add(("needed", one), ("again", one), _ALL if size is None else price * size)
-            flow.add(("again", one), "sink", self.cost[one])
+            flow.add_edge(("needed", one), ("again", one), **({} if size is None else {"capacity": price * size}))
+            flow.add_edge(("again", one), "sink", capacity=self.cost[one])
             for other in self.needs[one]:
-                flow.add(("again", one), ("needed", other), _ALL)
+                flow.add_edge(("again", one), ("needed", other))
                 todo.append(other)
-        side = flow.cut()
+        if not reached:
+            return self.choice(())
+        solve = networkx.algorithms.flow.boykov_kolmogorov  # the fastest there, with the same cuts
+        _, (side, _) = networkx.minimum_cut(flow, "source", "sink", flow_func=solve)
         return self.choice(one for one in reached if ("needed", one) in side and ("again", one) not in side)
-
-
-_ALL = 1e30
-
-
-class _Flow:
-    """A maximum flow, by shortest augmenting paths on levels (Dinic)."""
-
-    def __init__(self) -> None:
-        self._capacity: dict[object, dict[object, float]] = collections.defaultdict(dict)
-
-    def add(self, start: object, end: object, capacity: float) -> None:
-        self._capacity[start][end] = self._capacity[start].get(end, 0.0) + capacity
-        self._capacity[end].setdefault(start, 0.0)
-
-    def _levels(self) -> dict[object, int]:
-        levels: dict[object, int] = {"source": 0}
-        todo = collections.deque[object](["source"])
-        while todo:
-            one = todo.popleft()
-            for other, capacity in self._capacity[one].items():
-                if capacity > _LEAST and other not in levels:
-                    levels[other] = levels[one] + 1
-                    todo.append(other)
-        return levels
-
-    def cut(self) -> set[object]:
-        """Returns the nodes on the side of the source of a minimum cut."""
-        while "sink" in (levels := self._levels()):
-            edges: dict[object, Iterator[object]] = {node: iter([*others]) for node, others in self._capacity.items()}
-            while self._augment(levels, edges):
-                pass
-        return set(levels)
-
-    def _augment(self, levels: dict[object, int], edges: dict[object, Iterator[object]]) -> bool:
-        path: list[object] = ["source"]
-        while path[-1] != "sink":
-            one = path[-1]
-            for other in edges[one]:
-                if self._capacity[one][other] > _LEAST and levels.get(other) == levels[one] + 1:
-                    path.append(other)
-                    break
-            else:
-                path.pop()
-                if not path:
-                    return False
-                # The edge to a dead end is passed by the iterator of the node before.
-        amount = min(self._capacity[one][other] for one, other in itertools.pairwise(path))
-        for one, other in itertools.pairwise(path):
-            self._capacity[one][other] -= amount
-            self._capacity[other][one] += amount
-            edges[one] = iter([other, *edges[one]])  # which may have capacity left
-        return True
-
-
-_LEAST = 1e-9
 
 
 #: The part of its bytes that a result counts which another block holds anyway, as its input. Where blocks come in a row, that
@@ -347,6 +296,16 @@ class Problem:
         for memory, option in zip(self.memory, chosen, strict=True):
             total += memory[option]
         return float(total.max())
+
+    def next_peak(self, chosen: Sequence[int]) -> float:
+        """Returns the least peak of a choice in which one block has a cheaper option; that of the choice where none has."""
+        total = self.base + sum(memory[option] for memory, option in zip(self.memory, chosen, strict=True))
+        peaks = [
+            float((total + memory[costs < costs[option]] - memory[option]).amax(1).min())
+            for memory, costs, option in zip(self.memory, self.costs, chosen, strict=True)
+            if bool((costs < costs[option]).any())
+        ]
+        return min(peaks, default=float(total.max()))
 
     def cost(self, chosen: Sequence[int]) -> float:
         return sum(float(costs[option]) for costs, option in zip(self.costs, chosen, strict=True))

@@ -48,11 +48,14 @@ class Plan(Printed):
         budget: The bytes given.
         predicted_peak: The peak predicted from the profile.
         measured_peak: The peak of a step under the plan; the predicted one if ``is_measured`` is false.
+        next_peak: The least peak, as predicted, of a plan in which one block has a cheaper option.
         least_peak: The least peak of any plan, as predicted.
         plain_peak: The peak of a step without regions, as measured.
         recomputed: The part of forward that runs again, by cost: floating-point operations, and ten for each byte moved.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
         region_seconds: What recorded regions add to forward, as measured; 0 with ``cost="operations"``.
+        added_seconds: What a step under the plan takes more than one without regions, as measured; 0 with
+            ``cost="operations"``, or if ``is_measured`` is false.
         margin: The part of the budget that the measured step had to leave free.
         cost: What is the least: ``"operations"`` or ``"seconds"``.
         outside_bytes: What lives at the peak and comes from outside of all blocks, but for gradients of parameters.
@@ -76,6 +79,8 @@ class Plan(Printed):
     outside_module: str = ""
     is_measured: bool = True
     region_seconds: float = 0.0
+    added_seconds: float = 0.0
+    next_peak: int = 0
     chunks: tuple[PlannedChunks, ...] = ()
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
@@ -293,13 +298,14 @@ class Plan(Printed):
         return runners_of(block for plan in (self, *self.others) for block in plan.blocks)
 
     def _headline(self) -> str:
-        regions = f", beside {self.region_seconds * 1e3:.1f} ms that regions take" if self.region_seconds else ""
-        seconds = f", in {self.recomputed_seconds * 1e3:.1f} ms" if self.recomputed_seconds else ""
+        seconds = (self.recomputed_seconds + self.region_seconds) * 1e3
+        added = f"which adds {self.added_seconds * 1e3:.1f} ms, " if self.added_seconds else ""
+        added = f", {added}{seconds:.1f} ms predicted" if seconds else ""
         chunks = f"; {chunks_in_words(self.chunks)}" if self.chunks else ""
         words = f"{format_bytes(self.predicted_peak)} predicted" if self.is_measured else "predicted, not measured"
         return (
             f"peak {format_bytes(self.measured_peak)} of {format_bytes(self.budget)}, {words}; "
-            f"{self.recomputed:.1%} of forward runs again{seconds}{regions}{chunks}; from "
+            f"{self.recomputed:.1%} of forward runs again{added}{chunks}; from "
             f"{format_bytes(self.least_peak)} at least to {format_bytes(self.plain_peak)} without regions"
         )
 
@@ -327,11 +333,20 @@ class Plan(Printed):
             again = f"{first.recomputed:.0%}", in_ms, format_bytes(first.recomputed_bytes)
             rows.append([times(group), names, first.kind, *again, format_bytes(first.kept_bytes), kept])
         header = ["", "block", "class", "again", "ms", "bytes", "kept", "results"]
-        yield Table(header, rows, (0, 3, 4, 5, 6), (1, 7), rest=self._outside())
+        yield Table(header, rows, (0, 3, 4, 5, 6), (1, 7), rest=" ".join(filter(None, (self._free(), self._outside()))))
         for plan in self.others:
             first = plan.blocks[0]
             (table,) = plan._tables()
             yield table._replace(title=f"where {first.name} gets {shapes_in_words(first.shapes[0])}: {plan._headline()}")
+
+    def _free(self) -> str:
+        free = int(self.budget * (1 - self.margin)) - self.measured_peak
+        if free < self.budget * _CLOSE or self.next_peak <= self.budget:
+            return ""
+        return (
+            f"{format_bytes(free)} of the budget stay free: with the next cheaper option of any one block the peak is "
+            f"{format_bytes(self.next_peak)}."
+        )
 
     def _outside(self) -> str:
         if self.outside_bytes < self.measured_peak / 2:
@@ -360,6 +375,9 @@ class Plan(Printed):
         plan: Plan = _read(values, "plan", "Plan")
         return plan
 
+
+#: The part of a budget that may stay free without a word.
+_CLOSE = 0.005
 
 #: Of plans in files. Another number where a field has another meaning.
 _VERSION = 1
@@ -476,7 +494,7 @@ def plan_memory(
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
         cost: What is to be the least: ``"seconds"`` as measured on the host, those of operators that run again and what regions
-            add, in 12 to 36 steps more; or ``"operations"``, the same in each run: those that run again, ten for each byte that
+            add, in 15 to 45 steps more; or ``"operations"``, the same in each run: those that run again, ten for each byte that
             these move, and three million for each operator that a region records. None for seconds of a model on the host,
             where the fastest of equal steps differ by at most 5% and no group of some ranks plans, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to

@@ -88,7 +88,7 @@ def searched(
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     timed = 0 if cost == "operations" else NUM_STEPS
-    most = 1 + 2 * len(chunkings) + 4 * timed + MOST_MEASURED
+    most = 1 + 2 * len(chunkings) + 5 * timed + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         with as_before(model):
             before = optimizer_state(model)
@@ -310,6 +310,8 @@ class Search:
             found = {**one.attributes(chosen), "is_measured": False}
         else:
             found = one._corrected(model, step, target, tolerance, room)
+            if one._prices is not None:
+                found["added_seconds"] = one._added(model, step, found, one._prices)
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
@@ -395,8 +397,7 @@ class Search:
         self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
     ) -> dict[str, Any]:
         plan = self.attributes(chosen)
-        runners = {selector_of(name): one for name, one in runners_of(plan["blocks"]).items()}
-        with as_before(model), applied(model, runners, plan["chunks"]):
+        with as_before(model), applied(model, _runners_in(plan), plan["chunks"]):
             if room is not None:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak
@@ -404,6 +405,10 @@ class Search:
         measured, outside = max(self.ranks.all((nbytes, outside_of(peak.holders, self._blocks.members))))
         plan["outside_module"], plan["outside_bytes"] = outside
         return {**plan, "measured_peak": measured, "_model": weakref.ref(model)}
+
+    def _added(self, model: Module, step: Callable[[Module], Any], plan: dict[str, Any], prices: Prices) -> float:
+        seconds, _ = seconds_of(model, step, _runners_in(plan), plan["chunks"], self.ranks)
+        return max(0.0, max(self.ranks.all(seconds)) - prices.plain)
 
     def attributes(self, chosen: Sequence[int]) -> dict[str, Any]:
         """Returns the attributes of a plan, as predicted."""
@@ -445,6 +450,7 @@ class Search:
             "blocks": tuple(blocks),
             "predicted_peak": predicted,
             "measured_peak": predicted,
+            "next_peak": int(problem.next_peak(chosen)),
             "recomputed": again / forward if forward else 0.0,
             "recomputed_seconds": sum(block.recomputed_seconds for block in blocks),
             "region_seconds": sum(of[one].region_seconds for of, one in zip(problem.options, chosen, strict=True)),
@@ -452,6 +458,10 @@ class Search:
             **self._common,
         }
         return {**self.ranks.first(lambda: found), "_search": self}
+
+
+def _runners_in(plan: dict[str, Any]) -> dict[Any, PlannedRunner]:
+    return {selector_of(name): runner for name, runner in runners_of(plan["blocks"]).items()}
 
 
 #: The part of the room that is left: to other programs on the device, and to what a driver allocates for kernels.

@@ -18,6 +18,7 @@ from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choices_of, choose, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.simulating import natural_ends
+from ckpt_hooks.report.entries import format_bytes
 from tests.measure import Watch
 from tests.planner.models import MODELS, VARIANTS, GPTBlock, after_a_step, as_before, built, same, state_of
 
@@ -274,8 +275,11 @@ def test_costs_by_seconds():
     plan = plan_memory(model, step, 0.5, blocks=blocks, cost="seconds")
     assert same(state_of(model), before)
     is_recorded = any(block.recorded and block.kept is not None for block in plan.blocks)
-    assert (plan.region_seconds > 0, "ms that regions take" in str(plan)) == (is_recorded, is_recorded)
-    assert plan.replan(1.0).region_seconds == 0  # no region costs nothing
+    assert (plan.region_seconds > 0) == is_recorded
+    words = f"which adds {plan.added_seconds * 1e3:.1f} ms, " if plan.added_seconds else ""
+    assert f", {words}{(plan.recomputed_seconds + plan.region_seconds) * 1e3:.1f} ms predicted; from" in str(plan)
+    cheap = plan.replan(1.0)
+    assert (cheap.region_seconds, cheap.added_seconds) == (0, 0)  # no region costs nothing
     assert plan.measured_peak <= plan.budget
     assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
     with plan.apply():
@@ -634,3 +638,19 @@ def test_a_plan_leaves_graphs_from_before_and_flags():
     plan_memory(model, step, 0.5, blocks=["0", "1", "2"])
     assert all(parameter.requires_grad for parameter in model.parameters())
     waiting.backward()
+
+
+def test_what_stays_free_of_a_budget_is_explained():
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)) for _ in range(4))
+    model, x = nn.Sequential(*layers), torch.randn(256, 64)
+
+    def step(model):
+        model(x).sum().backward()
+
+    loose = plan_memory(model, step, 1.0, blocks=["*"], cost="operations")
+    peaks = [point.peak for point in loose.pareto().plans]
+    tight = loose.replan(peaks[-1] - 1, step)
+    assert (tight.measured_peak, tight.next_peak) == tuple(peaks[-2:])
+    assert f"with the next cheaper option of any one block the peak is {format_bytes(peaks[-1])}." in str(tight)
+    assert "stay free" not in str(loose)
