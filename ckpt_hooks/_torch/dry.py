@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .autograd import is_called_by_engine
 from .tensors import dry_storages, num_holders, set_versions, version_of
 
-# What fake tensors raise where a result depends on data. 2.11 to 2.15. Goes with a public way.
+# What fake tensors raise where a result depends on data.
 _DEPENDS: Any = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -39,8 +39,7 @@ class _Fake(metaclass=_AskedByTorch):
 
 class DryMode(FakeTensorMode):
     # A fake mode is the last of all modes: it sees what recorded regions replay, and what they call past other modes. Real
-    # tensors of the program are exchanged for fake ones operator by operator, and nothing is written to them. 2.11 to 2.15,
-    # private in all of these. Goes with a public way.
+    # tensors of the program are exchanged for fake ones operator by operator, and nothing is written to them.
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
         self._tell: Callable[..., object] = lambda *_: None

@@ -12,8 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from ckpt_hooks._torch.tensors import storage_of
 
 # ``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were there before, and in which
-# of two forms of shards. Goes with a public way to ask whose memory a tensor has. 2.11 to 2.15, but where another version is
-# named.
+# of two forms of shards. Goes with a public way to ask whose memory a tensor has.
 
 
 def num_units() -> int:
