@@ -176,10 +176,6 @@ def _size_of(group: Sequence[Holder]) -> int:
     return sum(holder.nbytes for holder in group)
 
 
-def _count_of(group: Sequence[Holder]) -> str:
-    return str(sum(holder.count for holder in group))
-
-
 def _groups_of(holders: Sequence[Holder]) -> list[list[Holder]]:
 
     def key(holder: Holder) -> object:
@@ -199,7 +195,7 @@ def _row_of(group: Sequence[Holder]) -> list[str]:
     operators = [name for name, _ in sizes.most_common() if name]
     return [
         format_bytes(_size_of(group)),
-        _count_of(group),
+        str(sum(holder.count for holder in group)),
         maker_in_words(origin, " ".join(filter(None, (fold_names(modules), fold_names(names))))),
         ", ".join(operators[:2]) + (", ..." if len(operators) > 2 else ""),
         origin.line or "",
