@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -105,7 +105,6 @@ save_tensor: Callable[[torch.Tensor], SavedTensor] = (
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a tangent, in the level of forward mode that is in force."""
     # Goes with a public way to ask whether there is a level.
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
@@ -118,26 +117,19 @@ _functions: Any = torch._C._functions
 #: The classes of the nodes of casts, and of the nodes which accumulate the gradients of leaves.
 CAST_NODE, LEAF_NODE = _functions.ToCopyBackward0, _functions.AccumulateGrad
 
-# The attributes which hold saved tensors, by the class of nodes, one for each operator. Custom functions have one attribute.
+# The attributes which hold saved tensors, by the class of nodes, one for each operator.
 _fields: dict[type, tuple[str, ...]] = {}
-_OF_FUNCTIONS = ("_raw_saved_tensors",)
-
-_NOTHING: Sequence[Any] = ()
 
 
-def saved_in(node: Any) -> Iterable[Any]:
+def saved_in(node: Any) -> Sequence[Any]:
     """Returns the saved tensors of a node; none for a node whose backward has freed them."""
     # Nodes written in C++ outside of torch's own formulas show none, and neither does the function inside ``CopySlices``.
     kind = type(node)
     fields = _fields.get(kind)
-    if fields is None:
-        if issubclass(kind, torch.autograd.function.BackwardCFunction):
-            return _saved(node, _OF_FUNCTIONS)
+    if fields is None and issubclass(kind, torch.autograd.function.BackwardCFunction):
+        fields = ("_raw_saved_tensors",)  # the class of a custom function may go
+    elif fields is None:
         fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    return _saved(node, fields) if fields else _NOTHING
-
-
-def _saved(node: Any, fields: Iterable[str]) -> list[Any]:
     found: list[Any] = []
     for field in fields:
         try:

@@ -45,7 +45,6 @@ def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn:
 
 
 def num_traced_nodes() -> int:
-    """Returns the number of nodes in the graph that Dynamo makes on this thread."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return len(InstructionTranslator.current_tx().output.graph.nodes)
@@ -61,7 +60,6 @@ def set_compile_configs(joint_pass: Callable[[Any, Any], Any] | None, tag: str) 
 
 
 def at_end_of_compilation(callback: Callable[[], None]) -> None:
-    """Calls a function once, when the present compilation of Dynamo has ended."""
     from torch._dynamo.callback import callback_handler
 
     def end(_: Any) -> None:

@@ -74,7 +74,10 @@ class DryMode(FakeTensorMode):
             self._is_inside = False
         made = _tensors_in(found)
         if func is torch.ops.aten.add.Tensor and is_called_by_engine(sys._getframe(1)):
-            self._take_over(given)
+            # Where gradients meet, the engine adds in place to one that it alone has, but not for subclasses.
+            alone = next((one.untyped_storage() for one in given if num_holders(one) == 1), None)
+            if alone is not None:
+                self._end(alone._cdata, alone.nbytes())
         if any(one.alias_info is None for one in func._schema.returns):
             for one in made:
                 if (storage := one.untyped_storage())._cdata not in known:
@@ -83,12 +86,6 @@ class DryMode(FakeTensorMode):
             self._change(-1, temporary, made[0].device)
             self._change(-1, -temporary, made[0].device)
         return found
-
-    def _take_over(self, given: list[Any]) -> None:
-        # Where gradients meet, the engine adds in place to one that it alone has, but not for subclasses.
-        alone = next((one.untyped_storage() for one in given if num_holders(one) == 1), None)
-        if alone is not None:
-            self._end(alone._cdata, alone.nbytes())
 
     def _begin(self, storage: Any, device: torch.device) -> None:
         key, nbytes = storage._cdata, storage.nbytes()

@@ -21,7 +21,6 @@ def num_units() -> int:
 
 
 def parameters_by_group() -> Iterator[tuple[Any, Any]]:
-    """Yields each group with each of its parameters (``FSDPParamGroup``, ``FSDPParam``)."""
     for reference in list(_composable_state._module_state_mapping.values()):
         state: Any = reference()
         # Since 2.12 a state has several groups.

@@ -123,7 +123,6 @@ def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[
 
 
 def divert_triton(unseen: _Unseen) -> None:
-    """Diverts launches of Triton's kernels, once the program has imported Triton."""
     kernel = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
     if kernel is None or hasattr(kernel.run, "is_diverted"):  # by this function: others may have wrapped it too
         return

@@ -19,7 +19,6 @@ def store_in(prefix: str, store: Any) -> Any:
 
 
 def patience_of(group: Any) -> float:
-    """Returns the seconds after which collectives of a group give up."""
     # There is a public way to set it, and none to ask.
     patience: timedelta = c10d.default_pg_timeout
     for device in group._device_types:

@@ -86,10 +86,8 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
-# What a sparse tensor is made of, summed up or not, and a nested one of the strided kind: all of its numbers, and the sizes of
-# its parts. What is public raises for a sparse tensor whose indices repeat, and goes through the parts of a nested one one by
-# one. Goes when the public way is as quick.
-sparse_parts: Callable[[torch.Tensor], list[Any]] = lambda tensor: [tensor._indices(), tensor._values()]  # noqa: E731
+# What a nested tensor of the strided kind is made of: all of its numbers, and the sizes of its parts. What is public goes
+# through the parts one by one. Goes when the public way is as quick.
 nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor.contiguous().values(),
     tensor._nested_tensor_size().tolist(),
@@ -149,7 +147,7 @@ def parts_of(tensor: torch.Tensor) -> list[Any] | None:
     if hasattr(tensor, "__tensor_flatten__"):
         return inner_tensors(tensor)
     if tensor.layout is torch.sparse_coo:
-        return sparse_parts(tensor)
+        return [tensor._indices(), tensor._values()]  # what is public raises where indices repeat
     if tensor.layout in _BY_ROWS:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in _BY_COLUMNS:
@@ -168,7 +166,6 @@ def dense_parts(value: Any) -> list[torch.Tensor]:
 
 
 def _count(tensor: torch.Tensor) -> int:
-    """Returns how many hold a tensor's storage, C++ and other threads included."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
