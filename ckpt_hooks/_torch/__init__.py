@@ -1,4 +1,6 @@
-"""Every private call into torch: its use, why the public way does not serve, its versions, and when the call may go.
+"""Every private call into torch: its use, and why the public way does not serve.
+
+Each is of torch 2.11 to 2.15, and goes when there is a public way, where nothing else is said.
 
 The check of a new release of torch is to read these modules and to run the suite. Timings: torch 2.13, one x86-64 core.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,53 +16,52 @@ Hook = Callable[[Any], Any]
 Hooks = tuple[Hook, Hook]
 
 # Pushing the pair of hooks directly costs 0.1 us; ``torch.autograd.graph.saved_tensors_hooks``, the public form, builds an
-# object and enters it, and does nothing else. 2.11 to 2.15. Goes when the public way is as quick.
+# object and enters it, and does nothing else. Goes when the public way is as quick.
 push_saved_tensors_hooks: Callable[[Hook, Hook], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
-# The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. Its argument tells whether to look past
-# a trace. There is no public way to ask whether hooks are active. 2.11 to 2.15. Goes with a public way.
+# The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. Its argument tells whether to look past a
+# trace. There is no public way to ask whether hooks are active.
 top_saved_tensors_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
-# Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one. 2.11 to 2.15. Goes with
-# a public way.
+# Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# The node that ``backward`` is running on this thread, or None. 2.11 to 2.15. Goes with a public way.
+# The node that ``backward`` is running on this thread, or None.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def is_called_by_engine(frame: FrameType | None) -> bool:
-    """Whether a frame is that which runs ``backward``: what it calls is C++, of the engine or of a node. 2.11 to 2.15."""
+    """Whether a frame is that which runs ``backward``: what it calls is C++, of the engine or of a node."""
     return frame is not None and frame.f_code is _ENGINE
 
 
 # Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
-# which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.
-# Torch 2.15 has made it public; the engine's own goes when 2.14 does.
+# which is what recomputed values hang on. FSDP and DDP rely on the same call. Torch 2.15 has made it public; the engine's own
+# goes when 2.14 does.
 queue_callback: Callable[[Callable[[], None]], None] = getattr(
     torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback
 )
 
-# Whether the graph task that is running keeps its graph (``retain_graph=True``). 2.11 to 2.15. Goes with a public way.
+# Whether the graph task that is running keeps its graph (``retain_graph=True``).
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-# The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
-# honours the other's. 2.11 to 2.15. Goes with a public way.
+# The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine honours
+# the other's.
 graph_exec_group: Callable[[], object | None] = torch._C._get_graph_exec_group
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 
-# The number that the next autograd node created on this thread will get. Tensors that one operator saves are packed after
-# its node was made and before the next one's, so equal numbers mean the same operator. 2.11 to 2.15. Goes with a public way.
+# The number that the next autograd node created on this thread will get. Tensors that one operator saves are packed after its
+# node was made and before the next one's, so equal numbers mean the same operator.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-# The sequence number of a node, given by its thread. 2.11 to 2.15. Goes with a public way.
+# The sequence number of a node, given by its thread.
 node_number: Callable[[Any], int] = lambda node: node._sequence_nr()  # noqa: E731
 
-# ``torch.set_grad_enabled`` without its object. 2.11 to 2.15. Goes when the public way is as quick.
+# ``torch.set_grad_enabled`` without its object. Goes when the public way is as quick.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
@@ -106,39 +105,31 @@ save_tensor: Callable[[torch.Tensor], SavedTensor] = (
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a tangent, in the level of forward mode that is in force."""
-    # The number of the level is private, 2.11 to 2.15. Goes with a public way to ask whether there is a level.
+    # Goes with a public way to ask whether there is a level.
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-# The classes of saved tensors, which have the packed object as ``data``. This and all below: 2.11 to 2.15. Goes with a public
-# way to list the tensors that a node saved, without the unpack hooks.
+# The classes of saved tensors, which have the packed object as ``data``. Goes with a public way to list the tensors that a node
+# saved, without the unpack hooks.
 SAVED_TENSORS: tuple[type, ...] = (torch._C._autograd.SavedTensor, NodeSavedTensor)
 
 _functions: Any = torch._C._functions
 #: The classes of the nodes of casts, and of the nodes which accumulate the gradients of leaves.
 CAST_NODE, LEAF_NODE = _functions.ToCopyBackward0, _functions.AccumulateGrad
 
-# The attributes which hold saved tensors, by the class of nodes, one for each operator. Custom functions have one attribute.
+# The attributes which hold saved tensors, by the class of nodes, one for each operator.
 _fields: dict[type, tuple[str, ...]] = {}
-_OF_FUNCTIONS = ("_raw_saved_tensors",)
-
-_NOTHING: Sequence[Any] = ()
 
 
-def saved_in(node: Any) -> Iterable[Any]:
+def saved_in(node: Any) -> Sequence[Any]:
     """Returns the saved tensors of a node; none for a node whose backward has freed them."""
     # Nodes written in C++ outside of torch's own formulas show none, and neither does the function inside ``CopySlices``.
     kind = type(node)
     fields = _fields.get(kind)
-    if fields is None:
-        if issubclass(kind, torch.autograd.function.BackwardCFunction):
-            return _saved(node, _OF_FUNCTIONS)
+    if fields is None and issubclass(kind, torch.autograd.function.BackwardCFunction):
+        fields = ("_raw_saved_tensors",)  # the class of a custom function may go
+    elif fields is None:
         fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    return _saved(node, fields) if fields else _NOTHING
-
-
-def _saved(node: Any, fields: Iterable[str]) -> list[Any]:
     found: list[Any] = []
     for field in fields:
         try:

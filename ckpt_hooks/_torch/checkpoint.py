@@ -9,7 +9,6 @@ from types import FunctionType
 from typing import Any
 
 import torch.utils.checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
 #: A generator function that opens a region, yields for the call of the function, and closes the region:
 #: ``region(function, args, kwargs, **options)``, with the options of ``torch.utils.checkpoint.checkpoint``.
@@ -79,34 +78,19 @@ def _set_code(function: Any, code: Any, defaults: Any, named_defaults: Any) -> N
     function.__kwdefaults__ = named_defaults
 
 
-def _arguments_first(
-    region: Region,
-    fn: Callable[..., Any],
-    preserve_rng_state: bool = True,
-    context_fn: Any = noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    early_stop: bool = True,
-    *args: Any,
-    **kwargs: Any,
-) -> Iterator[None]:
-    """Calls a region as torch 2.14 does; takes what torch 2.11 to 2.13 passes."""
-    return region(
-        fn,
-        args,
-        kwargs,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        debug=debug,
-        early_stop=early_stop,
-    )
+#: What torch 2.11 to 2.13 passes between the function and its arguments.
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+def _arguments_first(region: Region, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Calls a region as torch 2.14 does."""
+    return region(function, args[len(_OPTIONS) :], kwargs, **dict(zip(_OPTIONS, args, strict=False)))
 
 
 class _ReentrantEngine:
     """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
 
-    # The class gets an attribute of its own in front of the inherited one. 2.11 to 2.15. Goes with the reentrant engine.
+    # The class gets an attribute of its own in front of the inherited one. Goes with the reentrant engine.
     __slots__ = ("_before", "_class", "_own", "_set")
 
     def __init__(self) -> None:
@@ -145,13 +129,11 @@ reentrant_engine = _ReentrantEngine()
 
 def settings_of_torch() -> tuple[bool | None, bool | None]:
     """Returns what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` of torch have set, or None for each."""
-    # 2.11 to 2.15. Goes with a public way.
     return _torchs._enable_checkpoint_early_stop, _torchs._checkpoint_debug_enabled
 
 
 # The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have one
-# ``storage``. A pair is recognised, for the package's own modes to carry it out. 2.11 to 2.15. Goes when torch's modes are
-# exact.
+# ``storage``. A pair is recognised, for the package's own modes to carry it out. Goes when torch's modes are exact.
 SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
 
@@ -165,8 +147,7 @@ def is_compiled() -> bool:
     return torch.compiler.is_compiling() or (_RUNS_FOR_SHAPES and torch._guards.TracingContext.try_get() is not None)
 
 
-# There the user's context is inside ``_no_hook(module, context)``, by which the hooks of the module rest in a recompute. 2.11
-# to 2.15. Goes with a public way.
+# There the user's context is inside ``_no_hook(module, context)``, by which the hooks of the module rest in a recompute.
 COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 

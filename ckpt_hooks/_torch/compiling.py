@@ -45,7 +45,6 @@ def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn:
 
 
 def num_traced_nodes() -> int:
-    """Returns the number of nodes in the graph that Dynamo makes on this thread. 2.11 to 2.15."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return len(InstructionTranslator.current_tx().output.graph.nodes)
@@ -53,7 +52,7 @@ def num_traced_nodes() -> int:
 
 def set_compile_configs(joint_pass: Callable[[Any, Any], Any] | None, tag: str) -> tuple[Any, str]:
     """Sets the pass on joint graphs, and the tag in the key of the compile cache; returns those before."""
-    # 2.11 to 2.15. Goes with a public way to tell the partitioner of a block.
+    # Goes with a public way to tell the partitioner of a block.
     functorch: Any = torch._functorch.config
     before = functorch.joint_custom_pass, torch.compiler.config.cache_key_tag
     functorch.joint_custom_pass, torch.compiler.config.cache_key_tag = joint_pass, tag
@@ -61,7 +60,6 @@ def set_compile_configs(joint_pass: Callable[[Any, Any], Any] | None, tag: str) 
 
 
 def at_end_of_compilation(callback: Callable[[], None]) -> None:
-    """Calls a function once, when the present compilation of Dynamo has ended. 2.11 to 2.15."""
     from torch._dynamo.callback import callback_handler
 
     def end(_: Any) -> None:

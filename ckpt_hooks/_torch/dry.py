@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .autograd import is_called_by_engine
 from .tensors import dry_storages, num_holders, set_versions, version_of
 
-# What fake tensors raise where a result depends on data. 2.11 to 2.15. Goes with a public way.
+# What fake tensors raise where a result depends on data.
 _DEPENDS: Any = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -39,8 +39,7 @@ class _Fake(metaclass=_AskedByTorch):
 
 class DryMode(FakeTensorMode):
     # A fake mode is the last of all modes: it sees what recorded regions replay, and what they call past other modes. Real
-    # tensors of the program are exchanged for fake ones operator by operator, and nothing is written to them. 2.11 to 2.15,
-    # private in all of these. Goes with a public way.
+    # tensors of the program are exchanged for fake ones operator by operator, and nothing is written to them.
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
         self._tell: Callable[..., object] = lambda *_: None
@@ -75,7 +74,10 @@ class DryMode(FakeTensorMode):
             self._is_inside = False
         made = _tensors_in(found)
         if func is torch.ops.aten.add.Tensor and is_called_by_engine(sys._getframe(1)):
-            self._take_over(given)
+            # Where gradients meet, the engine adds in place to one that it alone has, but not for subclasses.
+            alone = next((one.untyped_storage() for one in given if num_holders(one) == 1), None)
+            if alone is not None:
+                self._end(alone._cdata, alone.nbytes())
         if any(one.alias_info is None for one in func._schema.returns):
             for one in made:
                 if (storage := one.untyped_storage())._cdata not in known:
@@ -84,12 +86,6 @@ class DryMode(FakeTensorMode):
             self._change(-1, temporary, made[0].device)
             self._change(-1, -temporary, made[0].device)
         return found
-
-    def _take_over(self, given: list[Any]) -> None:
-        # Where gradients meet, the engine adds in place to one that it alone has, but not for subclasses.
-        alone = next((one.untyped_storage() for one in given if num_holders(one) == 1), None)
-        if alone is not None:
-            self._end(alone._cdata, alone.nbytes())
 
     def _begin(self, storage: Any, device: torch.device) -> None:
         key, nbytes = storage._cdata, storage.nbytes()

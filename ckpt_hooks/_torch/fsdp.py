@@ -12,8 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from ckpt_hooks._torch.tensors import storage_of
 
 # ``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were there before, and in which
-# of two forms of shards. Goes with a public way to ask whose memory a tensor has. 2.11 to 2.15, but where another version is
-# named.
+# of two forms of shards. Goes with a public way to ask whose memory a tensor has.
 
 
 def num_units() -> int:
@@ -22,7 +21,6 @@ def num_units() -> int:
 
 
 def parameters_by_group() -> Iterator[tuple[Any, Any]]:
-    """Yields each group with each of its parameters (``FSDPParamGroup``, ``FSDPParam``)."""
     for reference in list(_composable_state._module_state_mapping.values()):
         state: Any = reference()
         # Since 2.12 a state has several groups.

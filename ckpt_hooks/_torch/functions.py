@@ -19,26 +19,25 @@ from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from .compiling import skipped
 
-# What operators are: overloads, and operators of operators; several overloads of one name are a packet. 2.11 to 2.15. Goes when
-# these classes are public.
+# What operators are: overloads, and operators of operators; several overloads of one name are a packet. Goes when these classes
+# are public.
 OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
 # Whether an operator has an effect that must not be repeated: one registered by ``torch.library``, or that of an object of
-# TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15. 2.11 to 2.15. Goes
-# with a public way.
+# TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15.
 has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
 
-# Returns a tensor that a collective fills, when it is complete; to wait for it again does no harm. 2.11 to 2.15. Goes when the
-# operator is public.
+# Returns a tensor that a collective fills, when it is complete; to wait for it again does no harm. Goes when the operator is
+# public.
 wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
 
-# Whether ``torch.jit.trace`` is at work, which takes a question for a size for an operator. 2.11 to 2.15. Goes when
-# ``torch.jit.is_tracing`` is as quick.
+# Whether ``torch.jit.trace`` is at work, which takes a question for a size for an operator. Goes when ``torch.jit.is_tracing``
+# is as quick.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
-# Custom functions, diverted: 2.11 to 2.15. Goes when dispatch modes are told of custom functions.
+# Custom functions, diverted. Goes when dispatch modes are told of custom functions.
 # 2.11 to 2.14: ``Function.apply`` calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
 # 2.15: ``Function.apply`` is this one, and binds defaults of arguments itself. Names bound before the first region end here.
 IS_BOUND_EARLY = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
@@ -124,7 +123,6 @@ def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[
 
 
 def divert_triton(unseen: _Unseen) -> None:
-    """Diverts launches of Triton's kernels, once the program has imported Triton."""
     kernel = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
     if kernel is None or hasattr(kernel.run, "is_diverted"):  # by this function: others may have wrapped it too
         return
@@ -142,7 +140,7 @@ def divert_triton(unseen: _Unseen) -> None:
 
 
 def divert_scripted(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
-    """Has all calls of TorchScript run by ``run(call, function, args, kwargs)``. 2.11 to 2.15. Goes with TorchScript."""
+    """Has all calls of TorchScript run by ``run(call, function, args, kwargs)``. Goes with TorchScript."""
     # Scripted and traced functions, and methods of scripted and traced modules.
     kinds: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
     for kind in kinds:

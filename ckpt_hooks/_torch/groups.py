@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-# The store of the default group. 2.11 to 2.15. Goes with a public way.
+# The store of the default group.
 default_store: Callable[[], Any] = c10d._get_default_store
 
 
@@ -19,8 +19,7 @@ def store_in(prefix: str, store: Any) -> Any:
 
 
 def patience_of(group: Any) -> float:
-    """Returns the seconds after which collectives of a group give up."""
-    # There is a public way to set it, and none to ask. 2.11 to 2.15.
+    # There is a public way to set it, and none to ask.
     patience: timedelta = c10d.default_pg_timeout
     for device in group._device_types:
         # A backend may be without options, as that of TORCH_DISTRIBUTED_DEBUG=DETAIL.
@@ -31,7 +30,6 @@ def patience_of(group: Any) -> float:
 
 def close_groups() -> None:
     """Ends all collectives of this process that wait, with an error; the groups are of no use afterwards."""
-    # The table of groups has no public name, 2.11 to 2.15.
     for group in [one for one in c10d._world.pg_map if isinstance(one, c10d.ProcessGroup) and one.size() > 1]:
         # gloo has no ``abort`` (https://github.com/pytorch/pytorch/issues/130345). A receive that gives up closes the
         # connections of a group, and all that waits on these ends.

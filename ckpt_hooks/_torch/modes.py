@@ -13,43 +13,42 @@ import torch
 
 R = TypeVar("R")
 
-# The dispatch modes that are active on this thread, from the outermost. 2.11 to 2.15. Goes when the public way is as quick.
-# Entering a mode by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under one.
+# The dispatch modes that are active on this thread, from the outermost. Goes when the public way is as quick. Entering a mode
+# by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under one.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
 # Whether torch traces by a dispatch mode (fake, functional, proxy), which has a place of its own on the stack; and a tensor of
-# such a trace, in which there is nothing. 2.11 to 2.15. Goes with a public way.
+# such a trace, in which there is nothing.
 is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731
 FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
 
-# The fake mode that is active on this thread, or None: it has a place of its own. 2.11 to 2.15. Goes with a public way.
+# The fake mode that is active on this thread, or None: it has a place of its own.
 active_fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
-# What runs while a module is called: its frame of Python has the module. 2.11 to 2.15. Goes with a public way.
+# What runs while a module is called: its frame of Python has the module.
 MODULE_CALL: Any = torch.nn.Module._call_impl.__code__
 
-# A context in which calls go past function modes. 2.11 to 2.15. Goes with a public way.
+# A context in which calls go past function modes.
 PastFunctionModes: Any = torch._C.DisableTorchFunction
 
-# Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15. Goes with a public way.
+# Keys of the dispatcher are left out, or taken in again, on this thread.
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 is_key_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 
 
-# Active ``TorchFunctionMode`` objects (a default device is one), outermost first. 2.11 to 2.15. Goes with a public way.
+# Active ``TorchFunctionMode`` objects (a default device is one), outermost first.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 
-# Pushes and pops a mode without entering it, which changes the state of some. 2.11 to 2.15. Goes with a public way.
+# Pushes and pops a mode without entering it, which changes the state of some.
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack
 
-# Has the mode that ``torch.set_default_device`` has pushed on this thread, as ``device_context``. 2.11 to 2.15. Goes with a
-# public way.
+# Has the mode that ``torch.set_default_device`` has pushed on this thread, as ``device_context``.
 GLOBAL_DEVICE: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
@@ -59,17 +58,16 @@ def global_device_mode() -> object | None:
 
 
 def set_global_device_mode(mode: object | None) -> None:
-    """Sets the mode of ``torch.set_default_device``, without a change of the stack. 2.11 to 2.15. Goes with a public way."""
+    """Sets the mode of ``torch.set_default_device``, without a change of the stack."""
     if mode is not global_device_mode():
         GLOBAL_DEVICE.device_context = mode
 
 
 # Whether a ``torch.func`` transform (grad, vjp, ...) is running. To ask for the innermost one makes a stack of them for this
-# thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us. 2.11 to 2.15. Goes with a public
-# way.
+# thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-# Transforms call it; an error of theirs has no class of its own, and is known by this code. 2.11 to 2.15.
+# Transforms call it; an error of theirs has no class of its own, and is known by this code.
 _REFUSES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 
 
@@ -82,7 +80,7 @@ def is_refused_by_transform(error: BaseException) -> bool:
 
 # Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The
 # tracer is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well.
-# The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. 2.11 to 2.15. Goes when that does not.
+# The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. Goes when that does not.
 _slot_of_mode, _TRACER = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
@@ -98,7 +96,7 @@ _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_s
 
 
 # ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
-# nothing is batched. Its level can only be read by moving it. 2.11 to 2.15. Goes with a public way.
+# nothing is batched. Its level can only be read by moving it.
 _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
 _BATCHED_GRADS = torch._C._dispatch_key_parse("VmapMode")
 
@@ -123,21 +121,19 @@ def resume_transforms(suspended: tuple[list[object], int]) -> None:
         _enter_batched_grads()
 
 
-# 0.06 us for a question that takes one public call a device type. 2.11 to 2.15. Goes when the public way is as quick.
+# 0.06 us for a question that takes one public call a device type. Goes when the public way is as quick.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-# A generator's address. 2.11 to 2.15. Goes with a public way.
+# A generator's address.
 address_of_generator: Callable[[Any], int] = lambda generator: generator._cdata  # noqa: E731
 
 
 # The current device of CUDA, and number, device and kind of a device's current stream, without a look whether CUDA is
-# initialised and without an object: 0.1 us each. None in builds without CUDA. 2.11 to 2.15. Goes when the public way is as
-# quick.
+# initialised and without an object: 0.1 us each. None in builds without CUDA. Goes when the public way is as quick.
 cuda_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 cuda_stream_data: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
 
-# The name under which a backend outside of torch has registered, ``"privateuseone"`` if none has. 2.11 to 2.15. Goes with a
-# public way.
+# The name under which a backend outside of torch has registered, ``"privateuseone"`` if none has.
 private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
 

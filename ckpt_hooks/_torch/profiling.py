@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler import profile
 
 # A named range of the profiler, as a context manager: without an operator, which dispatch modes would see, and in a tenth of
-# the time of ``torch.profiler.record_function``. 2.11 to 2.15. Goes with a public way.
+# the time of ``torch.profiler.record_function``.
 profiler_range: Any = torch._C._profiler._RecordFunctionFast
 
 #: The tag of an allocation or a free in the tree of events.
@@ -19,7 +19,7 @@ IS_ALLOCATION: Any = torch._C._profiler._EventType.Allocation
 #: The scopes of ranges that are no operators.
 NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._profiler.RecordScope.BACKWARD_FUNCTION})
 
-# Whether a profiler runs on this thread: a second one is an error. 2.11 to 2.15. Goes with a public way.
+# Whether a profiler runs on this thread: a second one is an error.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -29,7 +29,6 @@ _ONE = threading.Lock()
 
 class profile_memory:  # noqa: N801  # a context manager, as torch's own
     # The public profiler gives allocations without addresses, and not in one order with ranges: the tree of events has both.
-    # 2.11 to 2.15. Goes with a public way.
     def __init__(self) -> None:
         # On an accelerator too its allocator reports to the CPU's part of the profiler; kernels are of no use here.
         self._profile = profile(use_cpu=True, profile_memory=True, use_kineto=True)

@@ -12,24 +12,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
-# ``NotImplementedError`` for tensors without one. 2.11 to 2.15. Goes when the public way is as quick.
+# ``NotImplementedError`` for tensors without one. Goes when the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 # A context: operators go past autograd, and past the counting of versions and the tracking of views.
-# 2.11 to 2.15. Goes with a public way.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 # A view that is the negative of what is in memory; what is public copies. And what sets, without a copy, whether a tensor is
-# the conjugate of what is in its memory, or the negative. 2.11 to 2.15. Goes with a public way.
+# the conjugate of what is in its memory, or the negative.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
-# Whether the operator that a dispatch mode sees came past the key that ties versions of views to bases: ``detach()`` did,
-# the one of ``.data`` did not. 2.11 to 2.15. Goes with a public way.
+# Whether the operator that a dispatch mode sees came past the key that ties versions of views to bases: ``detach()`` did, the
+# one of ``.data`` did not.
 is_below_counting: Callable[[], bool] = functools.partial(is_key_excluded, _COUNTING)
 
 # As long as there is one, this thread's dispatch modes are not asked: whatever ends the function that has it, Ctrl-C too, they
-# are asked again. 2.11 to 2.15. Goes with a public way.
+# are asked again.
 _ModesNotAsked: Callable[[], object] = torch._C._DisableTorchDispatch
 
 
@@ -61,7 +60,7 @@ def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: An
         return function(*args)
     if type(tensor) in _PLAIN:
         return run_past_modes(function, *args)
-    # A fake tensor makes others under its own mode, active or not. 2.11 to 2.15. Goes with a public way.
+    # A fake tensor makes others under its own mode, active or not.
     with torch.utils._python_dispatch._disable_current_modes():
         return function(*args)
 
@@ -87,17 +86,15 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
-# What a sparse tensor is made of, summed up or not, and a nested one of the strided kind: all of its numbers, and the sizes of
-# its parts. What is public raises for a sparse tensor whose indices repeat, and goes through the parts of a nested one one by
-# one. 2.11 to 2.15. Goes when the public way is as quick.
-sparse_parts: Callable[[torch.Tensor], list[Any]] = lambda tensor: [tensor._indices(), tensor._values()]  # noqa: E731
+# What a nested tensor of the strided kind is made of: all of its numbers, and the sizes of its parts. What is public goes
+# through the parts one by one. Goes when the public way is as quick.
 nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor.contiguous().values(),
     tensor._nested_tensor_size().tolist(),
 ]
 
 # Sets the version counters of tensors, which count modifications in place. Only for tensors of the package's own making, or
-# back to what they were. 2.11 to 2.15. Goes with a public way.
+# back to what they were.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -150,7 +147,7 @@ def parts_of(tensor: torch.Tensor) -> list[Any] | None:
     if hasattr(tensor, "__tensor_flatten__"):
         return inner_tensors(tensor)
     if tensor.layout is torch.sparse_coo:
-        return sparse_parts(tensor)
+        return [tensor._indices(), tensor._values()]  # what is public raises where indices repeat
     if tensor.layout in _BY_ROWS:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in _BY_COLUMNS:
@@ -169,7 +166,6 @@ def dense_parts(value: Any) -> list[torch.Tensor]:
 
 
 def _count(tensor: torch.Tensor) -> int:
-    """Returns how many hold a tensor's storage, C++ and other threads included. 2.11 to 2.15. Goes with a public way."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
@@ -188,7 +184,7 @@ dry_storages: dict[int, torch.device] = {}
 
 
 # A weak reference to the object of a tensor's storage: no other storage takes its address as long as there is the reference.
-# And the storage of such a reference, None if it is gone. 2.11 to 2.15. Goes with a public way.
+# And the storage of such a reference, None if it is gone.
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,19 +19,10 @@ from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_b
 from ckpt_hooks._torch.tensors import storage_of
 
 
-class Unit:
+class Unit(NamedTuple):
     """A group of parameters which FSDP2 gathers together, an ``FSDPParamGroup`` of torch."""
 
-    __slots__ = ("group",)
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def __hash__(self) -> int:
-        return hash(id(self.group))
-
-    def __eq__(self, other: object, /) -> bool:
-        return isinstance(other, Unit) and other.group is self.group
+    group: Any
 
     def fill(self) -> Callable[[], None] | None:
         free = past_modes(gather, self.group)

@@ -250,7 +250,6 @@ def _choose_reentrant() -> Region | None:
 
 
 def _settings() -> Settings:
-    """Returns the settings in force, with those of torch where the package has none."""
     settings = current_settings()
     early_stop, debug = settings_of_torch()
     if early_stop is None and debug is None:

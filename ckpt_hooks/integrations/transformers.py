@@ -97,7 +97,16 @@ class TakenSwitch:
         n = self._n if every_n_layers == 1 else every_n_layers
         if enable:
             _warn_of_options(gradient_checkpointing_func)
-            _switch_on(owner, switch, taken, runner, n)
+            if n == 1 and not any(taken.keep):
+                switch(owner, enable=True, gradient_checkpointing_func=runner)
+            elif "every_n_layers" in inspect.signature(switch).parameters:  # in 5.18 and 5.23, not yet in 5.0
+                switch(owner, enable=True, gradient_checkpointing_func=runner, every_n_layers=n)
+            else:
+                keep = "keep_first={}, keep_last={}".format(*taken.keep)
+                raise ValueError(
+                    f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} knows no layers: it takes no "
+                    f"every_n_layers before 5.18. Write `ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
+                )
         else:
             switch(owner, enable=False, gradient_checkpointing_func=runner)
         for name, module in flagged.items():
@@ -206,20 +215,6 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
             )
         found[names[id(module)]] = runner
     return found
-
-
-def _switch_on(owner: Module, switch: Any, taken: Taken, runner: RegionRunner, n: int) -> None:
-    """Calls the switch for each n-th layer."""
-    if n == 1 and not any(taken.keep):
-        switch(owner, enable=True, gradient_checkpointing_func=runner)
-    elif "every_n_layers" in inspect.signature(switch).parameters:  # in 5.18 and 5.23, not yet in 5.0
-        switch(owner, enable=True, gradient_checkpointing_func=runner, every_n_layers=n)
-    else:
-        keep = "keep_first={}, keep_last={}".format(*taken.keep)
-        raise ValueError(
-            f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} knows no layers: it takes no every_n_layers "
-            f"before 5.18. Write `ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
-        )
 
 
 def enable_in_transformers(

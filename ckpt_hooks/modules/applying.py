@@ -24,7 +24,7 @@ from .forward import (
     region_forward_for,
     region_forward_of,
 )
-from .selecting import Select, ends_of, select_modules, span
+from .selecting import Select, ends_of, selected_of, span
 from .spans import RegionSpan, check_spans, span_in
 
 AModule = TypeVar("AModule", bound=Module)
@@ -213,7 +213,7 @@ def apply_checkpointing(
     check_module(model, "model", "Pass the model, then the selection.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
-    selected = select_modules(model, select, policy)
+    selected = selected_of(dict(model.named_modules()), select, policy, "select")
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
     runners = {name: _runner_for(names[name], one, recorded, options, value) for name, (one, value) in selected.items()}
@@ -225,7 +225,10 @@ def apply_checkpointing(
             kind = spans[name].kind
         else:
             _check_free(module, names[name])
-        regions.append(AppliedRegion(name, kind, _form_of(runners[name]), runners[name].policy))
+        runner = runners[name]
+        form = "checkpoint_region" if runner.recorded else "checkpoint"
+        form += "" if runner.chunks is None else f" x{runner.chunks.chunks}"
+        regions.append(AppliedRegion(name, kind, form, runner.policy))
     made = {name: RegionSpan(modules, runners[name]) for name, modules in spans.items()}
     check_spans([(made[name], modules) for name, modules in spans.items()])
     switches = own_switches(model, selected)
@@ -244,11 +247,6 @@ def apply_checkpointing(
 def _remove(reference: weakref.ref[RegionForward], what: object) -> None:
     if (forward := reference()) is not None:
         forward.remove(what)
-
-
-def _form_of(runner: RegionRunner) -> str:
-    form = "checkpoint_region" if runner.recorded else "checkpoint"
-    return form if runner.chunks is None else f"{form} x{runner.chunks.chunks}"
 
 
 def _runner_for(name: str, one: Module | span, recorded: Any, common: dict[str, Any], value: Any) -> RegionRunner:

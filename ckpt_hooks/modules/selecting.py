@@ -95,13 +95,8 @@ class every:  # noqa: N801 -- used like a function
         checked_integer(self.n, "n", "Pass 2 to select every second layer.")
 
 
-def select_modules(model: Module, select: Select, policy: Any) -> Selected:
-    """Returns the selected modules of a model, in the model's order; a module with several names has the first."""
-    return selected_of(dict(model.named_modules()), select, policy, "select")
-
-
 def selected_of(modules: dict[str, Module], select: Select, policy: Any, argument: str) -> Selected:
-    """Returns the selected ones of some modules; errors call the selection by the argument's name."""
+    """Returns the selected ones of some modules, in their order; errors call the selection by the argument's name."""
     names = [select] if isinstance(select, (str, span)) else select if isinstance(select, (list, tuple, set, frozenset)) else ()
     are_names = bool(names) and all(isinstance(name, (str, span)) for name in names)
     if are_names or isinstance(select, Mapping):

@@ -83,12 +83,10 @@ class OperatorLogs:
         forward, log = self.forward.entries, self._latest[0] if self._latest else OperatorLog()
         names, recompute = module_names(None if self._root is None else self._root()), log.entries
         divergence = _first_divergence(forward, recompute, is_whole=log.error is None)
-        if divergence is None:
-            words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
-        else:
-            words = _divergence_in_words(divergence, forward, recompute, names)
+        words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         before: Sequence[Entry] = recompute if error.index >= 0 else []
         if divergence is not None:  # up to there, and the first of it if forward ran the same operator
+            words = _divergence_in_words(divergence, forward, recompute, names)
             start, end, found, end_found = divergence
             is_same = start < end and found < end_found and _same_operator(forward[start], recompute[found])
             before = before[: found + int(is_same)]
@@ -112,8 +110,6 @@ class OperatorLogs:
 
 
 class _Divergence(NamedTuple):
-    """Operators of forward, of the recompute, or of both, without counterparts in the other run: two spans of places."""
-
     start: int
     end: int
     start_found: int

@@ -52,7 +52,13 @@ class Printed:
 
     def __str__(self) -> str:
         # No columns are left out in a file. COLUMNS has a word in any case, as in other programs.
-        return as_text(self._headline(), self._tables(), shutil.get_terminal_size((0, 0)).columns or None)
+        columns = shutil.get_terminal_size((0, 0)).columns
+        lines, width = [self._headline()], columns - 1 if columns else None
+        for table in (one for one in self._tables() if one.rows):
+            lines += ["", *([table.title] if table.title else [])]
+            lines += [f" {line}" for line in _lines_of(table, width)]
+            lines += [f" {table.rest}"] if table.rest else []
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         import html  # 1 ms, for notebooks alone
@@ -81,16 +87,6 @@ def as_json(value: Any) -> Any:
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
     return value.value if isinstance(value, enum.Enum) else value
-
-
-def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None) -> str:
-    """Returns a report as text, of at most ``max_width`` characters a line."""
-    lines, width = [headline], None if max_width is None else max_width - 1
-    for table in (one for one in tables if one.rows):
-        lines += ["", *([table.title] if table.title else [])]
-        lines += [f" {line}" for line in _lines_of(table, width)]
-        lines += [f" {table.rest}"] if table.rest else []
-    return "\n".join(lines)
 
 
 def format_bytes(nbytes: int) -> str:
@@ -124,7 +120,7 @@ def times(group: Sequence[Any]) -> str:
 
 def _lines_of(table: Table, max_width: int | None) -> list[str]:
     header, rows, right, names, *_ = table
-    columns = _filled(table)
+    columns = [column for column in range(len(header)) if any(row[column] for row in rows)]
     widths = {column: max(len(header[column]), *(len(row[column]) for row in rows)) for column in columns}
     if max_width is not None:
         # The longest names are cut in their middle. The last columns are left out if this is not enough.
@@ -145,10 +141,6 @@ def _lines_of(table: Table, max_width: int | None) -> list[str]:
         )
         lines.append(_GAP.join(aligned).rstrip().translate(_ESCAPES))
     return lines if columns else []
-
-
-def _filled(table: Table) -> list[int]:
-    return [column for column in range(len(table.header)) if any(row[column] for row in table.rows)]
 
 
 def _length(widths: Iterable[int]) -> int:

@@ -144,7 +144,13 @@ class GraphReader:
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
         for node in _nodes_of(tensors):
-            self._read_node(node)
+            found, attributes = saved_in(node), attributes_of(node)
+            origin = self._notes.nodes.get(node_number(node), NOWHERE) if found or attributes else NOWHERE
+            for saved in found:
+                self._read_saved(saved, origin, (node.name(),))
+            for attribute, value in attributes.items():
+                for holding in holdings_in(value, Cause(Reason.CTX, f"ctx.{attribute}"), set()):
+                    self._claim_holding(holding, (), origin, (node.name(),))
         todo, around = list(self._frames.values()), {}
         for frame in todo:  # including frames added in the loop
             for owner in frame.owners():
@@ -160,18 +166,6 @@ class GraphReader:
             origin = NOWHERE if watch is None else Origin(module=watch.region.module, line=watch.region.site)
             for holding in frame.held():
                 self._claim_holding(holding, format_path(frame.path), origin)
-
-    def _read_node(self, node: Any) -> None:
-        found, attributes = saved_in(node), attributes_of(node)
-        if not (found or attributes):
-            return
-        origin = self._notes.nodes.get(node_number(node), NOWHERE)
-        name = (node.name(),)
-        for saved in found:
-            self._read_saved(saved, origin, name)
-        for attribute, value in attributes.items():
-            for holding in holdings_in(value, Cause(Reason.CTX, f"ctx.{attribute}"), set()):
-                self._claim_holding(holding, (), origin, name)
 
     def _read_saved(self, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
         packed = packed_of(saved)

@@ -187,22 +187,18 @@ def unmatched_policies(regions: Iterable[Asked]) -> tuple[Advice, ...]:
         words, dropped = group[0].policy or "", sum(region.dropped_bytes for region in group)
         if not dropped or any(region.keeps for region in group) or words.startswith("<nothing_saveable"):
             continue
-        operator, nbytes = _nearest(words, [region.dropped_by for region in group])
+        # The operator that the policy may mean, by name or else by bytes.
+        sizes: collections.Counter[str] = collections.Counter()
+        for region in group:
+            sizes.update(region.dropped_by)
+        named = [word.strip(",<>") for word in words.split() if word.startswith("aten.")]
+        near = [name for word in named for name in difflib.get_close_matches(word, sizes, 1, 0.5)]
+        operator = near[0] if near else max(sizes, key=sizes.__getitem__, default=None)
+        nbytes = 0 if operator is None else sizes[operator]
         code = f"policy=[torch.ops.{operator}]" if operator else "name operators that run: trace(operators=True) lists them"
         where = fold_names(dict.fromkeys(region.where for region in group))
         found.append(Advice(Waste.UNMATCHED_POLICY, f"{where}, {words}", len(group), group[0].site, 0, nbytes, code))
     return tuple(found)
-
-
-def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | None, int]:
-    """Returns the operator that a policy may mean, by name or else by bytes, and the bytes which regions drop."""
-    sizes: collections.Counter[str] = collections.Counter()
-    for of in dropped:
-        sizes.update(of)
-    named = [word.strip(",<>") for word in policy.split() if word.startswith("aten.")]
-    near = [name for word in named for name in difflib.get_close_matches(word, sizes, 1, 0.5)]
-    found = near[0] if near else max(sizes, key=sizes.__getitem__, default=None)
-    return found, 0 if found is None else sizes[found]
 
 
 # Tables. Regions alike are one row, as in ``"x12 layers.0-11 Block"``: with figures of one, and a mean time.
@@ -210,24 +206,6 @@ def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | N
 _HEADER = ("region", "dropped", "held", "to host", "recomputes", "ms each", "operators", "again", "line", "kind")
 _NUMBERS = range(1, 8)
 _LARGEST = 5  # regions in a note
-
-
-def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
-    """Returns lines on the regions that hold most, each with its line, the reasons, and what takes the largest part away."""
-
-    def size(group: Sequence[RegionTrace]) -> int:
-        return sum(sum(region.held_bytes.values()) for region in group)
-
-    def key(region: RegionTrace) -> object:
-        return name_pattern(region.module or ""), name_pattern(region.name), region.site, tuple(region.held_bytes)
-
-    lines = []
-    for group in sorted(alike(regions, key), key=size, reverse=True)[:_LARGEST]:
-        held = group[0].held_bytes
-        remedy = REMEDIES.get(Reason(max(held, key=held.__getitem__)), "")
-        words = format_bytes(size(group)), _label(group), group[0].site or "", ", ".join(held)
-        lines.append("  ".join(words) + (f": {remedy}" if remedy else ""))
-    return lines
 
 
 def _rows_of(regions: Sequence[RegionTrace], indent: str) -> Iterator[list[str]]:
@@ -334,7 +312,21 @@ class Trace(OfThisProcess, Observer, Printed):
     def largest(self) -> list[str]:
         """Returns lines on the regions of this step that hold most, and live still."""
         living = [self._entries[number] for number, region in self._regions.items() if region.frame() is not None]
-        return largest_of([entry for entry in living if entry.held_bytes])
+
+        def key(region: RegionTrace) -> object:
+            return name_pattern(region.module or ""), name_pattern(region.name), region.site, tuple(region.held_bytes)
+
+        groups = [
+            (sum(sum(region.held_bytes.values()) for region in group), group)
+            for group in alike((entry for entry in living if entry.held_bytes), key)
+        ]
+        lines = []
+        for size, group in sorted(groups, key=lambda one: -one[0])[:_LARGEST]:
+            held = group[0].held_bytes
+            remedy = REMEDIES.get(Reason(max(held, key=held.__getitem__)), "")
+            words = "  ".join((format_bytes(size), _label(group), group[0].site or "", ", ".join(held)))
+            lines.append(words + (f": {remedy}" if remedy else ""))
+        return lines
 
     def _drop(self, number: int, storage: int, nbytes: int) -> None:
         entry, name = self._entries.get(number), self._made.get((number, storage))

@@ -15,6 +15,7 @@ from torch import nn
 from ckpt_hooks import checkpoint, checkpoint_region, memory_ledger
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, profile_memory
 from ckpt_hooks.report import Maker, MemoryLedger, Reason
+from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger.rows import NOWHERE, Row
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net
 
@@ -284,6 +285,11 @@ def test_to_json_has_everything():
     origins = [values["origins"][one["origin"]]["operator"] for one in values["allocations"]]
     assert origins == [one.origin.operator for one in found.allocations]
     assert [change[2] for change in values["changes"]] == [change.nbytes for change in found.changes]
+    printed = str(found).partition("what takes it away")[2].splitlines()[1:]
+    for line, one in zip(printed, values["causes"], strict=True):
+        assert line.lstrip().startswith(f"{format_bytes(one['nbytes'])}  ")
+        assert line.endswith(f"{one['line']}  {one['remedy']}")
+    assert values["causes"]
 
 
 def test_nothing_is_kept_alive_and_results_are_bitwise():

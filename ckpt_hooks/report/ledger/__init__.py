@@ -71,18 +71,23 @@ class MemoryLedger(LedgerData, Printed):
 
     def causes_now(self) -> list[str]:
         """Returns lines on the largest causes of what is in use at the end, each with what takes it away."""
-        rows = self._causes_of(self.holders_at(len(self.changes) - 1))
-        return [f"{'  '.join(filter(None, (size, f'x{count}', *words)))}: {remedy}" for size, count, *words, remedy in rows]
+        found = []
+        for cause in self._causes_of(self.holders_at(len(self.changes) - 1)):
+            nbytes, count, *words, remedy = cause.values()
+            found.append(f"{'  '.join(filter(None, (format_bytes(nbytes), f'x{count}', *words)))}: {remedy}")
+        return found
 
-    def _causes_of(self, holders: Sequence[Holder]) -> list[list[str]]:
-        """Returns rows of holders by what takes them away: size, number, and the largest part of these in words."""
+    def _causes_of(self, holders: Sequence[Holder]) -> list[dict[str, Any]]:
+        """Returns holders by what takes them away, with the largest part of these in words."""
         groups = sorted(alike(holders, lambda holder: remedy_for(self, holder)), key=_size_of, reverse=True)
         total = sum(map(_size_of, groups))
-        return [
-            [format_bytes(_size_of(group)), _count_of(group), *_row_of(_groups_of(group)[0])[2:], remedy]
-            for group in groups
-            if (remedy := remedy_for(self, group[0])) and _size_of(group) > _LEAST * total
-        ][:_CAUSES]
+        found = []
+        for group in groups:
+            if (remedy := remedy_for(self, group[0])) and _size_of(group) > _LEAST * total:
+                count = sum(holder.count for holder in group)
+                words = zip(("made_by", "operator", "line", "held_by"), _row_of(_groups_of(group)[0])[2:], strict=True)
+                found.append({"nbytes": _size_of(group), "count": count, **dict(words), "remedy": remedy})
+        return found[:_CAUSES]
 
     @functools.cached_property
     def advice(self) -> tuple[Advice, ...]:
@@ -124,12 +129,15 @@ class MemoryLedger(LedgerData, Printed):
         )
         rows = [_row_of(group) for group in groups[:_MOST]]
         yield Table(_HEADER, rows, (0, 1), (2, 3), "", ", ".join(filter(None, rest)))
-        rows = [[size, line, remedy] for size, _, _, _, line, _, remedy in self._causes_of(peak.holders)]
+        rows = [[format_bytes(one["nbytes"]), one["line"], one["remedy"]] for one in self._causes_of(peak.holders)]
         yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
         yield table_of_advice(self.advice)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the ledger as values for ``json.dumps``: each origin once, allocations with the index of theirs."""
+        """Returns the ledger as values for ``json.dumps``: each origin once, allocations with the index of theirs.
+
+        ``causes`` are the largest parts of what is in use at the peak, each with what takes it away.
+        """
         origins: dict[Origin, int] = {}
         rows = [
             {
@@ -145,6 +153,7 @@ class MemoryLedger(LedgerData, Printed):
         parts = ("device", "base_nbytes", "peak", "advice", "phases")
         return {
             **{name: as_json(getattr(self, name)) for name in parts},
+            "causes": self._causes_of(self.peak.holders),
             "origins": as_json([*origins]),
             "allocations": rows,
             "changes": [[change.time, change.allocation, change.nbytes, change.live] for change in self.changes],
@@ -167,10 +176,6 @@ def _size_of(group: Sequence[Holder]) -> int:
     return sum(holder.nbytes for holder in group)
 
 
-def _count_of(group: Sequence[Holder]) -> str:
-    return str(sum(holder.count for holder in group))
-
-
 def _groups_of(holders: Sequence[Holder]) -> list[list[Holder]]:
 
     def key(holder: Holder) -> object:
@@ -190,7 +195,7 @@ def _row_of(group: Sequence[Holder]) -> list[str]:
     operators = [name for name, _ in sizes.most_common() if name]
     return [
         format_bytes(_size_of(group)),
-        _count_of(group),
+        str(sum(holder.count for holder in group)),
         maker_in_words(origin, " ".join(filter(None, (fold_names(modules), fold_names(names))))),
         ", ".join(operators[:2]) + (", ..." if len(operators) > 2 else ""),
         origin.line or "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import functools
 import itertools
@@ -400,8 +399,7 @@ class LedgerData:
         if (number := integer_in(change)) is None or not -1 <= number < len(self.changes):
             wanted = f"the index of a change, below {len(self.changes)}"
             raise wrong(change, "change", wanted, "Pass -1 for the begin.", TypeError if number is None else ValueError)
-        sizes: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
-        counts: collections.Counter[tuple[Origin, Reason | None]] = collections.Counter()
+        sizes: dict[tuple[Origin, Reason | None], list[int]] = {}
         for one in self.allocations:
             if one.born <= change and (one.freed is None or change < one.freed):
                 reasons = {
@@ -409,9 +407,9 @@ class LedgerData:
                 }
                 reasons |= {Reason.GRADIENT} if one.is_gradient else set()
                 key = one.origin, next((reason for reason in Reason if reason in reasons), None)
-                sizes[key] += one.nbytes
-                counts[key] += 1
-        return tuple(Holder(nbytes, counts[key], *key) for key, nbytes in sizes.most_common())
+                sizes.setdefault(key, []).append(one.nbytes)
+        found = (Holder(sum(of), len(of), *key) for key, of in sizes.items())
+        return tuple(sorted(found, key=operator.attrgetter("nbytes"), reverse=True))
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:

@@ -132,8 +132,6 @@ _GONE = frozenset({Reason.DROPPED, Reason.LOST, Reason.OFFLOADED})
 
 
 class _Lines(TorchFunctionMode):
-    """Marks each call into torch with the line of the program."""
-
     # A rerun of a region runs under the function modes of forward.
     def __init__(self, marks: Marks, note_gradients: Callable[[Iterable[Any]], None]) -> None:
         super().__init__()

@@ -48,13 +48,17 @@ def wastes_of(ledger: LedgerData) -> tuple[Advice, ...]:
     again = _LEAST * sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE)
     entries = {number: entry for number, entry in ledger.entries.items() if not entry.is_again}
     kinds = (_held_inputs, _saving_nothing, _held_outside, _of_foreach)
-    found = [advice for kind in kinds for advice in kind(ledger, entries)]
     found = [
         one
-        for one in found
+        for kind in kinds
+        for one in kind(ledger, entries)
         if one.peak_nbytes > _SHARES.get(one.waste, _LEAST) * ledger.peak.nbytes or one.recomputed_nbytes > again
     ]
-    return (*sorted(found, key=lambda one: (-one.peak_nbytes, -one.recomputed_nbytes)), *_unmatched(ledger, entries))
+    regions = []
+    for entry in entries.values():
+        nbytes = sum(ledger.allocations[at].nbytes for at in {need.allocation for need in entry.needs if need.is_dropped})
+        regions.append(Asked(entry.policy, entry.policy_keeps, nbytes, entry.module or entry.path[-1], entry.site))
+    return (*sorted(found, key=lambda one: (-one.peak_nbytes, -one.recomputed_nbytes)), *unmatched_policies(regions))
 
 
 def remedy_for(ledger: LedgerData, holder: Holder) -> str:
@@ -239,12 +243,3 @@ def _of_foreach(ledger: LedgerData, entries: _Entries) -> Iterator[Advice]:
 
 def _is_of_foreach(origin: Origin) -> bool:
     return (origin.operator or "").startswith("aten::_foreach_")
-
-
-def _unmatched(ledger: LedgerData, entries: _Entries) -> tuple[Advice, ...]:
-    regions = []
-    for one in entries.values():
-        dropped = {need.allocation for need in one.needs if need.is_dropped}
-        nbytes = sum(ledger.allocations[at].nbytes for at in dropped)
-        regions.append(Asked(one.policy, one.policy_keeps, nbytes, one.module or one.path[-1], one.site))
-    return unmatched_policies(regions)
