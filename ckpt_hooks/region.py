@@ -254,7 +254,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
         - a tensor from outside is modified after the region, and a replayed operator reads it (inside the region, a write
           costs a copy at most);
-        - an output kept by a policy is modified after the region (a call of ``checkpoint`` computes again what it returned);
+        - an output kept by a policy is modified after the region;
         - ``param.data = other`` inside the region, with reads before and after.
 
         The ``forward`` of a custom ``autograd.Function`` runs again in a replay, as a whole, since kernels in it write where no

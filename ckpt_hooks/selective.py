@@ -55,8 +55,8 @@ def create_selective_checkpoint_contexts(
             :mod:`ckpt_hooks.policies`. A function is asked about views and operators which write in place too, with
             ``ctx.index`` None, so that a function which counts its calls counts as under torch. (``checkpoint(policy=...)``
             does not ask about these.) Autocast's casts of leaves are left out.
-        allow_cache_entry_mutation: Accepted as in torch, which then hands out modified outputs. Here their operators run again
-            in either case.
+        allow_cache_entry_mutation: Accepted as in torch, which then hands out outputs that the program modified after the
+            region. Here these are a :class:`ckpt_hooks.MutationError` in either case.
 
     Returns:
         One context manager for forward, and one for each recompute.
@@ -105,7 +105,6 @@ def frame_under_policy(
         debug=options.debug,
         compares_values=options.check.fingerprint is not None,
         around_replays=around,
-        is_call=True,
         at_end=functools.partial(_look_for_weights, module, hooks) if module is not None and hooks else None,
         module=module,
     )

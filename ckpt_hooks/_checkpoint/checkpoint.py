@@ -192,9 +192,9 @@ def checkpoint(
             - ``name``: the region's name in errors.
             - ``policy``: which outputs to keep. A policy of :mod:`ckpt_hooks.policies`, a function, or a list of operators. The
               call is then a recorded region (:class:`ckpt_hooks.checkpoint_region`): the function runs once, and backward
-              replays the operators that it needs. A kept output that the function returned may be written to after the call:
-              for such outputs the operators up to the arguments are held, and run again. ``early_stop`` and
-              ``preserve_buffers`` mean nothing then. So it is for policies given by ``context_fn``.
+              replays the operators that it needs; a kept output that was modified after the call, and that it needs, is a
+              :class:`MutationError`. ``early_stop`` and ``preserve_buffers`` mean nothing then. So it is for
+              policies given by ``context_fn``.
             - ``preserve_buffers``: whether a recompute finds buffers as forward found them, and leaves them as it found them.
               True by default.
             - ``offload_inputs``: whether the tensors among the arguments wait for backward on the host, in pinned memory.

@@ -37,7 +37,7 @@ from .explaining import ComparedValues, Lines
 from .recorder import Recorder
 from .replay import Replay, Replayable, bring_back
 from .tape import Tape
-from .values import FunctionHandle, Handle, RevivedError, Value, is_held_twice, revive, values_below
+from .values import FunctionHandle, Handle, Value, is_held_twice, values_below
 
 _has_warned = False  # of a policy that the region around does not heed
 
@@ -189,13 +189,6 @@ class ReplayedFrame(Replayable):
 
     def bring_back(self, handle: Handle) -> torch.Tensor:
         """Returns the tensor of a handle; the caller holds the tape's lock."""
-        while True:
-            try:
-                return self._bring_back(handle)
-            except RevivedError:
-                pass
-
-    def _bring_back(self, handle: Handle) -> torch.Tensor:
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
         if key == -1:  # outside of a backward nothing tells when values may go
@@ -306,7 +299,6 @@ class RecordedFrame(ReplayedFrame):
         "_decisions",
         "_draws_anew",
         "_has_lines",
-        "_is_call",
         "_offload_from",
         "_operator_watch",
         "_recorder",
@@ -331,7 +323,6 @@ class RecordedFrame(ReplayedFrame):
         debug: bool = False,
         compares_values: bool = False,
         around_replays: AbstractContextManager[Any] | None = None,
-        is_call: bool = False,
         at_end: Callable[[Tape], None] | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
@@ -342,7 +333,7 @@ class RecordedFrame(ReplayedFrame):
         ReplayedFrame.__init__(self, name, parent, settings.observers, outer, module)
         self._debug = debug if settings.debug is None else settings.debug
         self._has_lines = False  # whether the lines of operators are this frame's own, and not the outer one's
-        self._compares_values, self.around_replays, self._is_call = compares_values, around_replays, is_call
+        self._compares_values, self.around_replays = compares_values, around_replays
         self._at_end = at_end  # is called with the tape of an outermost frame before the tape is closed
         # Compares the frame's values, on request, or if a dispatch mode of the user's is around the outermost region.
         self.compared: ComparedValues | None = None
@@ -400,8 +391,7 @@ class RecordedFrame(ReplayedFrame):
         else:
             push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
-        tape.start, tape.is_call, tape.held.handles = self.start, self._is_call, self.handles
-        tape.has_calls = tape.has_calls or self._is_call
+        tape.start, tape.held.handles = self.start, self.handles
         self.release = release
         stack.innermost = self
         if self.watch is not None:
@@ -439,7 +429,7 @@ class RecordedFrame(ReplayedFrame):
             return
         if outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
-            tape.start, tape.is_call, tape.held.handles = outer.start, outer._is_call, outer.handles
+            tape.start, tape.held.handles = outer.start, outer.handles
         if self.watch is not None or self._decisions is not None:
             close(error, partial(self._tell, tape, error))
 
@@ -575,12 +565,9 @@ def unpack(packed: Any) -> torch.Tensor:
         try:
             tensor = saved.get()
         except MutationError as error:
-            if not revive(handle.value):
-                if frame.lines is not None:
-                    frame.lines.explain_saved(error, handle)
-                raise
-            with frame._lock:
-                tensor = frame.bring_back(handle)
+            if frame.lines is not None:
+                frame.lines.explain_saved(error, handle)
+            raise
     else:
         with frame._lock:
             replay = frame.passes.get(graph_task_id())

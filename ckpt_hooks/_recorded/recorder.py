@@ -204,7 +204,6 @@ class Recorder(SelectiveCheckpointContext):
         """Runs an operator which is no view, and keeps its results, without the arguments."""
         out = facts.call(*args, **kwargs)
         tape, tables = self._tape, self._tables
-        op = self._unread(facts, args, kwargs) if tape.is_call else None
         for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):
             if type(tensor) is not _Tensor:
                 if type(tensor) is FAKE:
@@ -219,7 +218,7 @@ class Recorder(SelectiveCheckpointContext):
             value = Value()
             value.tensor = reference = _weakref(tensor, partial(self._forget, key))
             value.number = number
-            value.op, value.before = op, None
+            value.op = value.before = None
             value.store = value.counter = store = tables.stores[address] = Store()
             store.address = address
             store.birth = number
@@ -238,18 +237,6 @@ class Recorder(SelectiveCheckpointContext):
             store.held = [holder]
             tape.held.note(value, holder)
         return out
-
-    def _unread(self, facts: OpFacts, args: Any, kwargs: Any) -> Op:
-        """Returns an operator whose results are kept: tensors from outside become values only if it has to run again."""
-        op, recorded, get = Op(), list(args), self._tables.known.get
-        present = [position for position in facts.tensors[len(recorded)] if isinstance(recorded[position], _Tensor)]
-        for position in present:
-            value = get(id(recorded[position]))
-            if value is not None and storage_address(recorded[position]) == value.store.address:
-                recorded[position] = value
-        op.facts, op.args, op.kwargs, op.present = facts, recorded, kwargs, tuple(present)
-        op.draw, op.surroundings, op.is_plain, op.number = None, self._tape.surroundings, True, self._tables.number + 1
-        return op
 
     def _save_fake(self, tensor: torch.Tensor) -> None:
         tape, tables = self._tape, self._tables

@@ -41,7 +41,7 @@ from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, 
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .explaining import Lines, check_shapes
-from .values import ANEW, Op, RevivedError, Surroundings, Value, flatten, rebuild, revive, values_on_tape
+from .values import ANEW, Op, Surroundings, Value, flatten, rebuild, values_on_tape
 
 _NOTHING = nullcontext()  # to enter
 
@@ -425,8 +425,6 @@ class Replay:
                 try:
                     self._fetch_one(value)
                 except MutationError as error:
-                    if revive(value):
-                        raise RevivedError from None
                     if self.frame.lines is not None:
                         self.frame.lines.explain_replay(error, value, work.steps.values())
                     raise
@@ -434,8 +432,7 @@ class Replay:
 
     def _fetch_one(self, value: Value) -> None:
         saved = value.saved
-        if saved is None:  # revived since the plan was made
-            raise RevivedError
+        assert saved is not None
         if type(saved) is HeldRefilled:
             tensor = saved.unmodified()
             self.owners[storage_address(tensor)] = saved.owner

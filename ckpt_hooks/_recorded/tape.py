@@ -43,7 +43,6 @@ from .values import (
     alias_of,
     counter_in,
     flatten,
-    history_of,
     new_store,
     new_value,
 )
@@ -77,10 +76,8 @@ class TensorsHeld:
             self._for_frame.append(value)
             self._reads.append((len(self.handles), "" if facts is None else facts.full_name, place))
 
-    def keep(
-        self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause, *, with_history: bool = False
-    ) -> None:
-        """Keeps the tensor of a value, or sends it to the host; drops the value's history unless that may be needed later."""
+    def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause) -> None:
+        """Keeps the tensor of a value, or sends it to the host; drops the value's history."""
         alias = counted_detach(tensor)
         to_host = decision == OFFLOAD and self.frame is None and not _is_cast_of_leaf(value)
         transfers = transfers_for(tensor) if to_host else None
@@ -89,8 +86,7 @@ class TensorsHeld:
             self._hold(value, HeldOnHost(alias, self._batch, transfers, path, cause))
         else:
             self._hold(value, hold_tensor(alias, path, cause))
-        if not with_history:
-            value.op = value.before = None
+        value.op = value.before = None
 
     def _hold(self, value: Value, saved: HeldTensor) -> None:
         value.saved = saved
@@ -117,10 +113,6 @@ class TensorsHeld:
             else:
                 kind = *dtype_and_shape(tensor), tensor.device
                 yield Label(value.saved.cause.reason, read, tensor.requires_grad, kind)
-
-    def with_histories(self) -> list[Value]:
-        values = [value for reference in self._held if (value := reference()) is not None]
-        return [value for value in values if value.saved is not None and value.op is not None]
 
     def close(self, hooks: Hooks | None, path: RegionPath, *, respect_hooks: bool) -> None:
         """Ends the recording: seals the kept tensors, by the hooks around if any."""
@@ -175,8 +167,6 @@ class Tape:
         self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
         self.states = NotedStates()  # before draws
         self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
-        # Whether the innermost region is a call of a function: what its policy keeps may be written to after the call.
-        self.is_call = self.has_calls = False  # ``has_calls``: whether any region on the tape is one
         # ``has_refilled``: whether an operator read memory which its owner frees and fills again; ``is_of_function``: whether
         # the tensor being packed was saved by a custom function.
         self.has_refilled = self.is_of_function = False
@@ -252,11 +242,11 @@ class Tape:
 
     def keep(self, value: Value, tensor: torch.Tensor, decision: int, cause: Cause) -> None:
         """Keeps the tensor of a value for the policy of the innermost region."""
-        self.held.keep(value, tensor, decision, self.path, cause, with_history=self.is_call)
+        self.held.keep(value, tensor, decision, self.path, cause)
 
     def cut(self, op: Op, made: list[Value]) -> None:
         """Drops an operator's arguments if all results are kept, and no replay will run it."""
-        if not self.is_call and all(value.saved is not None for value in made):
+        if all(value.saved is not None for value in made):
             op.args, op.kwargs, op.present, op.draw = [], {}, (), None
 
     def note_external(self, tensor: torch.Tensor, detail: str) -> None:
@@ -370,35 +360,11 @@ class Tape:
         found = [value.saved for value in values if type(value.saved) is HeldTensor]
         return [saved for saved in found if type(saved.tensor) is torch.nn.Parameter]
 
-    def _settle_histories(self) -> None:
-        """Leaves their operators to the kept values of which the program has the memory, and might write to it."""
-        values = self.held.with_histories()
-        exposed = [value for value in values if next(self.tables.live_members(value.store), None) is not None]
-        for value in exposed:
-            assert value.op is not None
-            assert value.saved is not None
-            value.saved.is_fickle = value.saved.is_fickle or not value.op.can_repeat()  # a copy is what is left
-        histories = history_of(exposed, self._resolve)
-        for value in values:
-            value.op, value.before = histories.get(id(value), (None, None))
-
-    def _resolve(self, op: Op) -> bool:
-        """Puts values in the place of tensors from outside that a kept operator read; False if these were written to since."""
-        for position in op.present:
-            tensor = op.args[position]
-            if isinstance(tensor, _Tensor):
-                if self.tables.store_of(tensor).written:
-                    return False
-                op.args[position] = self.value_of(tensor, op.facts, position)
-        return True
-
     def close(self) -> None:
         """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
         for value, faces in self.tables.faces():
             assert value.saved is not None
             value.saved = HeldWithFaces(value.saved, faces)
-        if self.has_calls:
-            self._settle_histories()
         self.tables.clear()
         self.held.close(self.hooks, self.path, respect_hooks=self.respect_hooks)
 

@@ -19,7 +19,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -102,12 +101,6 @@ class Op:
     surroundings: Any  # the surroundings of the operator
     is_plain: bool  # whether a plain call will do: all tensors are in ``present``
 
-    def can_repeat(self) -> bool:
-        """Whether another run comes to the results of forward, and does nothing else."""
-        facts = self.facts
-        is_once = facts.has_effect or facts.looks_at_grad or facts.drops_from_buffer(self.args, self.kwargs)
-        return self.draw is not ANEW and not is_once
-
 
 class Value:
     """A tensor at a moment."""
@@ -144,18 +137,6 @@ class FunctionHandle(Handle):
     """The handle of a tensor saved by a custom function, whose backward may write to the tensor by kernels unseen."""
 
     __slots__ = ()
-
-
-class RevivedError(Exception):
-    """A kept tensor was written to, and is brought back by its operators from now on: the replay has to begin anew."""
-
-
-def revive(value: Value) -> bool:
-    """Forgets the kept tensor of a value, which was written to, if the operators that made it are known."""
-    if value.op is None:
-        return False
-    value.saved = None
-    return True
 
 
 def new_store(address: int, birth: int) -> Store:
@@ -222,51 +203,6 @@ def values_below(values: list[Value]) -> list[Value]:
                 elif type(argument) is list:
                     todo += values_on_tape(argument)
     return list(found.values())
-
-
-History = tuple[Op | None, Value | None]
-
-
-def history_of(values: list[Value], resolve: Callable[[Op], bool]) -> dict[int, History]:
-    """Returns for each value, by identity, what made it: operators of copies of values, which hold no tensor of a policy's."""
-    copies: dict[int, Value | None] = {}
-    ops: dict[int, Op | None] = {}
-    for value in sorted(values_below(values), key=attrgetter("number")):
-        op, before = value.op, value.before
-        if op is None or not op.can_repeat():  # from outside, or to be had no other way
-            copies[id(value)] = None if value.saved is None else value
-            continue
-        if id(op) not in ops:
-            ops[id(op)] = _copy_of(op, copies) if resolve(op) else None
-        found, earlier = ops[id(op)], None if before is None else copies[id(before)]
-        if found is None or (before is not None and earlier is None):
-            copies[id(value)] = None
-            continue
-        copy = copies[id(value)] = new_value(value.number, value.store, value.counter, found, earlier)
-        copy.tensor = value.tensor
-    histories = {id(value): copies[id(value)] for value in values}
-    return {key: (copy.op, copy.before) for key, copy in histories.items() if copy is not None}
-
-
-def _copy_of(op: Op, copies: dict[int, Value | None]) -> Op | None:
-    def copied(argument: Any) -> Any:
-        if type(argument) is list:
-            return list(map(copied, argument))
-        return copies.get(id(argument), argument) if type(argument) is Value else argument
-
-    read = [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
-    if any(copies.get(id(value), value) is None for value in read):
-        return None
-    # What is kept of memory that this operator wrote to may have been overwritten by it: nobody needed a copy then.
-    if op.facts.written and any(copies.get(id(value)) is value and value.saved is not None for value in read):
-        return None
-    other = Op()
-    for name in Op.__slots__:
-        if hasattr(op, name):  # ``routed`` is unset for most
-            setattr(other, name, getattr(op, name))
-    other.args = list(map(copied, op.args))
-    other.kwargs = {name: copied(argument) for name, argument in op.kwargs.items()}
-    return other
 
 
 def rebuild(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:
