@@ -140,22 +140,22 @@ def test_a_write_to_weights_or_routes_does_not_let_the_top_k_go(ties, kind, form
 @pytest.mark.parametrize("experts", ["loop", "no grad"])
 @pytest.mark.parametrize("policy", [None, dots_saveable], ids=["none", "products"])
 @pytest.mark.parametrize("kind", ["function", "recorded"])
-def test_without_it_the_error_names_the_top_k(ties, kind, policy, experts):
-    """With its line where a function runs again, in debug mode."""
+def test_without_it_the_error_says_so(ties, kind, policy, experts):
+    """It names the top-k, with its line, where a function runs again in debug mode; else what has another shape after it."""
     module, x = made(**EXPERTS[experts])
     y = region(kind, policy, module, x, debug=True)
     ties.last = True
     with pytest.raises(DeterminismError) as caught:
         y.sum().backward()
     error = caught.value
-    assert error.routing == ("aten.topk.default",)
     assert "pass policy=ckpt_hooks.policies.routing_saveable, or save_from_both_policies(routing_saveable, policy)" in str(
         error
     )
     if kind == "function" and policy is None:
+        assert error.routing == ("aten.topk.default",)
         assert "ran aten.topk.default at test_routing.py:" in str(error)
     else:
-        assert "shape in forward: [2, 1]\nshape in the replay: [0, 1]\nThe recompute ran aten.topk.default again" in str(error)
+        assert "shape in forward: [2, 1]\nshape in the replay: [0, 1]\nThe recompute ran aten." in str(error)
     ties.last = False  # and the region is as before: once ties are broken as in forward, it can be recomputed
     assert equal(gradients(y, x, module), gradients(module(x), x, module))
 
@@ -217,7 +217,7 @@ def test_a_comparison_that_a_last_bit_turns(rounding, kind):
     assert equal(grad(kept.sum(), x), expected)
     with pytest.raises(DeterminismError) as caught:
         y.sum().backward()
-    assert caught.value.routing == ("aten.gt.Scalar",)
+    assert caught.value.routing == ("aten.gt.Scalar" if kind == "function" else "aten.nonzero.default",)
 
 
 def rows_of(x, indices):

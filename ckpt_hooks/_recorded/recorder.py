@@ -30,7 +30,7 @@ from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept
 from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE, SelectiveCheckpointContext
 
 from . import writes
-from .explaining import routed
+from .explaining import shapes_of
 from .functions import FunctionCall
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Surroundings, Value, flatten, new_store, new_value
@@ -275,7 +275,7 @@ class Recorder(SelectiveCheckpointContext):
             return writes.run_inplace_view(tape, op, facts, args, kwargs)
         out = run(tape, op, func, facts, args, kwargs)
         if facts.has_shape_from_data:
-            op.routed = routed(op, args, kwargs, out)
+            op.shapes = shapes_of(out)
         decision = RECOMPUTE if facts.is_view and tape.decisions is None else decide(tape, facts, args, kwargs, out)
         made = tape.note(op, values, out, decision)
         if decision != RECOMPUTE:

@@ -89,14 +89,14 @@ ANEW: Any = object()
 
 
 class Op:
-    __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "routed", "surroundings")
+    __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "shapes", "surroundings")
 
     number: int  # the place on the tape, and the number of the first result
     facts: OpFacts  # the facts of the operator
     args: list[Any]  # positional arguments, with values in place of tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
     present: tuple[int, ...]  # the positions of values among the positional arguments
-    routed: Any  # a note on the results of a routing operator (:mod:`.explaining`); unset for others
+    shapes: list[tuple[int, ...]] | None  # of results which have their shapes from data; unset for others
     draw: Any  # the state of the generator before the draw, :data:`ANEW`, or None
     surroundings: Any  # the surroundings of the operator
     is_plain: bool  # whether a plain call will do: all tensors are in ``present``
