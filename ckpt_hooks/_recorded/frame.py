@@ -13,7 +13,7 @@ import torch
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
-from ckpt_hooks._core.events import Observer, current_settings
+from ckpt_hooks._core.events import current_settings
 from ckpt_hooks._core.frame import Frame, mutated_leaf, overlap_error, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
@@ -94,174 +94,6 @@ class SplitReplay(Replay):
                 self.held.pop(number, None)
 
 
-class ReplayedFrame(Replayable):
-    __slots__ = ("_children", "externals", "handles", "is_split")
-
-    kind = "recorded"
-    outer: ReplayedFrame | None
-
-    passes: dict[int, Any]  # replays, by the key of the scope
-
-    def __init__(
-        self,
-        name: str,
-        parent: Frame | None,
-        observers: tuple[Observer, ...],
-        outer: ReplayedFrame | None,
-        module: torch.nn.Module | None,
-    ) -> None:
-        Frame.__init__(self, name, parent, observers, module)
-        self._children: list[weakref.ref[ReplayedFrame]] = []
-        self.bytes = 0
-        self.externals: Externals = []  # stand-ins for saved tensors from outside
-        self.lines = None if outer is None else outer.lines
-        self.unseen: list[tuple[torch.Tensor, str]] = []
-        self.outer = outer
-        self.handles: list[weakref.ref[Handle]] = []  # the frame's handles
-        self.start = 0
-        self.whole = None
-        # Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
-        self.is_split: bool = outer is not None and outer.is_split
-
-    def saved(self) -> list[Saved]:
-        return [self.describe(handle) for reference in self.handles if (handle := reference()) is not None]
-
-    def held(self) -> list[Holding]:
-        seen: set[int] = set()
-        held = held_in_graph(self.externals, seen)
-        for value in self._values():
-            if value.saved is not None:
-                seen.add(id(value.saved.memory))  # a second face of the tensor
-                held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
-            if value.op is not None:
-                held += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
-        replays = [[*replay.tensors.values(), *replay.held.values()] for replay in list(self.passes.values())]
-        return held + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
-
-    def _values(self) -> list[Value]:
-        """Returns the values needed by the living handles, in the order of their making."""
-        handles = [handle for reference in self.handles if (handle := reference()) is not None]
-        return sorted(values_below([handle.value for handle in handles]), key=_number)
-
-    def owners(self) -> list[Frame]:
-        packed = [value.saved for value in self._values() if value.saved is not None and value.saved.is_packed]
-        return owners_in([self.outer, packed], Frame)
-
-    def describe(self, packed: Handle) -> Saved:
-        value = packed.value
-        made_by = None if value.op is None else value.op.facts.full_name
-        shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
-        return Saved(format_path(self.path), packed.index, fate_of(value), shape, dtype, packed.nbytes, made_by)
-
-    def _living_children(self) -> list[ReplayedFrame]:
-        return [child for reference in self._children if (child := reference()) is not None]
-
-    def replay_for(self, key: int) -> Replay:
-        """Returns the replay of a scope. Makes a missing replay, and replays for the frames inside, which will ask it."""
-        found: Replay | None = self.passes.get(key)
-        if found is not None:
-            return found
-        group, scope = graph_exec_group(), None
-        if key != SPLIT:
-            scope = graph_task_scope(key) if group is None else group_scope(group)
-        order, todo = [], [self]
-        while todo:
-            frame = todo.pop()
-            if key not in frame.passes:
-                order.append(frame)
-                todo += frame._living_children()
-        for frame in reversed(order):
-            # Kept tensors need no replay, which would hold them until their last request.
-            handles = [
-                handle
-                for reference in frame.handles
-                if (handle := reference()) is not None and (handle.value.saved is None or handle.value.saved.is_packed)
-            ]
-            roots = [handle.value for handle in handles]
-            for child in frame._living_children():
-                roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
-            if scope is None:
-                frame.passes = {SPLIT: SplitReplay(frame, roots, handles)}
-            else:
-                frame.keep_pass(Replay(frame, roots, key), scope)
-        opened: Replay = self.passes[key]
-        return opened
-
-    def bring_back(self, handle: Handle) -> torch.Tensor:
-        """Returns the tensor of a handle; the caller holds the tape's lock."""
-        group = graph_exec_group()
-        key = graph_task_id() if group is None else group_scope(group).key
-        if key == -1:  # outside of a backward nothing tells when values may go
-            return self.alone(handle.value)
-        if self.is_split:
-            return self._bring_back_in_parts(handle)
-        replay = self.replay_for(key)
-        if group is not None and handle.index in replay.taken:
-            raise overlap_error(self.path, handle.index)
-        tensor = take(replay, handle.value)
-        if group is not None:
-            replay.taken.add(handle.index)
-        return tensor
-
-    def _bring_back_in_parts(self, handle: Handle) -> torch.Tensor:
-        """Returns the tensor of a handle, for the first or the second of two backwards."""
-        replay = self.replay_for(SPLIT)
-        assert isinstance(replay, SplitReplay)
-        if not replay.expects_handle(handle.index):
-            for frame in self._frames_on_tape():  # this is a third backward
-                frame.passes = NO_PASSES
-            replay = self.replay_for(SPLIT)
-            assert isinstance(replay, SplitReplay)
-        tensor = take(replay, handle.value)
-        replay.hand_out(handle.index, tensor)
-        return tensor
-
-    def _frames_on_tape(self) -> Iterator[ReplayedFrame]:
-        root = self
-        while root.outer is not None:
-            root = root.outer
-        todo = [root]
-        while todo:
-            frame = todo.pop()
-            yield frame
-            todo += frame._living_children()
-
-    def own(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory."""
-        saved = handle.value.saved
-        if not is_plain(tensor):  # whose memory no kernel gets
-            return tensor
-        if saved is not None and not saved.is_packed:
-            in_memory = sum(reference() is not None for reference in handle.value.store.held or ())
-            is_needed = in_memory > 1 or is_held_twice(weakref.ref(handle.value))
-        else:
-            is_needed = num_holders(tensor) > 1 or self._has_memory_of(tensor)
-        copy: torch.Tensor = copies_of(tensor) if is_needed else tensor
-        return copy
-
-    def _has_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a running replay of the tape has a tensor in the memory of ``tensor``."""
-        address = storage_of(tensor)
-        for frame in self._frames_on_tape():
-            for replay in list(frame.passes.values()):  # those of other threads come and go
-                if any(storage_of(other) == address for other in (*replay.tensors.values(), *replay.held.values())):
-                    return True
-        return False
-
-    def alone(self, value: Value) -> torch.Tensor:
-        """Returns the tensor of a value by a replay of the caller's own."""
-        return take(Replay(self, (value,), None), value)
-
-    def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        outer = self.outer
-        assert outer is not None
-        if replay.key is None:
-            spare = Replay(outer, values, None)
-            return [(spare, value) for value in values]
-        found = outer.replay_for(replay.key)
-        return [(found if found.expects(value) else Replay(outer, (value,), None), value) for value in values]
-
-
 def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
     """Returns the tensors from outside that stand in the graph themselves, and need no frame."""
     return [
@@ -289,11 +121,12 @@ def fate_of(value: Value) -> Reason:
     return Reason.OFFLOADED if kept.is_on_host else kept.cause.reason
 
 
-class RecordedFrame(ReplayedFrame):
+class RecordedFrame(Replayable):
     """A region around a block of code, as a context manager."""
 
     __slots__ = (
         "_at_end",
+        "_children",
         "_compares_values",
         "_debug",
         "_decisions",
@@ -304,11 +137,16 @@ class RecordedFrame(ReplayedFrame):
         "_recorder",
         "_respect_hooks",
         "compared",
+        "externals",
+        "handles",
         "hooks_around",
+        "is_split",
         "tape",
     )
 
+    kind = "recorded"
     outer: RecordedFrame | None
+    passes: dict[int, Any]  # replays, by the key of the scope
 
     def __init__(
         self,
@@ -330,7 +168,16 @@ class RecordedFrame(ReplayedFrame):
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
-        ReplayedFrame.__init__(self, name, parent, settings.observers, outer, module)
+        Frame.__init__(self, name, parent, settings.observers, module)
+        self.outer = outer
+        self._children: list[weakref.ref[RecordedFrame]] = []
+        self.handles: list[weakref.ref[Handle]] = []
+        self.externals: Externals = []  # stand-ins for saved tensors from outside
+        self.bytes = self.start = 0
+        self.lines = None if outer is None else outer.lines
+        self.unseen: list[tuple[torch.Tensor, str]] = []
+        # Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
+        self.is_split: bool = split_backward if outer is None else outer.is_split
         self._debug = debug if settings.debug is None else settings.debug
         self._has_lines = False  # whether the lines of operators are this frame's own, and not the outer one's
         self._compares_values, self.around_replays = compares_values, around_replays
@@ -342,8 +189,6 @@ class RecordedFrame(ReplayedFrame):
         self._decisions = None if policy is None else Decisions(policy)
         self._respect_hooks = respect_hooks
         self.whole = replay_whole
-        if split_backward and outer is None:
-            self.is_split = True
         self._draws_anew, self._offload_from = not preserve_rng_state, offload_from
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape  # the frame's tape; None after the end
@@ -529,6 +374,144 @@ class RecordedFrame(ReplayedFrame):
         value = tape.tables.known.get(id(tensor))
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.external:
             tape.keep(value, tensor, decision, Cause(Reason.NAME, f"by the name of {name!r}"))
+
+    def saved(self) -> list[Saved]:
+        return [self.describe(handle) for reference in self.handles if (handle := reference()) is not None]
+
+    def held(self) -> list[Holding]:
+        seen: set[int] = set()
+        held = held_in_graph(self.externals, seen)
+        for value in self._values():
+            if value.saved is not None:
+                seen.add(id(value.saved.memory))  # a second face of the tensor
+                held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
+            if value.op is not None:
+                held += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
+        replays = [[*replay.tensors.values(), *replay.held.values()] for replay in list(self.passes.values())]
+        return held + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
+
+    def _values(self) -> list[Value]:
+        """Returns the values needed by the living handles, in the order of their making."""
+        handles = [handle for reference in self.handles if (handle := reference()) is not None]
+        return sorted(values_below([handle.value for handle in handles]), key=_number)
+
+    def owners(self) -> list[Frame]:
+        packed = [value.saved for value in self._values() if value.saved is not None and value.saved.is_packed]
+        return owners_in([self.outer, packed], Frame)
+
+    def describe(self, packed: Handle) -> Saved:
+        value = packed.value
+        made_by = None if value.op is None else value.op.facts.full_name
+        shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
+        return Saved(format_path(self.path), packed.index, fate_of(value), shape, dtype, packed.nbytes, made_by)
+
+    def _living_children(self) -> list[RecordedFrame]:
+        return [child for reference in self._children if (child := reference()) is not None]
+
+    def replay_for(self, key: int) -> Replay:
+        """Returns the replay of a scope. Makes a missing replay, and replays for the frames inside, which will ask it."""
+        found: Replay | None = self.passes.get(key)
+        if found is not None:
+            return found
+        group, scope = graph_exec_group(), None
+        if key != SPLIT:
+            scope = graph_task_scope(key) if group is None else group_scope(group)
+        order, todo = [], [self]
+        while todo:
+            frame = todo.pop()
+            if key not in frame.passes:
+                order.append(frame)
+                todo += frame._living_children()
+        for frame in reversed(order):
+            # Kept tensors need no replay, which would hold them until their last request.
+            handles = [
+                handle
+                for reference in frame.handles
+                if (handle := reference()) is not None and (handle.value.saved is None or handle.value.saved.is_packed)
+            ]
+            roots = [handle.value for handle in handles]
+            for child in frame._living_children():
+                roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
+            if scope is None:
+                frame.passes = {SPLIT: SplitReplay(frame, roots, handles)}
+            else:
+                frame.keep_pass(Replay(frame, roots, key), scope)
+        opened: Replay = self.passes[key]
+        return opened
+
+    def bring_back(self, handle: Handle) -> torch.Tensor:
+        """Returns the tensor of a handle; the caller holds the tape's lock."""
+        group = graph_exec_group()
+        key = graph_task_id() if group is None else group_scope(group).key
+        if key == -1:  # outside of a backward nothing tells when values may go
+            return self.alone(handle.value)
+        if self.is_split:
+            return self._bring_back_in_parts(handle)
+        replay = self.replay_for(key)
+        if group is not None and handle.index in replay.taken:
+            raise overlap_error(self.path, handle.index)
+        tensor = take(replay, handle.value)
+        if group is not None:
+            replay.taken.add(handle.index)
+        return tensor
+
+    def _bring_back_in_parts(self, handle: Handle) -> torch.Tensor:
+        """Returns the tensor of a handle, for the first or the second of two backwards."""
+        replay = self.replay_for(SPLIT)
+        assert isinstance(replay, SplitReplay)
+        if not replay.expects_handle(handle.index):
+            for frame in self._frames_on_tape():  # this is a third backward
+                frame.passes = NO_PASSES
+            replay = self.replay_for(SPLIT)
+            assert isinstance(replay, SplitReplay)
+        tensor = take(replay, handle.value)
+        replay.hand_out(handle.index, tensor)
+        return tensor
+
+    def _frames_on_tape(self) -> Iterator[RecordedFrame]:
+        root = self
+        while root.outer is not None:
+            root = root.outer
+        todo = [root]
+        while todo:
+            frame = todo.pop()
+            yield frame
+            todo += frame._living_children()
+
+    def own(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory."""
+        saved = handle.value.saved
+        if not is_plain(tensor):  # whose memory no kernel gets
+            return tensor
+        if saved is not None and not saved.is_packed:
+            in_memory = sum(reference() is not None for reference in handle.value.store.held or ())
+            is_needed = in_memory > 1 or is_held_twice(weakref.ref(handle.value))
+        else:
+            is_needed = num_holders(tensor) > 1 or self._has_memory_of(tensor)
+        copy: torch.Tensor = copies_of(tensor) if is_needed else tensor
+        return copy
+
+    def _has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a running replay of the tape has a tensor in the memory of ``tensor``."""
+        address = storage_of(tensor)
+        for frame in self._frames_on_tape():
+            for replay in list(frame.passes.values()):  # those of other threads come and go
+                if any(storage_of(other) == address for other in (*replay.tensors.values(), *replay.held.values())):
+                    return True
+        return False
+
+    def alone(self, value: Value) -> torch.Tensor:
+        """Returns the tensor of a value by a replay of the caller's own."""
+        return take(Replay(self, (value,), None), value)
+
+    def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
+        outer = self.outer
+        assert outer is not None
+        if replay.key is None:
+            spare = Replay(outer, values, None)
+            return [(spare, value) for value in values]
+        found = outer.replay_for(replay.key)
+        return [(found if found.expects(value) else Replay(outer, (value,), None), value) for value in values]
 
 
 def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
