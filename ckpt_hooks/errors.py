@@ -65,8 +65,8 @@ class DeterminismError(CheckpointError):
         found: The same for the recompute.
         grad_fn: Name of the autograd node which saved the tensor in forward, as in ``"SinBackward0"``; None where unknown.
         routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: in debug
-            mode, operators which chose among floating-point numbers before the difference. In a recorded region, operators on
-            which the first different shape depends. Else empty.
+            mode, operators which chose among floating-point numbers before the difference. In a recorded region, the operator
+            whose result has another shape. Else empty.
         operators: The operators of forward, a line of text for each, in debug mode; else empty.
         recomputed_operators: The operators of the recompute, likewise.
     """

@@ -19,7 +19,6 @@ import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
 from ckpt_hooks._core.descriptions import describe, describe_tensor, format_path
-from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import TrackedKept
 from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
 from ckpt_hooks._operators.facts import routing_advice
@@ -32,7 +31,7 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 from .values import Handle, Op, Tables, Value, flatten, values_on_tape
 
 
-def check_shapes(frame: Frame, op: Op, out: Any) -> None:
+def check_shapes(frame: Any, op: Op, out: Any) -> None:
     expected, found = op.shapes, shapes_of(out)
     if expected is None or found is None or expected == found:
         return
@@ -47,6 +46,8 @@ def check_shapes(frame: Frame, op: Op, out: Any) -> None:
         found=f"{op.facts.operator} with a result of shape {_in_words(found)}",
     )
     error.routing = (op.facts.full_name,)
+    if frame.lines is not None:
+        frame.lines.explain_operator(error, op.number)
     raise error
 
 

@@ -117,20 +117,75 @@ _Tensor = torch.Tensor
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
-class RunningFunction:
-    reason: str | None = None  # the reason to keep the results; None where a replay may run the function again
+_NO_KWARGS: dict[str, Any] = {}
+_WRITES_OUTSIDE = "writes to memory from outside of the region"
+_written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
 
-    def __init__(self, tape: Tape, facts: FunctionFacts) -> None:
-        self._tape, self._facts, self._task = tape, facts, graph_task_id()
+
+def _pack_saved(pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Any:
+    """Packs a tensor which a custom function saved; ``pack`` may be the hook of another tape around, which has to know."""
+    return pack(tensor)
+
+
+# Who calls the pack hook for what a custom function saved, and not an operator in it.
+_CALLERS = (APPLY_CODE, _pack_saved.__code__)
+
+
+def _packing(call: FunctionCall, pack: Callable[[_Tensor], Any]) -> tuple[Callable[[_Tensor], Any], Callable[[], None]]:
+    """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor."""
+    own: FunctionCall | None = call
+
+    def pack_own(tensor: _Tensor) -> Any:
+        if own is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
+            return pack(tensor)
+        return own.pack(tensor, pack)
+
+    def release() -> None:
+        nonlocal own, pack
+        own = None
+        del pack
+
+    return pack_own, release
+
+
+class FunctionCall:
+    reason: str | None = None  # the reason to keep the results; None where a replay may run the function again
+    _is_settled = _is_capturing = False
+    _num_saved = 0
+    _streams: streams.Snapshot | None = None
+
+    def __init__(self, tape: Tape, function: Any, args: Any, kwargs: Any) -> None:
+        self._tape, self._task = tape, graph_task_id()
+        facts = self._facts = FunctionFacts(function)
         self._op = Op()
         self._draws: list[Any] = []
         self._born: set[int] = set()  # addresses of storages made in the function
         self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
         self._written: dict[int, Store] = {}  # storages taken as written to, by identity
         self._lent: dict[int, int] = {}  # places of arguments from outside to which a rerun writes, by identity of the storage
-        self._tensors: list[_Tensor] = []  # the arguments, and the tensors in objects among them
         self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
         self._decisions: dict[int, int] = {}  # of the policy, on results of operators inside, by address
+        self._made: list[Value] = []
+        # Whether the policy keeps all results, also those that kernels have made.
+        policy = None if tape.decisions is None or self._task != tape.task else tape.decisions.policy
+        self._keeps = policy is not None and policy.for_function(function)
+        # With the tensors in objects among the arguments.
+        facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, facts.objects, reason = taken_apart(args, kwargs)
+        if facts.objects:
+            parts = parts_of(facts.objects)
+            if parts is None:
+                reason = "has an object among its arguments, which it may change"
+            else:
+                facts.parts, facts.memory = parts, memory_of(parts)
+                self._tensors += [one for one in parts if isinstance(one, _Tensor)]
+        if reason is not None:
+            self.keep(reason)
+        facts.casts = AUTOCAST.capture()
+        facts.modes = FUNCTION_MODES.capture()
+        facts.context = copy_context()
+        self._look_at_arguments()
+        if TRACKED or (find_devices() and not self._is_capturing):
+            self._streams = read_streams()
 
     def keep(self, reason: str) -> None:
         if self.reason is None:
@@ -247,66 +302,6 @@ class RunningFunction:
     def _is_inside(self, store: Store) -> bool:
         """Whether the innermost region made a memory: a replay of the region alone may write there."""
         return not store.external and store.birth > self._tape.start
-
-
-_NO_KWARGS: dict[str, Any] = {}
-_written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
-
-
-def _pack_saved(pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Any:
-    """Packs a tensor which a custom function saved; ``pack`` may be the hook of another tape around, which has to know."""
-    return pack(tensor)
-
-
-# Who calls the pack hook for what a custom function saved, and not an operator in it.
-_CALLERS = (APPLY_CODE, _pack_saved.__code__)
-
-
-def _packing(call: FunctionCall, pack: Callable[[_Tensor], Any]) -> tuple[Callable[[_Tensor], Any], Callable[[], None]]:
-    """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor."""
-    own: FunctionCall | None = call
-
-    def pack_own(tensor: _Tensor) -> Any:
-        if own is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
-            return pack(tensor)
-        return own.pack(tensor, pack)
-
-    def release() -> None:
-        nonlocal own, pack
-        own = None
-        del pack
-
-    return pack_own, release
-
-
-class FunctionCall(RunningFunction):
-    _is_settled = _is_capturing = False
-    _num_saved = 0
-    _streams: streams.Snapshot | None = None
-
-    def __init__(self, tape: Tape, function: Any, args: Any, kwargs: Any) -> None:
-        facts = FunctionFacts(function)
-        RunningFunction.__init__(self, tape, facts)
-        self._made: list[Value] = []
-        # Whether the policy keeps all results, also those that kernels have made.
-        policy = None if tape.decisions is None or self._task != tape.task else tape.decisions.policy
-        self._keeps = policy is not None and policy.for_function(function)
-        facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, facts.objects, reason = taken_apart(args, kwargs)
-        if facts.objects:
-            parts = parts_of(facts.objects)
-            if parts is None:
-                reason = "has an object among its arguments, which it may change"
-            else:
-                facts.parts, facts.memory = parts, memory_of(parts)
-                self._tensors += [one for one in parts if isinstance(one, _Tensor)]
-        if reason is not None:
-            self.keep(reason)
-        facts.casts = AUTOCAST.capture()
-        facts.modes = FUNCTION_MODES.capture()
-        facts.context = copy_context()
-        self._look_at_arguments()
-        if TRACKED or (find_devices() and not self._is_capturing):
-            self._streams = read_streams()
 
     def _look_at_arguments(self) -> None:
         """Puts the arguments on the tape, and notes the contents of those to be compared."""

@@ -38,7 +38,7 @@ from ckpt_hooks._tensors.refilling import Loan, Owner, borrow, give_back, is_len
 from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes, resume_transforms, suspend_transforms
 from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, storage_of
-from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
+from ckpt_hooks.errors import CheckpointError, MutationError
 
 from .explaining import Lines, check_shapes
 from .values import ANEW, Op, Surroundings, Value, flatten, rebuild, values_on_tape
@@ -465,7 +465,9 @@ class Replay:
             while todo:
                 op = todo.pop()
                 if type(op) is Value:
-                    self._after(op)
+                    assert op.before is not None
+                    tensors[op.number] = tensors[op.before.number]
+                    self._let_go((op.before,))
                     continue
                 assert type(op) is Op
                 # Operators in a row share one object, so most compare an identity and change nothing.
@@ -498,12 +500,6 @@ class Replay:
                     tensor = None
                 del op, args, out  # which may be large
 
-    def _keep(self, numbers: Iterable[int], out: Any) -> None:
-        readers, tensors = self.readers, self.tensors
-        for number, tensor in zip(numbers, flatten(out)):  # noqa: B905 (of an operator, these count on)
-            if number in readers:
-                tensors[number] = tensor
-
     def _let_go(self, values: Iterable[Value]) -> None:
         readers, tensors = self.readers, self.tensors
         for value in values:
@@ -512,11 +508,6 @@ class Replay:
             readers[number] = left
             if not left:
                 tensors.pop(number, None)
-
-    def _after(self, value: Value) -> None:
-        assert value.before is not None
-        self.tensors[value.number] = self.tensors[value.before.number]
-        self._let_go((value.before,))
 
     def _run_any(self, op: Op, context: ReplayContext) -> None:
         facts, tensors = op.facts, self.tensors
@@ -537,23 +528,17 @@ class Replay:
             out = self._draw(facts.operator, args, kwargs, draw)
         del args, kwargs
         if facts.has_shape_from_data:
-            self._check_shapes(op, out)
+            check_shapes(self.frame, op, out)
         self._ran.add(op.number)
         self._let_go(values)
-        self._keep(facts.numbers(op.number), out)
+        for number, tensor in zip(facts.numbers(op.number), flatten(out)):  # noqa: B905 (of an operator, these count on)
+            if number in self.readers:
+                tensors[number] = tensor
 
     def _draw(self, operator: Any, args: list[Any], kwargs: Any, draw: Any) -> Any:
         if draw is ANEW:
             return draw_anew(operator, args, kwargs, self._streams)
         return draw_again(operator, args, kwargs, draw)
-
-    def _check_shapes(self, op: Op, out: Any) -> None:
-        try:
-            check_shapes(self.frame, op, out)
-        except DeterminismError as error:
-            if self.frame.lines is not None:
-                self.frame.lines.explain_operator(error, op.number)
-            raise
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Copies wanted tensors which are about to be overwritten."""
