@@ -14,6 +14,7 @@ borrowed for a run of operators, each owner's from the first operator that reads
 from __future__ import annotations
 
 import abc
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -167,22 +168,8 @@ def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:
                 last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
     plan.written = set(last)
     plan.asked = {value.number for value in asked if id(value.store) in last}
-    if any(value.number < last.get(id(value.store), 0) for value in asked):
-        plan.in_order = True
-        return
-    for op in ops:
-        if op.facts.is_view:
-            continue
-        if op.is_plain:  # as in ``_read``, which is slower
-            args = op.args
-            for position in op.present:
-                value = args[position]
-                if value.number < last.get(id(value.store), 0):
-                    plan.in_order = True
-                    return
-        elif any(value.number < last.get(id(value.store), 0) for value in _read(op)):
-            plan.in_order = True
-            return
+    reads = itertools.chain((asked,), map(_read, ops))
+    plan.in_order = any(value.number < last.get(id(value.store), 0) for values in reads for value in values)
 
 
 class Borrowing:
