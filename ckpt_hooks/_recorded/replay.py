@@ -152,6 +152,8 @@ def _read(op: Op) -> list[Value]:
     """Returns the values whose contents an operator reads: not the base of a view, and not a target of a write."""
     if op.facts.is_view or op.facts.is_inplace_view:
         return []
+    if op.is_plain:
+        return [op.args[position] for position in op.present]
     written = {written.position for written in op.facts.written}
     names = {written.name for written in op.facts.written}
     return [
