@@ -28,7 +28,7 @@ from ckpt_hooks._torch.autograd import current_node, sequence_number
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-from .values import Handle, Op, Tables, Value, flatten, values_on_tape
+from .values import Handle, Op, Tables, Value, flatten, read_by
 
 
 def check_shapes(frame: Any, op: Op, out: Any) -> None:
@@ -49,10 +49,6 @@ def check_shapes(frame: Any, op: Op, out: Any) -> None:
     if frame.lines is not None:
         frame.lines.explain_operator(error, op.number)
     raise error
-
-
-def _read_by(op: Op) -> list[Value]:
-    return [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
 
 
 def shapes_of(out: Any) -> list[tuple[int, ...]] | None:
@@ -119,7 +115,7 @@ class Lines:
             self._explain(self._places.get(id(handle), -1), "Autograd saved it for", error)
 
     def explain_replay(self, error: CheckpointError, value: Value, steps: Iterable[Op | Value]) -> None:
-        readers = [step.number for step in steps if type(step) is Op and value in _read_by(step)]
+        readers = [step.number for step in steps if type(step) is Op and value in read_by(step)]
         if readers:
             self._explain(self._place_of(min(readers)), "It is read by", error)
 

@@ -42,7 +42,7 @@ from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, 
 from ckpt_hooks.errors import CheckpointError, MutationError
 
 from .explaining import Lines, check_shapes
-from .values import ANEW, Op, Surroundings, Value, flatten, rebuild, values_on_tape
+from .values import ANEW, Op, Surroundings, Value, flatten, read_by, rebuild, values_on_tape
 
 _NOTHING = nullcontext()  # to enter
 
@@ -191,7 +191,7 @@ class Borrowing:
             if type(op) is Value:
                 continue
             assert type(op) is Op
-            for value in (value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)):
+            for value in read_by(op):
                 key = id(value.store)
                 if key not in by_store:
                     tensor = tensors.get(value.number)
@@ -502,7 +502,7 @@ class Replay:
         facts, tensors = op.facts, self.tensors
         args = [rebuild(argument, tensors) for argument in op.args]
         kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
-        values = [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
+        values = read_by(op)
         # ``squeeze_`` and the like change the tensor object itself, which earlier readers of the value have as it was.
         if facts.is_inplace_view:
             args[0] = args[0].detach()

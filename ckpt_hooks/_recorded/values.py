@@ -186,6 +186,10 @@ def values_on_tape(argument: Any) -> list[Value]:
     return []
 
 
+def read_by(op: Op) -> list[Value]:
+    return [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
+
+
 def values_below(values: list[Value]) -> list[Value]:
     """Returns the given values and all values below, each once."""
     todo, found = list(values), {}
@@ -197,11 +201,7 @@ def values_below(values: list[Value]) -> list[Value]:
         if value.before is not None:
             todo.append(value.before)
         if (op := value.op) is not None:
-            for argument in (*op.args, *op.kwargs.values()):
-                if type(argument) is Value:
-                    todo.append(argument)
-                elif type(argument) is list:
-                    todo += values_on_tape(argument)
+            todo += read_by(op)
     return list(found.values())
 
 
