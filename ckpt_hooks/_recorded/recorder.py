@@ -21,11 +21,11 @@ from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.draws import drops_nothing
 from ckpt_hooks._operators.facts import KNOWN, Kind, OpFacts, facts_of
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
 from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import bound
-from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address
 from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE, SelectiveCheckpointContext
 
@@ -33,7 +33,7 @@ from . import writes
 from .explaining import shapes_of
 from .functions import FunctionCall
 from .tape import Tape, decide, op_of, run
-from .values import Op, Store, Surroundings, Value, flatten, new_store, new_value
+from .values import Op, Store, Surroundings, Value, flatten
 
 _Tensor = torch.Tensor
 _weakref = weakref.ref
@@ -205,9 +205,7 @@ class Recorder(SelectiveCheckpointContext):
         out = facts.call(*args, **kwargs)
         tape, tables = self._tape, self._tables
         for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):
-            if type(tensor) is not _Tensor:
-                if type(tensor) is FAKE:
-                    self._save_fake(tensor)
+            if type(tensor) not in PLAIN_OR_FAKE:
                 continue
             try:
                 address = storage_address(tensor)
@@ -237,15 +235,6 @@ class Recorder(SelectiveCheckpointContext):
             store.held = [holder]
             tape.held.note(value, holder)
         return out
-
-    def _save_fake(self, tensor: torch.Tensor) -> None:
-        tape, tables = self._tape, self._tables
-        tables.number += 1
-        address = storage_address(tensor)
-        store = tables.stores[address] = new_store(address, tables.number)
-        value = new_value(tables.number, store, store)
-        tables.register(tensor, value)
-        tape.held.keep(value, tensor, SAVE, tape.path, BY_POLICY)
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         tape = self._tape
