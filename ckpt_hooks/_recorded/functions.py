@@ -118,7 +118,6 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 _NO_KWARGS: dict[str, Any] = {}
-_WRITES_OUTSIDE = "writes to memory from outside of the region"
 _written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
 
 
