@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import contextvars
 import copy
 import functools
 import gc
@@ -238,7 +237,7 @@ def a_region_inside_that_is_given_more():
     backward(checkpoint(function, leaf(3), cache))
 
 
-@says(DeterminismError, "Forward ran under the dispatch mode Doubling")
+@says(DeterminismError, "Forward ran under dispatch mode Doubling")
 def a_mode_around_forward():
     with Doubling():
         y = checkpoint(lambda x: (x * 3.0).sin().exp(), leaf(3))
@@ -253,7 +252,7 @@ def a_mode_around_a_recorded_region():
     backward(y)
 
 
-@says(DeterminismError, "The recompute runs under the dispatch mode Doubling")
+@says(DeterminismError, "the recompute under dispatch mode Doubling.*inside the region")
 def a_mode_around_backward():
     y = checkpoint(lambda x: (x * 3.0).sin().exp(), leaf(3), determinism_check="values")
     with Doubling():
@@ -285,16 +284,6 @@ def another_thread_that_draws():
         idle.join()
 
 
-@says(CheckpointError, "with respect to a tensor from outside of the region that has gone since forward")
-def a_backward_in_a_recompute_with_respect_to_what_has_gone():
-    def program(x):
-        h = x.sin()
-        loss = h.exp().sum()
-        return checkpoint(lambda h, loss: torch.autograd.grad(loss, h, retain_graph=True)[0] * h.cos(), h, loss)
-
-    backward(program(leaf(3)))
-
-
 @says(DeterminismError, "another graph of a function compiled by torch.compile", grad_fn="CompiledFunctionBackward")
 def a_compiled_function_that_is_compiled_anew():
     torch._dynamo.reset()
@@ -306,17 +295,6 @@ def a_compiled_function_that_is_compiled_anew():
         backward(y)
     finally:
         torch._dynamo.reset()
-
-
-@says(CheckpointError, "a tensor that a context variable named in forward", "Pass the tensor to the region as an argument")
-def a_tensor_of_a_collector_that_is_gone():
-    collected = contextvars.ContextVar("collected")
-
-    def forward():
-        collected.set([torch.ones(3)])
-        return checkpoint(lambda x: (x * collected.get()[0]).sin(), leaf(3))
-
-    backward(contextvars.copy_context().run(forward))
 
 
 class Spanned(nn.Module):
