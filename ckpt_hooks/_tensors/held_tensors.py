@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.descriptions import RegionPath, describe_kind, dtype_and_shape, format_path, kind_in_words
+from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape, format_path, kind_in_words
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of, storage_and_size
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
@@ -31,7 +30,7 @@ from ckpt_hooks._torch.tensors import (
 from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
-from .copies import Clones, copy_in, is_theirs, layout_of, stand_in_for
+from .copies import Clones, copy_in, layout_of, stand_in_for
 from .refilling import Origin
 from .transfers import Batch, Moved, Transfers
 
@@ -73,8 +72,6 @@ class HeldTensor:
         if memory is None:
             return tensor
         if storage_address(tensor) != storage_address(memory):
-            if type(tensor) is torch.nn.Parameter and is_theirs(tensor, layout_of(memory)):
-                _warn_of_memory(describe_kind(memory))
             self.leave(memory)
         return memory
 
@@ -136,20 +133,6 @@ class HeldTensor:
 
     def _mutated(self, tensor: torch.Tensor, version: int | None, why: Why = Why.HELD, kind: str = "") -> MutationError:
         return mutated(why, format_path(self.path), tensor, version, detail=self.cause.in_words(), kind=kind)
-
-
-_has_warned = False
-
-
-def _warn_of_memory(kind: str) -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warn_user(
-            "A recorded region holds memory of parameters that hooks took away after forward had read it, such as that of a "
-            f"{kind}: nobody tells how to fill it again. These weights stay until backward. `checkpoint` without a policy runs "
-            "the hooks again, and regions borrow what FSDP2 gathers."
-        )
 
 
 class HeldRefilled(HeldTensor):
