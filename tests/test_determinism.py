@@ -130,8 +130,8 @@ def pairs():
         return tensor
 
     def by_channel(number):
-        scales, zeros = torch.tensor([0.1, 0.2, 0.1 * number, 0.3]), torch.tensor([0, 1, 0, 2])
-        return torch.quantize_per_channel(dense_of(3.0), scales, zeros, 0, torch.qint8)
+        scales, zeros = torch.tensor([0.1, 0.2, 0.5, 0.3]), torch.tensor([0, 1, 0, 2])
+        return torch.quantize_per_channel(dense_of(number), scales, zeros, 0, torch.qint8)
 
     nested = torch.nested.nested_tensor
     complex_of = dense_of(3.0).to(torch.complex64)

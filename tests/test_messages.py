@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import contextvars
 import copy
 import functools
 import gc
@@ -238,7 +237,7 @@ def a_region_inside_that_is_given_more():
     backward(checkpoint(function, leaf(3), cache))
 
 
-@says(DeterminismError, "Forward ran under the dispatch mode Doubling")
+@says(DeterminismError, "Forward ran under dispatch mode Doubling")
 def a_mode_around_forward():
     with Doubling():
         y = checkpoint(lambda x: (x * 3.0).sin().exp(), leaf(3))
@@ -253,7 +252,7 @@ def a_mode_around_a_recorded_region():
     backward(y)
 
 
-@says(DeterminismError, "The recompute runs under the dispatch mode Doubling")
+@says(DeterminismError, "the recompute under dispatch mode Doubling.*inside the region")
 def a_mode_around_backward():
     y = checkpoint(lambda x: (x * 3.0).sin().exp(), leaf(3), determinism_check="values")
     with Doubling():
@@ -285,16 +284,6 @@ def another_thread_that_draws():
         idle.join()
 
 
-@says(CheckpointError, "with respect to a tensor from outside of the region that has gone since forward")
-def a_backward_in_a_recompute_with_respect_to_what_has_gone():
-    def program(x):
-        h = x.sin()
-        loss = h.exp().sum()
-        return checkpoint(lambda h, loss: torch.autograd.grad(loss, h, retain_graph=True)[0] * h.cos(), h, loss)
-
-    backward(program(leaf(3)))
-
-
 @says(DeterminismError, "another graph of a function compiled by torch.compile", grad_fn="CompiledFunctionBackward")
 def a_compiled_function_that_is_compiled_anew():
     torch._dynamo.reset()
@@ -306,17 +295,6 @@ def a_compiled_function_that_is_compiled_anew():
         backward(y)
     finally:
         torch._dynamo.reset()
-
-
-@says(CheckpointError, "a tensor that a context variable named in forward", "Pass the tensor to the region as an argument")
-def a_tensor_of_a_collector_that_is_gone():
-    collected = contextvars.ContextVar("collected")
-
-    def forward():
-        collected.set([torch.ones(3)])
-        return checkpoint(lambda x: (x * collected.get()[0]).sin(), leaf(3))
-
-    backward(contextvars.copy_context().run(forward))
 
 
 class Spanned(nn.Module):
@@ -914,8 +892,8 @@ CALLS = {
         "source should be .* but got 3 of type int": lambda: track_rng(3).__enter__(),
         "first should be a string, but got 0": lambda: span(0, "1"),
         # Policies
-        r"policy of ckpt_hooks\.policies, but got the operator aten\.mm\.default": lambda: checkpoint(policy=MM),
-        r"aten\.mm, which has several operators": lambda: checkpoint(policy=aten.mm),
+        r"policy of ckpt_hooks\.policies, but got aten\.mm\.default\. Write a list": lambda: checkpoint(policy=MM),
+        r"aten\.mm\. Write a list of operators: policy=": lambda: checkpoint(policy=aten.mm),
         r"Call it: policy=save_ops\(\.\.\.\)": lambda: checkpoint(policy=save_ops),
         r"but got 'dots_saveable' of type str": lambda: checkpoint(policy="dots_saveable"),
         "returned 'save' of type str for aten.sin.default": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
@@ -923,8 +901,6 @@ CALLS = {
         "saved should be a list of names, but got 'a' of": lambda: save_or_offload("a", []),
         "a name in names should be a string, but got 3": lambda: save_only_these_names(3),
         r"dots_saveable is a policy.*`policy=dots_saveable`": lambda: checkpoint(policy=policies.dots_saveable()),
-        "routing_saveable is a policy": lambda: checkpoint(policy=policies.routing_saveable()),
-        "save_from_both_policies is a policy": lambda: policies.save_from_both_policies([MM], [MM])(),
         r"policies, but got 'list'\. Write policy=": lambda: checkpoint(policy=list),
         r"policy is called with \(ctx, op, .* takes \(op\)\. Write `def policy\(ctx, op, \*args, \*\*kwargs\):`": (
             lambda: checkpoint(policy=lambda op: False)
@@ -1124,9 +1100,12 @@ CALLS = {
         r"<dots_saveable: .*> of region 'inner' spares nothing: region 'outer' .*`recorded=True`": policy_in_a_plain_region,
         r"The forward of '1', a Sequential, was set anew .*`del module\.forward`": lambda: wrapped_after(two_blocks(), "1"),
         "under a torch.func transform": lambda: torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.rand(3)),
-        "did not run in the first 3 regions": lambda: [checkpoint(policy=[ERFINV])(torch.sin)(leaf(3)) for _ in range(3)],
-        "has: 'hidden'. Names in the region: 'other'": lambda: named_region(save_only_these_names("hidden")),
-        "Is 'hidden' meant?": lambda: named_region(save_only_these_names("hiden"), "hidden"),
+        "names operators of which the first 3 regions under it have had none": lambda: [
+            checkpoint(policy=[ERFINV])(torch.sin)(leaf(3)) for _ in range(3)
+        ],
+        "names tensors of which .* none: hidden. Give a tensor its name by checkpoint_name": lambda: [
+            named_region(policy) for policy in [save_only_these_names("hidden")] * 3
+        ],
     },
 }
 
@@ -1543,69 +1522,3 @@ def test_policies_that_are_some():
     for policy in ([MM], {MM}, policies.dots_saveable, *everything):
         checkpoint(policy=policy)
         checkpoint_region(policy=policy)
-
-
-# Names
-
-
-def heard(policy, *names):
-    """Runs a region in which tensors get some names; returns the warnings that it gave."""
-    x = leaf(3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with checkpoint_region(policy=policy):
-            for name in names:
-                x = checkpoint_name(x.sin(), name)
-    assert {warning.filename for warning in caught} <= {__file__}
-    return [str(warning.message) for warning in caught]
-
-
-saves = save_only_these_names
-SLIPS = [("hiden", "hidden"), ("hidden", "hiden"), ("hdiden", "hidden"), ("Hidden", "hidden"), ("mlp.out", "mlp_out")]
-
-
-@pytest.mark.parametrize(("wrong", "right"), SLIPS)
-def test_a_slip_in_a_name(wrong, right):
-    """It is told once a policy, of whatever kind, also where other names of the policy came."""
-    for policy in (
-        saves(wrong),
-        policies.save_any_names_but_these(wrong),
-        policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=[wrong]),
-        policies.save_from_both_policies(policies.dots_saveable, saves(wrong)),
-    ):
-        (message,) = heard(policy, right)
-        assert f"no tensor of its region has: {wrong!r}. Is {right!r} meant?" in message
-        assert heard(policy, right) == []
-    policy = saves(wrong, "other")
-    (message,) = heard(policy, "other", right)
-    assert "'other'. Is" not in message
-    assert f"{wrong!r}. Is {right!r} meant? Names in the region: " in message
-
-
-def test_a_slip_in_a_later_region():
-    policy = saves("hiden", "first")
-    assert heard(policy, "first") == []
-    (message,) = heard(policy, "hidden")
-    assert "'hiden'. Is 'hidden' meant?" in message
-
-
-@pytest.mark.parametrize("given", ["q_proj", "layer_1", "h1", "hide", "in"])
-def test_names_that_are_others(given):
-    """What is alike is not a slip: another letter, another number, a shorter word."""
-    assert heard(saves("k_proj", "layer_2", "layer_11", "h2", "hidden", "out", "x"), "x", given) == []
-
-
-def test_names_that_all_came():
-    policy = saves("a", "b")
-    assert heard(policy, "a", "aa") == []
-    assert heard(policy, "b", "bb", "c") == []
-    assert policy.expected_names == frozenset()
-
-
-def test_a_region_that_fails_says_nothing_of_names():
-    policy = saves("hiden")
-    with contextlib.suppress(ZeroDivisionError), checkpoint_region(policy=policy):
-        checkpoint_name(leaf(3).sin(), "hidden")
-        raise ZeroDivisionError
-    (message,) = heard(policy, "hidden")
-    assert "Is 'hidden' meant?" in message

@@ -206,19 +206,14 @@ def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
 
 
 def modes_in_words(forward: Collection[str], now: Collection[str]) -> str:
-    """Returns sentences for an error on dispatch modes around one of two runs alone; nothing without a difference."""
-    words = ""
-    if missing := [name for name in forward if name not in now]:
-        words += (
-            f" Forward ran under the dispatch mode {' and '.join(missing)}, which is not entered again for a recompute: "
-            "one that changes results has to be entered inside the region."
-        )
-    if more := [name for name in now if name not in forward]:
-        words += (
-            f" The recompute runs under the dispatch mode {' and '.join(more)}, and forward did not: one that changes results "
-            "has to be entered inside the region, or around forward as well."
-        )
-    return words
+    """Returns a sentence for an error on dispatch modes around one of two runs alone; nothing without a difference."""
+    if {*forward} == {*now}:
+        return ""
+    before, after = (f"dispatch mode {' and '.join(modes)}" if modes else "no mode" for modes in (forward, now))
+    return (
+        f" Forward ran under {before}, and the recompute under {after}: modes around the region are not entered again. One "
+        "that changes results has to be entered inside the region, or around forward and backward."
+    )
 
 
 def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from ckpt_hooks._core.descriptions import RegionPath, describe_kind, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
 from ckpt_hooks._core.mutation import GONE, Why, mutated, num_fused_steps, stepped_since
-from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
+from ckpt_hooks._tensors.containers import Capture, build
 from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, is_theirs, restore_layout
 from ckpt_hooks._torch.autograd import (
     SavedTensor,
@@ -138,30 +138,12 @@ def put_hooks_back(before: Hooks, now: Hooks) -> None:
             hooks.update(content)
 
 
-def _path_at(captured: tuple[list[Any], dict[str, Any]] | None, position: int) -> str:
-    if captured is None:
-        return f"args[{position}]"
-    args, kwargs = captured
-    todo: list[tuple[str, Any]] = [(f"args[{index}]", found) for index, found in enumerate(args)]
-    todo += [(f"kwargs[{key!r}]", found) for key, found in kwargs.items()]
-    seen = set()
-    while todo:
-        path, found = todo.pop(0)
-        if isinstance(found, TensorAt) and found.position == position:
-            return path
-        if isinstance(found, Container) and id(found) not in seen:
-            seen.add(id(found))
-            entries = found.entries if issubclass(found.kind, dict) else enumerate(found.entries)
-            todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
-            todo += [(f"{path}.{name}", entry) for name, entry in found.attributes()]
-    return "an argument"
-
-
 class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
         # Arguments taken apart, and the ``id`` that each container had in forward; None for positional tensors alone.
         self._captured: tuple[list[Any], dict[str, Any]] | None = None
         self._containers: Sequence[int] = ()
+        self._paths: Sequence[str] = ()  # of the tensors among them
         #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
         self.objects: Sequence[Any] = ()
         tensors: Sequence[torch.Tensor] = args
@@ -171,7 +153,7 @@ class Arguments:
                 [capture.value(value, f"args[{index}]") for index, value in enumerate(args)],
                 {key: capture.value(value, f"kwargs[{key!r}]") for key, value in kwargs.items()},
             )
-            tensors, self.objects = capture.tensors, capture.objects
+            tensors, self.objects, self._paths = capture.tensors, capture.objects, capture.paths
             self._containers = capture.finish()
         hooks = top_saved_tensors_hooks(False)
         # What each tensor was saved as by active hooks: None where it is kept, a position where it is the same as another. None
@@ -274,7 +256,7 @@ class Arguments:
         kept, stand_ins = self._stand_in() if self._flags or self._origins else (self._tensors, _NONE)
         for position, (noted, one) in enumerate(zip(self._memory, kept, strict=True)):
             if noted is not None and one is not None and not (noted.holds(one) or is_theirs(one, noted.layout)):
-                name = _path_at(self._captured, position)
+                name = self._path_at(position)
                 raise mutated(Why.MOVED, format_path(frame.path), one, GONE, name=name)
         if self._saved is None:
             return kept, stand_ins
@@ -338,7 +320,7 @@ class Arguments:
                 continue
             if before[0] != now[0]:
                 self._raise_modified(position, tensor, region)
-            path = _path_at(self._captured, position)
+            path = self._path_at(position)
             raise CheckpointError(
                 f"region {'/'.join(region)!r}: {path}, a {describe_kind(tensor)} tensor, had requires_grad={before[1]} when "
                 f"forward began, and has requires_grad={now[1]} now. A rerun of the region would save other tensors: change "
@@ -346,9 +328,12 @@ class Arguments:
                 region=region,
             )
 
+    def _path_at(self, position: int) -> str:
+        return f"args[{position}]" if self._captured is None else self._paths[position]
+
     def path_of(self, tensor: torch.Tensor) -> str | None:
-        return next((_path_at(self._captured, at) for at, one in enumerate(self._tensors) if one is tensor), None)
+        return next((self._path_at(at) for at, one in enumerate(self._tensors) if one is tensor), None)
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
-        raise mutated(Why.REACHED, region, tensor, expected, name=_path_at(self._captured, position))
+        raise mutated(Why.REACHED, region, tensor, expected, name=self._path_at(position))

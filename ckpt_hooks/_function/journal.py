@@ -218,7 +218,7 @@ class Loan:
         self.names: list[str] = []  # for which forward's parameter is gone, and nothing stands in its place
         self.storages: frozenset[int | None] = frozenset()  # with another content in the rerun
         self.flats: list[tuple[Any, ...] | None] = []
-        self._is_quiet = self.has_gone = False  # whether all is as noted; whether a tensor is gone for which another stands
+        self._is_quiet = False  # whether all is as noted
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that find what this one lends
         self._undo: Undo | None = None

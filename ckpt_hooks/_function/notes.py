@@ -78,7 +78,6 @@ class Passing(weakref.ref[Any]):
         if (found := loan.stand_ins.get(id(self()), self())) is not None:
             return found
         shape, dtype, requires_grad = self._like
-        loan.has_gone = True
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 

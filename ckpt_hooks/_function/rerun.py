@@ -106,7 +106,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
         except StopRecompute:
             pass
         except Exception as error:
-            if _is_at_fault(error, frame, loan, is_called=tensors is not None):
+            if _is_at_fault(error, frame, is_called=tensors is not None):
                 raise
         finally:
             # Leave.
@@ -189,15 +189,14 @@ def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, 
         pop_saved_tensors_hooks()
 
 
-def _is_at_fault(error: Exception, frame: Any, loan: Loan | None, *, is_called: bool) -> bool:
+def _is_at_fault(error: Exception, frame: Any, *, is_called: bool) -> bool:
     """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""
-    # Where there is more to say of it, this raises an error of the region in its place.
     done, region = frame.collector.done, format_path(frame.path)
     if isinstance(error, (DeterminismError, MutationError)):
         # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
         return error.region == region or not done
     if is_called and not done and frame.complete:
-        explain_failure(error, region, has_gone=loan is not None and loan.has_gone)
+        explain_failure(error, region)
     return not done
 
 

@@ -112,28 +112,14 @@ def blame(error: DeterminismError, frame: Any) -> None:
     error.args = (words.replace("\n ", "\n"),)
 
 
-def explain_failure(error: Exception, region: tuple[str, ...], *, has_gone: bool) -> None:
-    """Adds a note to an exception of a rerun; raises an error with more words where the cause is known."""
-    where, words = f"region {'/'.join(region)!r}", ""
-    if has_gone and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-        # A tensor without content stands for the one that is gone.
-        words = (
-            "a recompute reads a tensor that a context variable named in forward, in a list, say, and that is gone by now. "
-            "Pass the tensor to the region as an argument."
-        )
-    elif type(error) is RuntimeError and "appears to not have been used in the graph" in str(error):  # told by words alone
-        words = (
-            "its function runs backward, and so does its recompute, with respect to a tensor from outside of the region that "
-            "has gone since forward: the recompute has another one on the same memory, without its history. Keep the tensor "
-            "until backward, or write `with checkpoint_region():`, which runs Python once."
-        )
-    if words:
-        raise CheckpointError(f"{where}: {words}", region=region) from error
+def explain_failure(error: Exception, region: tuple[str, ...]) -> None:
+    """Adds a note to an exception of a rerun."""
     add_note = getattr(error, "add_note", None)  # since Python 3.11
     note = (
-        f"Raised by the recompute of {where}, where forward raised nothing. An iterator, a generator, a file or a queue gives "
-        "a recompute its next item: take the item before the region, and pass it as an argument. If the function runs "
-        "backward, write `with checkpoint_region():`, which runs Python once."
+        f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. What forward read may be used "
+        "up, as the items of an iterator, a file or a queue are, or gone, as a tensor that a context variable named, or from "
+        "which a backward inside of the region started. Take it before the region, and pass it as an argument. If the function "
+        "runs backward, write `with checkpoint_region():`, which runs Python once."
     )
     is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if add_note is not None and not is_full and note not in getattr(error, "__notes__", ()):

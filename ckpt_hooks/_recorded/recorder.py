@@ -224,13 +224,7 @@ class Recorder(SelectiveCheckpointContext):
             store.members = [reference]
             store.handles = None
             tables.known[key] = value
-            saved = HeldTensor()
-            saved.tensor = counted_detach(tensor)
-            saved.memory = saved.version = None
-            saved.cause = BY_POLICY
-            saved.path = tape.path
-            saved.is_fickle = False
-            value.saved = saved
+            value.saved = HeldTensor(counted_detach(tensor), tape.path, BY_POLICY)
             holder = _weakref(value)
             store.held = [holder]
             tape.held.note(value, holder)

@@ -25,7 +25,7 @@ from ckpt_hooks._core.mutation import num_fused_steps
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
-from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor, HeldWithFaces, hold_tensor
+from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor
 from ckpt_hooks._tensors.refilling import owner_of
 from ckpt_hooks._tensors.transfers import Batch, transfers_for
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
@@ -84,7 +84,7 @@ class TensorsHeld:
             self._batch = self._batch or Batch()
             self._hold(value, HeldOnHost(alias, self._batch, transfers, path, cause))
         else:
-            self._hold(value, hold_tensor(alias, path, cause))
+            self._hold(value, HeldTensor(alias, path, cause))
         value.op = value.before = None
 
     def _hold(self, value: Value, saved: HeldTensor) -> None:
@@ -300,14 +300,11 @@ class Tape:
         store.members.append(reference)
         origin = owner_of(tensor)
         if origin is None:
-            saved = HeldTensor()
+            saved = HeldTensor(tensor, self.path, store.cause)
+            if store.address and type(tensor) in _PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
+                saved.memory = data_of(tensor)
         else:
-            saved, self.has_refilled = HeldRefilled(tensor, origin), True
-        saved.tensor = tensor
-        is_told = origin is None and store.address and type(tensor) in _PLAIN and tensor.layout is _STRIDED
-        saved.memory = data_of(tensor) if is_told and not tensor.is_nested else None
-        saved.cause = store.cause if origin is None else _GATHERED
-        saved.path = self.path
+            saved, self.has_refilled = HeldRefilled(tensor, origin, self.path, _GATHERED), True
         value.saved = saved
         self.tables.inputs[id(tensor)] = holder = _weakref(value)
         if store.held is None:
@@ -317,10 +314,7 @@ class Tape:
         if is_kept_anyway(tensor):
             saved.version = None if tensor.is_inference() else tensor._version
             saved.steps = num_fused_steps()
-            saved.is_fickle = False
         else:
-            if origin is None:
-                saved.version = None
             saved.is_fickle = store.written and not tensor.requires_grad
             self.held.note(value, holder, facts, place)
         return value
@@ -354,7 +348,7 @@ class Tape:
         """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
         for value, faces in self.tables.faces():
             assert value.saved is not None
-            value.saved = HeldWithFaces(value.saved, faces)
+            value.saved.faces = [(counted_detach(face), face._version) for face in faces]
         self.tables.clear()
         self.held.close(self.hooks, self.path, respect_hooks=self.respect_hooks)
 

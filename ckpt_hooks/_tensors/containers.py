@@ -37,7 +37,7 @@ class TensorAt:
 class Container:
     """Stands for a list, tuple, dict or dataclass, subclasses included."""
 
-    __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "shared", "slots", "variables")
+    __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "slots", "variables")
 
     def __init__(self, original: Any) -> None:
         self.original = original  # dropped when the walk is over
@@ -49,17 +49,10 @@ class Container:
         self.variables: list[tuple[str, Any]] = []
         # A dict which is its own ``__dict__``.
         self.is_namespace = False
-        # The captured object, if without tensors: a rerun gets the object itself while unchanged.
-        self.shared: Any = None
-
-    def attributes(self) -> list[tuple[str, Any]]:
-        return [*((slot.__name__, captured) for slot, captured in self.slots), *self.variables]
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
         if self.identity in built:
             return built[self.identity]
-        if self.shared is not None and self._is_unchanged():
-            return self.shared
         kind = self.kind
         made: Any
         if issubclass(kind, tuple):
@@ -85,25 +78,6 @@ class Container:
             vars(made).update((name, build(captured, tensors, built)) for name, captured in self.variables)
         return made
 
-    def _is_unchanged(self) -> bool:
-        """Whether the shared object is bound to the same values as at capture."""
-        variables = vars(self.shared) if self.variables else {}
-        try:
-            return (
-                len(variables) == len(self.variables)
-                and all(map(_is_still, self.entries, self.shared if self.entries else ()))
-                and all(_is_still(captured, variables[name]) for name, captured in self.variables)
-                and all(_is_still(captured, slot.__get__(self.shared)) for slot, captured in self.slots)
-            )
-        except (AttributeError, KeyError):  # deleted
-            return False
-
-
-def _is_still(captured: Any, value: Any) -> bool:
-    if type(captured) is Container:
-        return captured.shared is value and captured._is_unchanged()
-    return captured is value
-
 
 def slots_in(bases: Iterable[type[Any]]) -> list[Any]:
     return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
@@ -123,17 +97,14 @@ def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any])
     return captured
 
 
-def _stands_for_something(captured: Any) -> bool:
-    return type(captured) in (TensorAt, torch.Generator) or (type(captured) is Container and captured.shared is None)
-
-
 class Capture:
     """A walk over the arguments of one call."""
 
-    __slots__ = ("_containers", "_seen", "objects", "tensors")
+    __slots__ = ("_containers", "_seen", "objects", "paths", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
         self.tensors: list[torch.Tensor] = [] if tensors is None else tensors
+        self.paths: list[str] = []  # of the tensors
         self.objects: list[Any] = []  # those not taken apart
         self._seen: dict[int, Any] = {}
         self._containers: list[Container] = []
@@ -147,7 +118,9 @@ class Capture:
     def value(self, value: Any, path: str) -> Any:
         """Returns the stand-in for a value at ``path``, a place in the notation of users."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            self.tensors.append(value)
+            self.paths.append(path)
+            return TensorAt(len(self.tensors) - 1)
         if type(value) in ATOMS:
             return value
         if id(value) in self._seen:
@@ -171,10 +144,6 @@ class Capture:
             )
         self.objects.append(value)
         return value
-
-    def _tensor(self, value: torch.Tensor) -> TensorAt:
-        self.tensors.append(value)
-        return TensorAt(len(self.tensors) - 1)
 
     def _container(self, value: Any) -> Container:
         container = self._seen[id(value)] = Container(value)
@@ -215,13 +184,11 @@ class Capture:
         return container
 
     def _unless_empty(self, container: Container) -> Any:
-        """Returns the original if immutable and without captured parts; else the container, shared if without such parts."""
-        parts = (*container.entries, *(captured for _, captured in container.attributes()))
-        if any(map(_stands_for_something, parts)):
-            return container
+        """Returns the original if it is immutable, and nothing in it is rebuilt; else the container."""
+        parts = (*container.entries, *(captured for _, captured in (*container.slots, *container.variables)))
         parameters = getattr(container.kind, "__dataclass_params__", None)
-        if (parameters is not None and not parameters.frozen) or Container in map(type, parts):
-            container.shared = container.original
+        is_mutable = parameters is not None and not parameters.frozen
+        if is_mutable or any(type(captured) in (TensorAt, Container, torch.Generator) for captured in parts):
             return container
         self._seen[id(container.original)] = container.original
         return container.original

@@ -216,7 +216,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return type(one) is type(other) and one.is_nested is other.is_nested
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
-    return one.is_meta or bool(past_all_modes(one, lambda: torch.equal(_bits_of(one), _bits_of(other))))
+    return one.is_meta or bool(past_all_modes(one, lambda: torch.equal(bits_of(one), bits_of(other))))
 
 
 #: The content of a tensor at a moment: of contiguous memory of the host as bytes, else a copy.
@@ -239,7 +239,7 @@ def differs(tensor: torch.Tensor, image: Image) -> bool | torch.Tensor:
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
-    differing = _bits_of(one).ne(_bits_of(other)).any()
+    differing = bits_of(one).ne(bits_of(other)).any()
     return bool(differing) if one.is_cpu else differing
 
 
@@ -252,7 +252,7 @@ def _copy_from(image: bytes, tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(image), dtype=tensor.dtype).view(tensor.shape)
 
 
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

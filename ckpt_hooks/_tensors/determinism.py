@@ -17,14 +17,9 @@ from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import nested_parts, parts_of, storage_of
 
+from .copies import bits_of
+
 # Fingerprints
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if tensor.stride(0) != 1:  # as it may be of one number too, which is contiguous all the same
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(torch.uint8)
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:
@@ -48,14 +43,7 @@ def _parts_of(tensor: torch.Tensor) -> list[Any]:
         return parts
     if tensor.is_nested:
         return nested_parts(tensor)
-    if tensor.is_quantized:
-        if tensor.qscheme() in _PER_TENSOR:
-            return [tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point()]
-        return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return [tensor.to_dense()]
-
-
-_PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+    return [tensor.dequantize() if tensor.is_quantized else tensor.to_dense()]
 
 
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
@@ -68,22 +56,7 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
 
 
-#: Integers by how many bytes they have.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ODD = 0x100000001B3
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bits of a tensor as integers of at most 32 bits."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    tensor = tensor.detach().resolve_neg()
-    integers = _INTEGERS.get(tensor.element_size())
-    if integers is not None:
-        return tensor.view(integers)
-    if tensor.dim() == 0 or tensor.stride(-1) != 1:
-        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(torch.int32)
 
 
 def hash_of(tensor: torch.Tensor) -> Any:
@@ -94,7 +67,11 @@ def hash_of(tensor: torch.Tensor) -> Any:
         return _of_parts(hash_of, tensor)
     if tensor.numel() == 0:
         return None
-    integers = _integers(tensor)
+    integers = bits_of(tensor)
+    if integers.dtype is torch.int64:  # as two of 32 bits: sums of round numbers would lose all of 64
+        if not integers.dim() or integers.stride(-1) != 1:
+            integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
+        integers = integers.view(torch.int32)
     # Added up in the width of the integers, since a wider sum would copy them. Many equal numbers lose bits in this sum, so
     # the last number of each row is added once more with a factor.
     last = integers.select(-1, -1) if integers.dim() else integers
@@ -114,13 +91,8 @@ def _equal(one: Any, other: Any) -> bool:
         return all(map(_equal, one, other))
     if isinstance(one, dict) and type(one) is type(other):
         return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    try:
-        return bool(one == other) or bool(one != one and other != other)
-    except (RuntimeError, ValueError):  # of tensors in other objects, and of arrays of NumPy, which may have NaN in them too
-        equal = one == other
-        if hasattr(equal, "all") and not (same := equal.all()):
-            same = (equal | ((one != one) & (other != other))).all()
-        return bool(same)
+    same: Any = (one == other) | ((one != one) & (other != other))
+    return bool(same.all() if hasattr(same, "all") else same)  # of arrays of NumPy
 
 
 def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
@@ -138,54 +110,39 @@ def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | Non
         elif one.numel():
             tensors.setdefault((one.device, one.dtype), []).append(index)
     for indices in tensors.values():
-        one, other = (_bits(torch.cat([values[index].reshape(-1) for index in indices])) for values in (expected, found))
+        one, other = (bits_of(torch.cat([values[index].reshape(-1) for index in indices])) for values in (expected, found))
         if not torch.equal(one, other):
-            differs.append(next(i for i in indices if not torch.equal(_bits(expected[i]), _bits(found[i]))))
+            differs.append(next(i for i in indices if not torch.equal(bits_of(expected[i]), bits_of(found[i]))))
     return min(differs, default=None)
 
 
 # Memory left unfilled
 
 
-def _is_random_state(tensor: torch.Tensor) -> bool:
-    """Whether a tensor saved by attention may be a generator's state, which attention fills only under dropout."""
-    # Two integers of 64 bits, or one number each for seed and offset. Lengths of sequences, saved as well, have 32 bits.
-    return tensor.dtype in _LONG or tensor.dim() == 0
-
-
-def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a workspace of cuDNN's or MIOpen's, of which only the library knows the filled part."""
-    return tensor.dtype is torch.uint8
-
-
 def _is_any(tensor: torch.Tensor) -> bool:
     return True
 
 
-_RRELU = "RreluWithNoiseBackward"
-_LONG = (torch.int64, torch.uint64)
+def _is_random_state(tensor: torch.Tensor) -> bool:
+    # Two integers of 64 bits, or one number each for seed and offset. Lengths of sequences, saved as well, have 32 bits.
+    return tensor.dtype in (torch.int64, torch.uint64) or tensor.dim() == 0
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.uint8
+
+
+_RRELU = "RreluWithNoise"
+_FUSED = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FusedAttentionOverrideable")
+_NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm", "BatchNormWithUpdate", "BatchNormNoUpdate")
 
 #: Nodes of operators which save memory partly unfilled, with a test for such tensors, all without gradient: oneDNN's workspace,
-#: the paths of shorter sequences, the noise of a leaky rectifier in evaluation, the generator's state of attention without
-#: dropout, and workspaces of cuDNN and MIOpen.
+#: the paths of shorter sequences, the noise of a leaky rectifier in evaluation; the generator's state of attention without
+#: dropout; and workspaces of cuDNN and MIOpen, of which only the library knows the filled part.
 _UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {
-    "MkldnnRnnLayerBackward": _is_any,
-    "CtcLossBackward": _is_any,
-    _RRELU: _is_any,
-    "ScaledDotProductFlashAttentionBackward": _is_random_state,
-    "ScaledDotProductEfficientAttentionBackward": _is_random_state,
-    "ScaledDotProductCudnnAttentionBackward": _is_random_state,
-    "ScaledDotProductFusedAttentionOverrideableBackward": _is_random_state,
-    "FlashAttentionBackward": _is_random_state,
-    "EfficientAttentionBackward": _is_random_state,
-    "CudnnAttentionBackward": _is_random_state,
-    "CudnnRnnBackward": _is_bytes,
-    "MiopenRnnBackward": _is_bytes,
-    "CudnnBatchNormBackward": _is_bytes,
-    "MiopenBatchNormBackward": _is_bytes,
-    "NativeBatchNormBackward": _is_bytes,
-    "BatchNormWithUpdateBackward": _is_bytes,
-    "BatchNormNoUpdateBackward": _is_bytes,
+    **dict.fromkeys(("MkldnnRnnLayer", "CtcLoss", _RRELU), _is_any),
+    **dict.fromkeys((*_FUSED, *(f"ScaledDotProduct{name}" for name in _FUSED)), _is_random_state),
+    **dict.fromkeys(("CudnnRnn", "MiopenRnn", *_NORMS), _is_bytes),
 }
 
 
@@ -193,7 +150,7 @@ def _unfilled_by(node: Any) -> Callable[[torch.Tensor], bool] | None:
     """Returns a test for possibly unfilled tensors without gradient saved by a node; None for a node without such tensors."""
     if node is None:
         return None
-    name = node.name().rstrip("0123456789")
+    name = node.name().rstrip("0123456789").removesuffix("Backward")
     return None if name == _RRELU and node._saved_training else _UNFILLED.get(name)
 
 

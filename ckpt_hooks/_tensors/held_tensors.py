@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.descriptions import RegionPath, describe_kind, dtype_and_shape, format_path, kind_in_words
+from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape, format_path, kind_in_words
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of, storage_and_size
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
@@ -31,7 +30,7 @@ from ckpt_hooks._torch.tensors import (
 from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
-from .copies import Clones, copy_in, is_theirs, layout_of, stand_in_for
+from .copies import Clones, copy_in, layout_of, stand_in_for
 from .refilling import Origin
 from .transfers import Batch, Moved, Transfers
 
@@ -41,7 +40,7 @@ _LOST = Cause(Reason.LOST)
 class HeldTensor:
     # ``is_packed``: getting the tensor takes work, which a replay does once for all readers.
     is_on_host = is_packed = False
-    __slots__ = ("cause", "is_fickle", "memory", "path", "steps", "tensor", "version")
+    __slots__ = ("cause", "faces", "is_fickle", "memory", "path", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None  # None where hooks or the host have it
     memory: torch.Tensor | None  # an alias in the memory of forward, if the tensor may get another one; counts writes apart
@@ -50,6 +49,13 @@ class HeldTensor:
     path: RegionPath
     is_fickle: bool  # later writes are likely, as by the region itself
     steps: int  # the fused steps when sealed; unset before
+    # Others in this memory that count writes apart, with their versions: of ``_unsafe_view``, say, a part of ``matmul``.
+    faces: Sequence[tuple[torch.Tensor, int]]
+
+    def __init__(self, tensor: torch.Tensor | None, path: RegionPath, cause: Cause) -> None:
+        self.tensor, self.path, self.cause, self.faces = tensor, path, cause, ()
+        self.memory = self.version = None
+        self.is_fickle = False
 
     @property
     def by_policy(self) -> bool:
@@ -66,8 +72,6 @@ class HeldTensor:
         if memory is None:
             return tensor
         if storage_address(tensor) != storage_address(memory):
-            if type(tensor) is torch.nn.Parameter and is_theirs(tensor, layout_of(memory)):
-                _warn_of_memory(describe_kind(memory))
             self.leave(memory)
         return memory
 
@@ -82,7 +86,7 @@ class HeldTensor:
 
     def copy(self, clones: Clones) -> None:
         """Holds a copy instead, before a write to the tensor."""
-        self.tensor, self.memory, self.version = copy_in(self.find(), clones), None, None
+        self.tensor, self.memory, self.version, self.faces = copy_in(self.find(), clones), None, None, ()
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
@@ -103,7 +107,7 @@ class HeldTensor:
         if hooks is not None:
             if self.memory is not None and not (tensor.requires_grad or recomputes(hooks[1])):
                 tensor = counted_detach(tensor)  # hooks may keep the tensor itself, which may get other memory
-            return HeldByHooks(tensor, hooks, self.path, self.cause)
+            return HeldByHooks(tensor, hooks, self.path, self.cause, self.faces)
         if not tensor.requires_grad:
             return self
         # The tensor itself would own this graph after a later write in place.
@@ -112,6 +116,8 @@ class HeldTensor:
 
     def get(self) -> torch.Tensor:
         """Returns the tensor; raises if it was modified since forward, or its memory was freed."""
+        if self.faces:
+            self._check_faces()
         found, tensor = self.find(), self.tensor
         assert tensor is not None
         if self.version is not None and (tensor._version != self.version or stepped_since(tensor, self.steps)):
@@ -120,8 +126,8 @@ class HeldTensor:
             raise self._mutated(found, None)
         return found
 
-    def _check(self, faces: Iterable[tuple[torch.Tensor, int]]) -> None:
-        for face, version in faces:
+    def _check_faces(self) -> None:
+        for face, version in self.faces:
             if face._version != version:
                 raise self._mutated(face, version)
 
@@ -129,64 +135,15 @@ class HeldTensor:
         return mutated(why, format_path(self.path), tensor, version, detail=self.cause.in_words(), kind=kind)
 
 
-_has_warned = False
-
-
-def _warn_of_memory(kind: str) -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warn_user(
-            "A recorded region holds memory of parameters that hooks took away after forward had read it, such as that of a "
-            f"{kind}: nobody tells how to fill it again. These weights stay until backward. `checkpoint` without a policy runs "
-            "the hooks again, and regions borrow what FSDP2 gathers."
-        )
-
-
-def hold_tensor(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:
-    """Returns the holder of a tensor, as it is, for a policy; not sealed yet."""
-    held = HeldTensor()
-    held.tensor, held.version, held.cause, held.path = tensor, None, cause, path
-    held.is_fickle, held.memory = False, None
-    return held
-
-
-class HeldWithFaces(HeldTensor):
-    """A tensor held as it is, in memory of which others count writes apart: of ``_unsafe_view``, say, a part of ``matmul``."""
-
-    __slots__ = ("_faces",)
-
-    def __init__(self, held: HeldTensor, faces: list[torch.Tensor]) -> None:
-        self.tensor, self.memory, self.version, self.cause = held.tensor, held.memory, held.version, held.cause
-        self.path, self.is_fickle = held.path, held.is_fickle
-        if held.version is not None:
-            self.steps = held.steps
-        self._faces = [(counted_detach(face), face._version) for face in faces]
-
-    def copy(self, clones: Clones) -> None:
-        super().copy(clones)
-        self._faces.clear()
-
-    def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        found = super().sealed(hooks)
-        if type(found) is HeldByHooks:
-            found.faces = self._faces
-        return found
-
-    def get(self) -> torch.Tensor:
-        self._check(self._faces)
-        return super().get()
-
-
 class HeldRefilled(HeldTensor):
     """A tensor in memory which its owner frees, and fills again with the same contents; never copied, never given to hooks."""
 
     __slots__ = ("owner", "source", "source_steps", "source_version")
 
-    def __init__(self, tensor: torch.Tensor, origin: Origin) -> None:
-        self.tensor, self.version, self.steps = tensor, _version_of(tensor), num_fused_steps()
-        self.memory, (self.owner, self.source) = None, origin
-        self.source_steps = self.steps
+    def __init__(self, tensor: torch.Tensor, origin: Origin, path: RegionPath, cause: Cause) -> None:
+        super().__init__(tensor, path, cause)
+        self.version, (self.owner, self.source) = _version_of(tensor), origin
+        self.steps = self.source_steps = num_fused_steps()
         self.source_version = _version_of(origin.source)
 
     def holding(self, cause: Cause) -> None:
@@ -230,13 +187,12 @@ def _version_of(tensor: torch.Tensor) -> int | None:
 
 class HeldByHooks(HeldTensor):
     is_packed = True
-    __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack", "faces")
+    __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
 
     @unseen
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, cause: Cause) -> None:
-        self.tensor, self.memory, self.version, self.cause, self.path = None, None, tensor._version, cause, path
-        self.is_fickle = False
-        self.faces: Sequence[tuple[torch.Tensor, int]] = ()
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, cause: Cause, faces: Any = ()) -> None:
+        super().__init__(None, path, cause)
+        self.version, self.faces = tensor._version, faces
         self._kind = dtype_and_shape(tensor)
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
@@ -276,7 +232,7 @@ class HeldByHooks(HeldTensor):
             if storage_of(tensor) == self._storage:
                 if tensor._version > (self.version or 0):
                     raise self._mutated(tensor, self.version or 0)
-                self._check(self.faces)
+                self._check_faces()
         tensor = tensor.detach()
         return tensor if self._strides is None or tensor.stride() == self._strides else stand_in_for(tensor, self._strides)
 
@@ -287,8 +243,7 @@ class HeldOnHost(HeldTensor):
 
     @unseen
     def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, cause: Cause) -> None:
-        self.tensor, self.memory, self.version, self.cause, self.path = None, None, None, cause, path
-        self.is_fickle = False
+        super().__init__(None, path, cause)
         self._kind = dtype_and_shape(tensor)
         self._witness: torch.Tensor | None = version_witness(tensor)
         self._sent = batch.send(tensor, transfers)
@@ -323,8 +278,7 @@ class Lost(HeldTensor):
     __slots__ = ("_detail", "_why")
 
     def __init__(self, why: Why, path: RegionPath, detail: str = "") -> None:
-        self.tensor, self.memory, self.version, self.cause, self.path = None, None, None, _LOST, path
-        self.is_fickle = False
+        super().__init__(None, path, _LOST)
         self._why, self._detail = why, detail
 
     def copy(self, clones: Clones) -> None:

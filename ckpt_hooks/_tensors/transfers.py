@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,8 @@ from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of, storage_and_size
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, Hooks, graph_task_id, queue_callback
+from ckpt_hooks._core.scopes import drop_at_end, graph_task_scope
+from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, Hooks, graph_task_id
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
 from ckpt_hooks._torch.tensors import (
     counted_detach,
@@ -33,6 +34,8 @@ from ckpt_hooks._torch.tensors import (
     storage_address,
     version_witness,
 )
+
+from .copies import layout_of
 
 #: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
@@ -70,24 +73,6 @@ class Arrival:
     def __del__(self) -> None:
         if not self.is_used:  # the stream, which owns the memory, may have it afterwards
             self.stream.wait_stream(self._back)
-
-
-class _Droppable(Protocol):
-    def drop(self) -> None: ...
-
-
-class _Ahead:
-    """A tensor fetched to its device ahead of use; gone when the fetching backward ends or fails."""
-
-    __slots__ = ("_fetched",)
-
-    def __init__(self, fetched: _Droppable) -> None:
-        self._fetched = weakref.ref(fetched)
-
-    def __del__(self) -> None:
-        fetched = self._fetched()
-        if fetched is not None:
-            fetched.drop()
 
 
 # The last few sent tensors are held (the *stash*). To send another tensor, the stream which saved the oldest waits for the
@@ -176,11 +161,6 @@ class Transfers:
         arrival.is_used = True
 
 
-def drop_copies_at_end(fetched: _Droppable) -> None:
-    """Has a fetched tensor leave the device when the backward of this thread ends, unless it was taken by then."""
-    queue_callback([_Ahead(fetched)].clear)
-
-
 def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:
     if num_function_modes():
         with PastFunctionModes():
@@ -243,7 +223,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Offloaded:
     """A tensor on the host, or on its way there or back. Whoever writes to the tensor later does not use this copy."""
 
-    __slots__ = ("__weakref__", "_arrival", "_sent", "_task", "_transfers", "_version", "_watch", "batch", "takers")
+    __slots__ = ("__weakref__", "_arrivals", "_ending", "_sent", "_task", "_transfers", "_version", "_watch", "batch", "takers")
 
     def __init__(
         self,
@@ -258,7 +238,8 @@ class Offloaded:
         self.takers: list[weakref.ref[Moved]] = []
         self._transfers = transfers
         self._version = tensor._version
-        self._arrival: Arrival | None = None
+        # What was fetched ahead, or stays for further takers, by graph task; gone when the backward ends or fails.
+        self._arrivals: dict[int, Arrival] = {}
         # The graph task that has taken it last.
         self._task = -1
         frame = stack.innermost
@@ -286,24 +267,17 @@ class Offloaded:
         set_versions((arrival.tensor,), (self._version,))
         return arrival
 
-    def _keep(self, arrival: Arrival) -> None:
-        """Keeps a fetched tensor for further takers, until the backward ends."""
-        with self._transfers.lock:
-            if self._arrival is None:
-                self._arrival = arrival
-        drop_copies_at_end(self)
+    def _keep(self, arrival: Arrival, task: int) -> None:
+        self._arrivals.setdefault(task, arrival)
+        self._ending = drop_at_end(graph_task_scope(task), self._arrivals)
 
     def fetch_ahead(self, task: int) -> bool:
         """Starts the fetch, unless the graph task has taken the tensor already; returns whether the tensor is still wanted."""
         if self._task == task:
             return False
-        if self._arrival is None:
-            self._keep(self._fetch())
+        if task not in self._arrivals:
+            self._keep(self._fetch(), task)
         return True
-
-    def drop(self) -> None:
-        with self._transfers.lock:
-            self._arrival = None
 
     def get(self, taker: Moved | None = None) -> torch.Tensor:
         """Returns the tensor on its device, in an object of the caller's own; it stays there while other takers wait."""
@@ -313,15 +287,15 @@ class Offloaded:
             taker.task = task
             stays = any(other.task != task for reference in self.takers if (other := reference()) is not None)
         with self._transfers.lock:
-            arrival = self._arrival
+            arrival = self._arrivals.pop(task, None)
             if arrival is not None and arrival.tensor._version != self._version:
-                arrival = self._arrival = None  # somebody wrote to it
-            if not stays:
-                self._arrival = None
+                arrival = None  # somebody wrote to it
+            if arrival is not None and stays:
+                self._arrivals[task] = arrival
         if arrival is None:
             arrival = self._fetch()
             if stays:
-                self._keep(arrival)
+                self._keep(arrival, task)
         self._transfers.use(arrival)
         return counted_detach(arrival.tensor) if stays else arrival.tensor
 
@@ -460,16 +434,7 @@ class Moved:
 
 def _key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns a key, equal for two tensors of one storage only if the tensors are the same."""
-    return (
-        storage_address(tensor),
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor._version,
-    )
+    return storage_address(tensor), layout_of(tensor), tensor._version
 
 
 class Shared:

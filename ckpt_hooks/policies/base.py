@@ -70,7 +70,7 @@ class Policy(abc.ABC):
     title: str = ""
     meaning: str = ""
 
-    #: Operators (or ``kind``) named by the user, until one of them has run or some regions were looked through. A list of
+    #: Operators (or ``kind``) named by the user, until a region has had one, or some were looked through. A list of
     #: operators which never run is a mistake mostly.
     expects: frozenset[Any] = frozenset()
     kind: str = "operators"
@@ -80,15 +80,8 @@ class Policy(abc.ABC):
         "the operators which it is asked for."
     )
 
-    #: Names given by the user, and the names which no tensor has had yet.
-    names: frozenset[str] = frozenset()
-    expected_names: frozenset[str] = frozenset()
-
     #: How many regions have been looked through.
     looked_through: int = 0
-
-    #: Whether its user knows that views are not kept.
-    has_views: bool = False
 
     #: Whether regions ask the policy about views and operators which write in place too, as torch does.
     is_asked_as_torch: bool = False
@@ -135,17 +128,6 @@ class Policy(abc.ABC):
         """
         return None
 
-    def warn_of_view(self, operator: Any) -> None:
-        """Warns of a view the policy wants to keep; once for a policy."""
-        if not self.has_views:
-            self.has_views = True
-            warn_user(
-                f"{self!r} says that the output of {operator} must be saved, but views run again in each recompute: they take "
-                "no memory and share that of their input. Return CheckpointPolicy.PREFER_RECOMPUTE for views, and MUST_SAVE "
-                "for the operator that computes what is to be kept; to keep all that can be kept, pass "
-                "ckpt_hooks.policies.everything_saveable."
-            )
-
     def __call__(self, *given: Any, **kwargs: Any) -> CheckpointPolicy:
         """Decides on one run of an operator, given a context, the operator and its arguments."""
         if len(given) < 2 or not callable(given[1]):
@@ -183,6 +165,9 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     return ops
 
 
+_NEVER_SEEN = (Kind.IGNORED, Kind.RANGE)
+
+
 class OpsPolicy(Policy):
     """One decision for some operators, recompute for the others."""
 
@@ -199,10 +184,13 @@ class OpsPolicy(Policy):
         self.title, self._ops, self._decision, self.meaning = title, frozenset(ops), decision, meaning
         self._names = frozenset(names)
         if expected:
-            ignored = (Kind.IGNORED, Kind.RANGE)
-            self.expects = frozenset(
-                op for op in ops if not (facts := facts_of(op)).is_never_kept and facts.kind not in ignored
-            )
+            views = [op for op in self._ops if facts_of(op).is_never_kept]
+            self.expects = self._ops.difference(views, [op for op in self._ops if facts_of(op).kind in _NEVER_SEEN])
+            if views:
+                warn_user(
+                    f"{self!r} names views, which take no memory and run again in each recompute: {in_words(views)}. Name the "
+                    "operator that computes what is to be kept; policies.everything_saveable keeps all that can be kept."
+                )
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
@@ -211,10 +199,6 @@ class OpsPolicy(Policy):
 def saving(ops: list[Any]) -> OpsPolicy:
     """Returns the policy which keeps the outputs of operators named by the user."""
     return OpsPolicy("save_ops", ops, _SAVE, f"keeps the outputs of {in_words(ops)}", expected=True)
-
-
-#: Of functions that are policies, the code of those that said to keep views.
-_warned: set[Any] = set()
 
 
 class _Function(Policy):
@@ -231,16 +215,6 @@ class _Function(Policy):
 
     def start(self) -> PolicyFn:
         return self._function
-
-    def warn_of_view(self, operator: Any) -> None:
-        # A function is given anew with each region, and often made anew: its code is what stays.
-        function = self._function
-        while isinstance(function, functools.partial):
-            function = function.func
-        key = getattr(function, "__code__", type(function))
-        if key not in _warned:
-            _warned.add(key)
-            super().warn_of_view(operator)
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return decision_of(self._function(ctx, op, *args, **kwargs), op)
@@ -292,27 +266,23 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
     raise _no_policy(policy, argument)
 
 
-#: Operators and classes, which can be called and are no policies.
-_CALLABLE: Any = (*OPERATORS, OPERATOR_PACKET, type)
+#: Operators and classes can be called, and are no policies.
+_OPERATORS: Any = (*OPERATORS, OPERATOR_PACKET)
+_CALLABLE: Any = (*_OPERATORS, type)
 #: The modules whose functions return policies.
 _FACTORIES = (f"{__package__}.ready_made", f"{__package__}.by_module")
 
 
 def _no_policy(policy: Any, argument: str) -> TypeError:
-    expected = f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got"
-    if isinstance(policy, OPERATORS):
-        place = "torch.ops" if "." in str(policy) else "torch.ops.higher_order"
-        return TypeError(f"{expected} the operator {policy}. Write a list: {argument}=[{place}.{policy}].")
-    if isinstance(policy, OPERATOR_PACKET):
-        overload = f"torch.ops.{policy}.{policy.overloads()[0]}"
-        return TypeError(f"{expected} {policy}, which has several operators. Write a list of them: {argument}=[{overload}].")
-    if getattr(policy, "__module__", None) in _FACTORIES and callable(policy):
-        name = policy.__name__
-        return TypeError(f"{expected} {name}, which makes policies. Call it: {argument}={name}(...).")
-    name = policy if isinstance(policy, str) and policy.isidentifier() else "dots_saveable"
+    advice = "Write {argument}=ckpt_hooks.policies.dots_saveable, say, or a list of operators, [torch.ops.aten.mm.default]."
+    if isinstance(policy, _OPERATORS):
+        advice = "Write a list of operators: {argument}=[torch.ops.aten.mm.default]."
+    elif getattr(policy, "__module__", None) in _FACTORIES:
+        advice = f"It makes policies. Call it: {{argument}}={policy.__name__}(...)."
+    given = str(policy) if isinstance(policy, _OPERATORS) else described_as(policy)
     return TypeError(
-        f"{expected} {described_as(policy)}. Write {argument}=ckpt_hooks.policies.{name}, say, or a list "
-        f"of operators, {argument}=[torch.ops.aten.mm.default]."
+        f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got {given}. "
+        f"{advice.format(argument=argument)}"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -144,8 +144,8 @@ _DECISIONS = {
 if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
     _DECISIONS[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
 
-_MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
-
+#: Not all regions under a policy are alike: the first may be a stem without what the list is about.
+_LOOKED_THROUGH = 3
 
 _UNASKED = (Kind.IGNORED, Kind.RANGE)
 
@@ -153,7 +153,7 @@ _UNASKED = (Kind.IGNORED, Kind.RANGE)
 class Decisions:
     """The decisions of a policy in one region."""
 
-    __slots__ = ("_asks", "_num_asked", "is_kept", "known", "names", "policy", "seen")
+    __slots__ = ("_asks", "_num_asked", "is_kept", "known", "policy", "seen")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -161,9 +161,8 @@ class Decisions:
         self.is_kept = policy.count_runs()
         self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else by_count(self.is_kept)
         self._num_asked = 0
-        # Operators which ran, and names given to tensors, where the policy expects some.
+        # Operators which ran, or names given to tensors, where the policy expects some.
         self.seen: set[Any] | None = set() if policy.expects else None
-        self.names: set[str] | None = set() if policy.expected_names else None
         self.known: dict[OpFacts, int] = policy.decisions if self.seen is None else {}
 
     def of(self, facts: OpFacts) -> int:
@@ -174,10 +173,7 @@ class Decisions:
             if facts.is_asked_about:
                 answer = self.policy.for_op(facts.operator)
                 known = ASK if answer is None else _meaning_of(answer, facts)
-            elif facts.is_never_kept:  # a view, which runs again in any case
-                if self.policy.for_op(facts.operator) in _MUSTS:
-                    self.policy.warn_of_view(facts.operator)
-            elif facts.written:  # the tensor is kept if a policy names the operator
+            elif facts.written and not facts.is_never_kept:  # the tensor is kept if a policy names the operator
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
             if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in _UNASKED:
@@ -194,9 +190,7 @@ class Decisions:
             known = self.of(facts)
         if known == AS_TORCH:
             if not is_compiled_code_running():
-                answer = decision_of(context.consult(self._asks, facts.operator, args, kwargs, output, None), facts.operator)
-                if answer in _MUSTS and facts.is_never_kept:
-                    self.policy.warn_of_view(facts.operator)
+                decision_of(context.consult(self._asks, facts.operator, args, kwargs, output, None), facts.operator)
             return RECOMPUTE
         if known == ASK:
             if is_compiled_code_running():
@@ -212,16 +206,25 @@ class Decisions:
         return known
 
     def of_name(self, name: str) -> int:
-        if self.names is not None:
-            self.names.add(name)
+        if self.seen is not None:
+            self.seen.add(name)
         answer = self.policy.for_name(name)
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
     def finish(self) -> None:
-        if self.seen is not None:
-            _warn_of_unseen(self.policy, self.seen)
-        if self.names is not None:
-            _warn_of_unheard(self.policy, frozenset(self.names))
+        """Warns of a policy which names what none of its first regions has had; once for a policy."""
+        policy, expected = self.policy, self.policy.expects
+        if self.seen is None or not expected:
+            return
+        if expected.isdisjoint(self.seen):
+            policy.looked_through += 1
+            if policy.looked_through < _LOOKED_THROUGH:
+                return
+            warn_user(
+                f"{policy!r} names {policy.kind} of which the first {_LOOKED_THROUGH} regions under it have had none: "
+                f"{', '.join(sorted(map(str, expected)))}. {policy.advice}"
+            )
+        policy.expects = frozenset()
 
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:
@@ -244,59 +247,3 @@ def asks_for_torch(policy: Policy) -> Callable[..., Any]:
         return context.consult(asks, op, args, kwargs, output, index)
 
     return ask
-
-
-#: Not all regions under a policy are alike: the first may be a stem without what the list is about.
-_LOOKED_THROUGH = 3
-
-
-def _warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
-    """Warns of a policy whose operators did not run in its first regions; once for a policy."""
-    expected = policy.expects
-    if not expected:
-        return
-    if expected.isdisjoint(operators):
-        policy.looked_through += 1
-        if policy.looked_through < _LOOKED_THROUGH:
-            return
-        names = ", ".join(sorted(map(str, expected)))
-        policy.expects = frozenset()
-        warn_user(
-            f"{policy!r} names {policy.kind} that did not run in the first {_LOOKED_THROUGH} regions under it, not one of "
-            f"them: {names}. {policy.advice}"
-        )
-    policy.expects = frozenset()
-
-
-def _warn_of_unheard(policy: Policy, given: frozenset[str]) -> None:
-    """Warns of a policy's names which no ``checkpoint_name`` gave; once for a policy."""
-    # After the policy's first region if that region gave none of the names, or after a region which gave a similar name (a
-    # slip of the pen) in place of a name which has not come yet.
-    missing = policy.expected_names - given
-    slips = {name: near for name in missing if (near := [other for other in given - policy.names if _is_slip(name, other)])}
-    if not slips and missing != policy.names:
-        policy.expected_names = missing
-        return
-    policy.expected_names = frozenset()
-    meant = sorted({other for near in slips.values() for other in near})
-    warn_user(
-        f"{policy!r} has names that no tensor of its region has: {_quoted(slips or missing)}. "
-        f"{f'Is {_quoted(meant)} meant? ' if meant else ''}Names in the region: {_quoted(given) or 'none'}. Give a tensor its "
-        "name by checkpoint_name(tensor, name), among the lines of the region."
-    )
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, sorted(names)))
-
-
-def _is_slip(one: str, other: str) -> bool:
-    """Whether two names differ in case, signs, one letter too many, or two letters exchanged; never for a digit."""
-    one, other = ("".join(filter(str.isalnum, name)).lower() for name in (one, other))
-
-    def without_one(name: str) -> set[str]:
-        return {name[:at] + name[at + 1 :] for at, letter in enumerate(name) if not letter.isdigit()}
-
-    pairs = [(at, one[at : at + 2]) for at in range(len(one) - 1)]
-    exchanged = {one[:at] + pair[::-1] + one[at + 2 :] for at, pair in pairs if not pair.isdigit()}
-    return one == other or one in without_one(other) or other in without_one(one) | exchanged

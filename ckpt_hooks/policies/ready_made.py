@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFE
 
 class _Uniform(Policy):
     """One decision for every operator."""
-
-    has_views = True
 
     def __init__(self, title: str, decision: CheckpointPolicy, meaning: str) -> None:
         self.title, self._decision, self.meaning = title, decision, meaning
@@ -109,8 +108,6 @@ save_compute_and_communication: Policy = OpsPolicy(
 class _ByName(Policy):
     """Keeps the results of operators and custom functions by their names."""
 
-    has_views = True
-
     def __init__(self, title: str, meaning: str, names: str, *, keeps: bool) -> None:
         self.title, self.meaning, self._expression, self._keeps = title, meaning, names, keeps
 
@@ -172,9 +169,7 @@ class _Routing(Policy):
             return None
         return _SAVE if routing else _RECOMPUTE
 
-    def __call__(self, ctx: Any = None, op: Any = None, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is None:
-            return super().__call__()
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return _SAVE if facts_of(op).routes(args, kwargs) else _RECOMPUTE
 
 
@@ -221,7 +216,7 @@ def offload_ops(*ops: Any) -> Policy:
 
 
 class _SaveEvery(Policy):
-    """Keeps every n-th output; the function returned by :meth:`start` counts."""
+    """Keeps every n-th output."""
 
     title = "save_every"
 
@@ -232,18 +227,9 @@ class _SaveEvery(Policy):
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         return None if op is self._op else _RECOMPUTE
 
-    def start(self) -> PolicyFn:
-        count = 0
-        wanted, n = self._op, self._n
-
-        def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            nonlocal count
-            if op is not wanted:
-                return _RECOMPUTE
-            count += 1
-            return _RECOMPUTE if count % n else _SAVE
-
-        return decide
+    def count_runs(self) -> Callable[[Any], bool]:
+        numbers = itertools.count(1)
+        return lambda op: op is self._op and next(numbers) % self._n == 0
 
 
 @makes_policies
@@ -283,7 +269,9 @@ class _Both(Policy):
 
     def __init__(self, one: Policy, other: Policy) -> None:
         self._one, self._other, self.meaning = one, other, f"{one!r} or {other!r}"
-        self.names = self.expected_names = one.names | other.names
+        for policy in (one, other):
+            if policy.kind == "tensors":
+                self.expects, self.kind, self.advice = self.expects | policy.expects, policy.kind, policy.advice
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         first, second = self._one.for_op(op), self._other.for_op(op)
@@ -306,9 +294,7 @@ class _Both(Policy):
 
         return decide
 
-    def __call__(self, ctx: Any = None, op: Any = None, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is None:
-            return super().__call__()
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return _stronger(self._one(ctx, op, *args, **kwargs), self._other(ctx, op, *args, **kwargs))
 
 
@@ -329,13 +315,16 @@ def save_from_both_policies(one: Any, other: Any) -> Policy:
 class _Names(Policy):
     """Decides by names, and recomputes tensors without a name."""
 
+    kind = "tensors"
+    advice = "Give a tensor its name by checkpoint_name(tensor, name), among the lines of the region."
+
     def __init__(
         self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str
     ) -> None:
         if not decisions and others is None:
             raise ValueError(f"{title} got no names. Give one, or write ckpt_hooks.policies.nothing_saveable to keep nothing.")
         self.title, self._decisions, self._others, self.meaning = title, decisions, others, meaning
-        self.names = self.expected_names = frozenset(decisions)
+        self.expects = frozenset(decisions)
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return _RECOMPUTE

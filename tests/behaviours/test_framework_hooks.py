@@ -6,15 +6,13 @@ Stand-ins, which do to parameters what DeepSpeed's ZeRO-3 and Accelerate's offlo
 from __future__ import annotations
 
 import functools
-import warnings
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._tensors import held_tensors
+from ckpt_hooks import checkpoint
 from tests.behaviours.applied import all_regions
 from tests.behaviours.runs import assert_as_eager, plain
 from tests.measure import allocated
@@ -129,18 +127,3 @@ def test_bytes_between_forward_and_backward(way, width, steps):
     held = {call: allocated(lambda call=call: forwards(call, way, width, steps))[1] for call in (ours, theirs)}
     copies = sum(p.nbytes for p in blocks(width, 6).parameters() if p.nbytes <= SMALL)
     assert held[ours] <= held[theirs] + copies
-
-
-def test_a_recorded_region_says_once_that_it_holds_what_hooks_took_away(monkeypatch):
-    monkeypatch.setattr(held_tensors, "_has_warned", False)
-    net = blocks(8, 3)
-    hook(net, fill_by_data)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            with checkpoint_region():
-                y = net(torch.randn(4, 8))
-            y.sum().backward()
-    found = [str(one.message) for one in caught if "recorded region" in str(one.message)]
-    assert len(found) == 1
-    assert "such as that of a float32[8]:" in found[0]

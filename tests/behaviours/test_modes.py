@@ -169,7 +169,7 @@ def test_a_mode_inside_the_region_that_changes_results(region):
 
 @pytest.mark.parametrize("check", CHECKS[2:])
 def test_a_mode_around_backward_alone_that_changes_results_is_named_on_request(check):
-    with pytest.raises(ckpt_hooks.DeterminismError, match=r"dispatch mode Doubling, and forward did not"):
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r"and the recompute under dispatch mode Doubling"):
         gradient(functools.partial(frame, determinism_check=check), three_operators, backward=Doubling)
 
 
