@@ -929,9 +929,8 @@ CALLS = {
         r"functions\[1\] should be a function or a module, but got None": lambda: checkpoint_sequential([block, None], 2, x),
         r"a module, ModuleDict.*`\[\*functions.values\(\)\]`": lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
         "checkpoint_sequential takes one input": lambda: checkpoint_sequential([block], 1, x, x),
-        r"a tensor.* for segments\. Write `checkpoint_sequential\(f\w+, 2, x\)`": lambda: checkpoint_sequential([block], x, 2),
         r"checkpoint_loop takes a function first, but got 3": lambda: checkpoint_loop(3, x, 4, 2),
-        "got a tuple of 2 for segments": lambda: checkpoint_sequential([block], (x, x), 2),
+        r"segments should be an integer from 1 to .*, but got a tuple of 2": lambda: checkpoint_sequential([block], (x, x), 2),
         r"got a module, Linear\..*`checkpoint\(function, x\)`": lambda: checkpoint_sequential(block, 1, x),
         # Functions on slices
         "checkpoint_chunks takes a function first, but got a tensor": lambda: chunked(x),

@@ -69,8 +69,6 @@ def checkpoint_sequential(
             raise wrong(step, f"functions[{at}]", "a function or a module", "Leave it out, or pass one that returns its input.")
     number = integer_in(segments)
     if number is None or not 1 <= number <= max(len(steps), 1):
-        if isinstance(input, int) and not isinstance(segments, (int, float, str, type(None))):
-            raise Misuse.SEQUENTIAL_ORDER.error(segments, input=input)
         wanted = f"an integer from 1 to the number of functions ({len(steps)})"
         raise wrong(segments, "segments", wanted, "Pass one of these.", ValueError)
     size = len(steps) // number

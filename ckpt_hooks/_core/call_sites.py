@@ -109,7 +109,8 @@ def place_in_words(place: Place, names: Mapping[int, str]) -> str:
     module = None if reference is None else reference()
     words = "an unknown line" if code is None else f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}()"
     if module is not None:
-        words += f", {module_in_words(module, names)}"
+        name = names.get(id(vars(module)), "")
+        words += f", module {name} ({type(module).__name__})" if name else f", module {type(module).__name__}"
     text = "" if code is None else linecache.getline(code.co_filename, line).strip()
     return f"{words}: {text}" if text else words
 
@@ -120,11 +121,6 @@ def module_names(root: torch.nn.Module | None) -> dict[int, str]:
     for name, module in () if root is None else root.named_modules():
         names.setdefault(id(vars(module)), name)
     return names
-
-
-def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
-    name = names.get(id(vars(module)), "")
-    return f"module {name} ({type(module).__name__})" if name else f"module {type(module).__name__}"
 
 
 def outermost_module() -> torch.nn.Module | None:

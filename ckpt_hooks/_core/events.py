@@ -13,7 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,18 +36,6 @@ from .holdings import (
 )
 
 
-class Watchable(Protocol):
-    """A frame, as observers see it."""
-
-    kind: ClassVar[str]
-
-    def saved(self) -> list[Saved]: ...
-
-    def held(self) -> list[Holding]: ...
-
-    def policy_in_words(self) -> str | None: ...
-
-
 class Region(NamedTuple):
     """One entry of a region. Numbers are unique in the process."""
 
@@ -60,7 +48,7 @@ class Region(NamedTuple):
     # in a recompute, and without a module.
     module: str | None
     in_recompute: bool  # whether the recompute of a region around enters it
-    frame: Callable[[], Watchable | None]  # a weak reference
+    frame: Callable[[], Any]  # a weak reference
 
 
 class TensorInfo(NamedTuple):
@@ -164,7 +152,7 @@ class Watch:
 
     def __init__(
         self,
-        frame: Watchable,
+        frame: Any,
         path: RegionPath,
         outer: Watch | None,
         observers: tuple[Observer, ...],

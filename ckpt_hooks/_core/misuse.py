@@ -69,7 +69,6 @@ class Misuse(enum.Enum):
         "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
         "the span begin and end inside of one block, or on either side of it."
     )
-    SEQUENTIAL_ORDER = "checkpoint_sequential got {given} for segments. Write `checkpoint_sequential(functions, {input}, x)`."
     NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks=8, or leave {name} out."
     NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
     RESULT = (

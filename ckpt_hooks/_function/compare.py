@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 
 from ckpt_hooks._core.descriptions import describe, format_path
-from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
@@ -62,24 +61,17 @@ def _compare_marks(collector: Collector) -> None:
     for expected, found in itertools.zip_longest(forward, rerun):
         if expected is None or found is None or expected[:3] != found[:3]:
             position = min(mark[0] for mark in (expected, found) if mark is not None)
-            before, now = _mark_in_words(expected), _mark_in_words(found)
-            raise _error(
-                collector,
-                "A region inside of this one was given other tensors during recomputation than during the original "
-                "forward pass, or at another place.\n"
-                f"region inside during forward: {before}\n"
-                f"region inside during recomputation: {now}\n",
-                position,
-                before,
-                now,
+            before, now = (
+                "no region there"
+                if mark is None
+                else f"region {mark[3][0]!r} with {mark[1]} tensors, after {mark[0]} saved ones"
+                for mark in (expected, found)
             )
-
-
-def _mark_in_words(mark: Mark | None) -> str:
-    if mark is None:
-        return "no region there"
-    position, count, _, (name, _) = mark
-    return f"region {name!r} with {count} tensor{'' if count == 1 else 's'} from around it, after {position} saved ones"
+            message = (
+                "A region inside of this one was given other tensors during recomputation than during the original forward "
+                f"pass, or at another place: {before} in forward, {now} in recomputation.\n"
+            )
+            raise _error(collector, message, position, before, now)
 
 
 def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]) -> None:
@@ -104,14 +96,9 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
     if index is not None:
         value = collector.values[index]
         what = describe(value.shape, value.dtype, value.device)
-        raise _error(
-            collector,
-            "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
-            f"tensor at position {index}: {what}\n",
-            index,
-            f"{what} with fingerprint {_short(expected[index])}",
-            f"{what} with fingerprint {_short(found[index])}",
-        )
+        before, now = (f"{what} with fingerprint {_short(one[index])}" for one in (expected, found))
+        message = "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
+        raise _error(collector, f"{message}tensor at position {index}: {what}\n", index, before, now)
 
 
 def _first_difference(
@@ -138,14 +125,11 @@ def _compare_grad(collector: Collector) -> None:
     if expected != found:
         index = min(set(expected) ^ set(found))
         before, now = (f"a tensor with requires_grad={index not in indices}" for indices in (expected, found))
-        raise _error(
-            collector,
+        message = (
             "Tensors saved during recomputation require grad where those of the forward pass did not, or the other way "
-            f"round.\ntensor at position {index}: {before} in forward, {now} in recomputation.\n",
-            index,
-            before,
-            now,
+            f"round.\ntensor at position {index}: {before} in forward, {now} in recomputation.\n"
         )
+        raise _error(collector, message, index, before, now)
 
 
 def _raise_miscounted(collector: Collector) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._tensors.containers import new_frozen
 from ckpt_hooks._tensors.copies import (
     PLAIN,
     alias_with_history,
@@ -37,7 +38,7 @@ from ckpt_hooks._torch.tensors import (
     weak_storage,
 )
 
-from .places import Content, Part, new, new_frozen, num_same, same
+from .places import Content, Part, new, num_same, same
 
 #: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy
 #: of each mask of 64 KiB was five times what the regions of a small GPT hold besides.

@@ -10,7 +10,7 @@ import enum
 import sys
 import types
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._tensors.containers import slots_in
+from ckpt_hooks._tensors.containers import builtin_of, slots_of
 
 #: Stands for the content of an unassigned variable.
 ABSENT: Any = object()
@@ -239,8 +239,7 @@ def is_of_library(kind: type) -> bool:
 
 def _attributes_of(kind: Any) -> tuple[Part, ...]:
     """Returns the places of instances of a class with their attributes, whatever the class."""
-    bases = [base for base in kind.__mro__ if "__slots__" in vars(base) or base is defaultdict]
-    slots = slots_in(bases)
+    slots = slots_of(kind)
     found = [VARIABLES] if kind.__dictoffset__ and not issubclass(kind, type) else []
     return (*found, *([Part(partial(_read_slots, slots), _put_slots)] if slots else []))
 
@@ -263,18 +262,11 @@ parts_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_parts_of)
 
 def new(kind: Any, maxlen: int | None = None) -> Any:
     """Returns an empty instance, made by the builtin base class of a subclass; of a deque, with its largest length."""
-    make: Any = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType)).__new__
+    make: Any = builtin_of(kind).__new__
     made = make(kind)
     if maxlen is not None:
         deque.__init__(made, (), maxlen)
     return made
-
-
-def new_frozen(kind: Any, content: list[Any]) -> Any:
-    """Returns a tuple or frozenset of a kind, past constructors of subclasses."""
-    if hasattr(kind, "n_sequence_fields"):  # torch's named results take one sequence
-        return kind(content)
-    return frozenset.__new__(kind, content) if issubclass(kind, frozenset) else tuple.__new__(kind, content)
 
 
 # ------------------------------------------------------------------------------------------------------------------ pointers

@@ -27,7 +27,7 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
-from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_in
+from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks._torch.tensors import storage_of, version_of
@@ -111,7 +111,7 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
         elif kind is types.FunctionType and is_without_state(value):
             continue
         elif builtin_of(kind) is object and not issubclass(kind, (Module, Iterator)):
-            todo += [*(_content_of(slot, value) for slot in slots_in(kind.__mro__)), getattr(value, "__dict__", None)]
+            todo += [*(_content_of(slot, value) for slot in slots_of(kind)), getattr(value, "__dict__", None)]
         else:
             return None
     return found

@@ -12,7 +12,7 @@ import io
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -56,10 +56,7 @@ class Container:
         kind = self.kind
         made: Any
         if issubclass(kind, tuple):
-            items = [build(entry, tensors, built) for entry in self.entries]
-            # torch's named results take one sequence; tuples of other kinds may have constructors of their own.
-            made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
-            built[self.identity] = made
+            made = built[self.identity] = new_frozen(kind, [build(entry, tensors, built) for entry in self.entries])
         else:
             # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
             new: Any = builtin_of(kind).__new__
@@ -79,8 +76,16 @@ class Container:
         return made
 
 
-def slots_in(bases: Iterable[type[Any]]) -> list[Any]:
+def slots_of(kind: type[Any]) -> list[Any]:
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base) or base is defaultdict]
     return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
+
+
+def new_frozen(kind: Any, content: list[Any]) -> Any:
+    """Returns a tuple or frozenset of a kind, past constructors of subclasses."""
+    if hasattr(kind, "n_sequence_fields"):  # torch's named results take one sequence
+        return kind(content)
+    return frozenset.__new__(kind, content) if issubclass(kind, frozenset) else tuple.__new__(kind, content)
 
 
 def builtin_of(kind: type[Any]) -> type[Any]:
@@ -172,15 +177,12 @@ class Capture:
             container.is_namespace = True
         elif variables:
             container.variables = [(name, self.value(one, f"{path}.{name}")) for name, one in variables.items()]
-        for kind in container.kind.__mro__:
-            if "__slots__" not in vars(kind) and kind is not defaultdict:
+        for slot in slots_of(container.kind):
+            try:
+                one = slot.__get__(value)
+            except AttributeError:  # an empty slot
                 continue
-            for slot in slots_in([kind]):
-                try:
-                    one = slot.__get__(value)
-                except AttributeError:  # an empty slot
-                    continue
-                container.slots.append((slot, self.value(one, f"{path}.{slot.__name__}")))
+            container.slots.append((slot, self.value(one, f"{path}.{slot.__name__}")))
         return container
 
     def _unless_empty(self, container: Container) -> Any:

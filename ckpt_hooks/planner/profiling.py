@@ -227,8 +227,7 @@ def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
         step()
     marks.is_open = False
     older.forget()
-    rows, _ = rows_of(profile.events(), marks)
-    return _Reader(set(blocks), older.sizes).read(rows)
+    return _Reader(set(blocks), older.sizes).read(rows_of(profile.events(), marks))
 
 
 class _Reader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_hooks._core.holdings import Reason
 
-from .entries import Advice, Maker, Origin, Residual, Waste
+from .entries import Maker, Origin, Residual
 from .ledger import MemoryLedger, memory_ledger
 from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Phase, RegionEntry
 from .ledger.pictures import Picture, compare
@@ -17,7 +17,6 @@ from .residuals import (
 from .tracing import RegionTrace, StepTrace, Trace, trace
 
 __all__ = [
-    "Advice",
     "Allocation",
     "Change",
     "Hold",
@@ -35,7 +34,6 @@ __all__ = [
     "SavedResiduals",
     "StepTrace",
     "Trace",
-    "Waste",
     "compare",
     "memory_ledger",
     "print_saved_residuals",

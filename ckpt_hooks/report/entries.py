@@ -287,64 +287,6 @@ class Residual(NamedTuple):
         return json_of(self)
 
 
-class Waste(str, enum.Enum):
-    """A kind of waste."""
-
-    #: A region alone holds a tensor which needs no gradient, for the recompute; a closure's tensor is held with a copy.
-    HELD_INPUT = "input held for recompute"
-    #: A region drops nothing, or next to nothing.
-    SAVES_NOTHING = "drops nothing"
-    #: A policy by which no region has kept anything.
-    UNMATCHED_POLICY = "policy matches nothing"
-    #: A result of forward which the program, and not the graph, holds in backward.
-    HELD_OUTSIDE = "result held in backward"
-    #: Results for all parameters at once, in a step of an optimizer.
-    FOREACH = "optimizer on lists"
-
-
-@dataclasses.dataclass(frozen=True)
-class Advice:
-    """A waste, and what following the advice gives.
-
-    Attributes:
-        waste: The kind.
-        where: The regions, as in ``"layers.0-11 Block"``.
-        count: Their number.
-        site: The line which entered them, or which made the result; None where unknown.
-        peak_nbytes: How much lower the peak of the step is without the waste; 0 where that is not known.
-        recomputed_nbytes: The bytes which are no longer computed again.
-        code: A line of code to write.
-        is_at_most: Whether ``peak_nbytes`` is a bound: something else may hold the memory, or take its place.
-    """
-
-    waste: Waste
-    where: str
-    count: int
-    site: str | None
-    peak_nbytes: int
-    recomputed_nbytes: int
-    code: str
-    is_at_most: bool = False
-
-    to_json = json_of
-
-
-def table_of_advice(advice: Sequence[Advice]) -> Table:
-    """Returns a table of advice."""
-    rows = [
-        [
-            f"{'at most ' * one.is_at_most}{format_bytes(one.peak_nbytes)}" if one.peak_nbytes else "",
-            format_bytes(one.recomputed_nbytes) if one.recomputed_nbytes else "",
-            one.waste.value,
-            f"x{one.count} {one.where}" if one.count > 1 else one.where,
-            one.site or "",
-            one.code,
-        ]
-        for one in advice
-    ]
-    return Table(["less peak", "less again", "advice", "region", "line", "write"], rows, (0, 1), (3, 5))
-
-
 #: What takes away memory that is held for a reason; None for what the program alone holds.
 REMEDIES: dict[Reason | None, str] = {
     None: "delete it once it is used, with the list or attribute that has it",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import difflib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Holding, Reason, Saved
@@ -19,10 +18,8 @@ from ckpt_hooks._torch.profiling import profiler_range
 
 from .entries import (
     REMEDIES,
-    Advice,
     Printed,
     Table,
-    Waste,
     alike,
     count_of,
     fold_names,
@@ -30,7 +27,6 @@ from .entries import (
     json_of,
     name_pattern,
     noting_out_of_memory,
-    table_of_advice,
     times,
 )
 
@@ -106,7 +102,6 @@ class StepTrace(Printed):
         recomputes: The number of recomputes, of regions of earlier steps too.
         operators: The number of operators in forward, in regions; None unless asked for.
         recomputed_operators: The number of operators in recomputes of this step's regions; None unless asked for.
-        advice: Policies by which no region has kept anything, each an :class:`Advice`; with operators counted, the one to name.
     """
 
     regions: tuple[RegionTrace, ...]
@@ -118,7 +113,6 @@ class StepTrace(Printed):
     recomputes: int = dataclasses.field(init=False)
     operators: int | None = dataclasses.field(init=False, default=None)
     recomputed_operators: int | None = dataclasses.field(init=False, default=None)
-    advice: tuple[Advice, ...] = dataclasses.field(init=False)
 
     to_json = json_of
 
@@ -133,14 +127,6 @@ class StepTrace(Printed):
                 self.operators = (self.operators or 0) + region.operators
                 self.recomputed_operators = (self.recomputed_operators or 0) + region.recomputed_operators
         self.held_bytes = dict(held.most_common())
-        self.advice = unmatched_policies(
-            Asked(
-                region.policy,
-                any(region.held_bytes.get(reason.value) for reason in _KEPT) or region.offloaded_bytes > 0,
-                *(region.dropped_bytes, region.module or region.name, region.site, region.dropped_by),
-            )
-            for region in self.walk()
-        )
 
     def _headline(self) -> str:
         parts = [
@@ -159,46 +145,10 @@ class StepTrace(Printed):
     def _tables(self) -> Iterator[Table]:
         yield Table(_HEADER, [*_rows_of(self.regions, "")], _NUMBERS, (0,))
         yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in self.held_bytes.items()], (0,))
-        yield table_of_advice(self.advice)
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""
         return (inner for region in self.regions for inner in region.walk())
-
-
-_KEPT = (Reason.POLICY, Reason.NAME)
-
-
-class Asked(NamedTuple):
-    """What a region did under its policy."""
-
-    policy: str | None
-    keeps: bool  # or moves to the host
-    dropped_bytes: int
-    where: str
-    site: str | None
-    dropped_by: Mapping[str, int] = {}  # by operator, where these are counted
-
-
-def unmatched_policies(regions: Iterable[Asked]) -> tuple[Advice, ...]:
-    """Returns advice on policies by which no region has kept anything."""
-    found = []
-    for group in alike((region for region in regions if region.policy), lambda region: region.policy):
-        words, dropped = group[0].policy or "", sum(region.dropped_bytes for region in group)
-        if not dropped or any(region.keeps for region in group) or words.startswith("<nothing_saveable"):
-            continue
-        # The operator that the policy may mean, by name or else by bytes.
-        sizes: collections.Counter[str] = collections.Counter()
-        for region in group:
-            sizes.update(region.dropped_by)
-        named = [word.strip(",<>") for word in words.split() if word.startswith("aten.")]
-        near = [name for word in named for name in difflib.get_close_matches(word, sizes, 1, 0.5)]
-        operator = near[0] if near else max(sizes, key=sizes.__getitem__, default=None)
-        nbytes = 0 if operator is None else sizes[operator]
-        code = f"policy=[torch.ops.{operator}]" if operator else "name operators that run: trace(operators=True) lists them"
-        where = fold_names(dict.fromkeys(region.where for region in group))
-        found.append(Advice(Waste.UNMATCHED_POLICY, f"{where}, {words}", len(group), group[0].site, 0, nbytes, code))
-    return tuple(found)
 
 
 # Tables. Regions alike are one row, as in ``"x12 layers.0-11 Block"``: with figures of one, and a mean time.

@@ -359,7 +359,7 @@ def test_a_device_that_counts_for_itself():
         row(5, 512, -1024, 6144, place=NOWHERE._replace(node="MmBackward0")),
     ]
     found = MemoryLedger()
-    found.fill(rows, set(), {7: 100})
+    found.fill(rows, {7: 100})
     assert (found.device, found.devices, found.base_nbytes) == ("cuda:0", ("cuda:0", "cpu"), 4096)
     assert [(change.nbytes, change.live) for change in found.changes] == [
         (1024, 1024),

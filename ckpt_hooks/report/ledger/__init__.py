@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
+from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import wrong
 from ckpt_hooks._torch.profiling import is_profiling, profile_memory
 from ckpt_hooks.report.entries import (
-    Advice,
+    REMEDIES,
+    Maker,
     Origin,
     Printed,
     Table,
@@ -23,14 +24,13 @@ from ckpt_hooks.report.entries import (
     format_bytes,
     name_pattern,
     noting_out_of_memory,
-    table_of_advice,
     times,
+    up_to_number,
 )
 
 from .data import Holder, LedgerData, Phase, maker_in_words
 from .pictures import Picture, compare
 from .rows import Marks, OlderMemory, rows_of, watch
-from .wastes import remedy_for, wastes_of
 
 _HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
 _MOST = 7  # rows of holders
@@ -79,20 +79,15 @@ class MemoryLedger(LedgerData, Printed):
 
     def _causes_of(self, holders: Sequence[Holder]) -> list[dict[str, Any]]:
         """Returns holders by what takes them away, with the largest part of these in words."""
-        groups = sorted(alike(holders, lambda holder: remedy_for(self, holder)), key=_size_of, reverse=True)
+        groups = sorted(alike(holders, lambda holder: _remedy_for(self, holder)), key=_size_of, reverse=True)
         total = sum(map(_size_of, groups))
         found = []
         for group in groups:
-            if (remedy := remedy_for(self, group[0])) and _size_of(group) > _LEAST * total:
+            if (remedy := _remedy_for(self, group[0])) and _size_of(group) > _LEAST * total:
                 count = sum(holder.count for holder in group)
                 words = zip(("made_by", "operator", "line", "held_by"), _row_of(_groups_of(group)[0])[2:], strict=True)
                 found.append({"nbytes": _size_of(group), "count": count, **dict(words), "remedy": remedy})
         return found[:_CAUSES]
-
-    @functools.cached_property
-    def advice(self) -> tuple[Advice, ...]:
-        """Wastes of the step, each an :class:`Advice` with the bytes to be gained; the largest first."""
-        return wastes_of(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
         """Draws the memory of the step, by blocks of the model; see :func:`ckpt_hooks.report.compare`.
@@ -131,7 +126,6 @@ class MemoryLedger(LedgerData, Printed):
         yield Table(_HEADER, rows, (0, 1), (2, 3), "", ", ".join(filter(None, rest)))
         rows = [[format_bytes(one["nbytes"]), one["line"], one["remedy"]] for one in self._causes_of(peak.holders)]
         yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
-        yield table_of_advice(self.advice)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the ledger as values for ``json.dumps``: each origin once, allocations with the index of theirs.
@@ -150,7 +144,7 @@ class MemoryLedger(LedgerData, Printed):
             }
             for one in self.allocations
         ]
-        parts = ("device", "base_nbytes", "peak", "advice", "phases")
+        parts = ("device", "base_nbytes", "peak", "phases")
         return {
             **{name: as_json(getattr(self, name)) for name in parts},
             "causes": self._causes_of(self.peak.holders),
@@ -158,6 +152,20 @@ class MemoryLedger(LedgerData, Printed):
             "allocations": rows,
             "changes": [[change.time, change.allocation, change.nbytes, change.live] for change in self.changes],
         }
+
+
+def _remedy_for(ledger: LedgerData, holder: Holder) -> str:
+    """Returns what takes away memory that is held; nothing where nothing does."""
+    origin, reason = holder.origin, holder.reason
+    if origin.maker is Maker.OPTIMIZER:
+        is_foreach = (origin.operator or "").startswith("aten::_foreach_")
+        return "foreach=False" if is_foreach else "an optimizer with less state"
+    is_of_module = origin.maker is Maker.MODULE and origin.module is not None
+    if reason is None and is_of_module and all(phase.name != "backward" for phase in ledger.phases):
+        reason = Reason.SAVED  # most likely: of what the graph alone holds, backward tells
+    if reason is Reason.SAVED and is_of_module and (block := up_to_number((origin.module or "").rpartition(" ")[0])):
+        return f'apply_checkpointing(model, "{block.rstrip("0123456789")}*")'
+    return REMEDIES.get(reason, "")
 
 
 def _table_of_phases(phases: Sequence[Phase], peak: int) -> Table:
@@ -283,4 +291,4 @@ def _block() -> Iterator[MemoryLedger]:
         finally:
             marks.is_open = False
             older.forget()
-            found.fill(*rows_of(profile.events(), marks), older.sizes)
+            found.fill(rows_of(profile.events(), marks), older.sizes)

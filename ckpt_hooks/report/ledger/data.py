@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_hooks._core.events import Region
@@ -26,7 +26,7 @@ class Hold:
     """A time for which a storage is held, or needed by a region that has dropped it.
 
     Attributes:
-        reason: The reason; ``Reason.DROPPED`` where the region holds no reference to the storage.
+        reason: The reason.
         region: The region; None for backward's graph.
         entry: The number of the region's entry; None for backward's graph.
         begin: The number of changes before.
@@ -40,11 +40,6 @@ class Hold:
     begin: int
     end: int | None
     allocation: int
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the region holds no reference to the storage."""
-        return self.reason is Reason.DROPPED
 
 
 @dataclasses.dataclass
@@ -60,7 +55,6 @@ class Allocation:
         is_gradient: Whether the memory is the gradient of a leaf.
         holds: The holds, as far as known.
         entry: The number of the innermost region entry around; None outside of regions.
-        requires_grad: Whether the operator made a node of autograd.
     """
 
     nbytes: int
@@ -71,7 +65,6 @@ class Allocation:
     is_gradient: bool = False
     holds: list[Hold] = dataclasses.field(default_factory=list)
     entry: int | None = None
-    requires_grad: bool = False
 
 
 @dataclasses.dataclass
@@ -80,31 +73,15 @@ class RegionEntry:
 
     Attributes:
         name: The module and the name of the region, as in ``"layers.0 Block"``.
-        path: The names of the regions around and its own, outermost first.
         module: The region's module, or that around; None where unknown.
         site: The entering line; None where unknown.
         is_again: Whether the recompute of a region around entered the region.
-        parent: The number of the region around; None without.
-        begin: The number of changes before.
-        end: The number of changes before the end of forward.
-        recomputes: For each recompute, the numbers of changes before its begin and its end.
-        needs: The storages which backward needs, each a :class:`Hold`.
-        policy: The policy on outputs to keep, in words; None without one.
-        policy_keeps: Whether the policy has kept something, or moved it to the host.
     """
 
     name: str
-    path: tuple[str, ...]
     module: str | None
     site: str | None
     is_again: bool
-    parent: int | None
-    begin: int
-    end: int
-    recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    needs: list[Hold] = dataclasses.field(default_factory=list)
-    policy: str | None = None
-    policy_keeps: bool = False
 
 
 class Change(NamedTuple):
@@ -138,8 +115,7 @@ _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
 class StepReader:
     """Goes through the rows of a step in the order of time; marks among them call the methods from ``entered`` on."""
 
-    def __init__(self, older: Mapping[int, int], device: str, differentiable: Set[int]) -> None:
-        self._differentiable = differentiable
+    def __init__(self, older: Mapping[int, int], device: str) -> None:
         self.allocations: list[Allocation] = []
         self.changes: list[Change] = []
         self.entries: dict[int, RegionEntry] = {}
@@ -170,7 +146,6 @@ class StepReader:
         number = self._alive[row.address] = len(self.allocations)
         made = Allocation(row.nbytes, row.address, self._origin_of(row), len(self.changes))
         made.entry = self._opened[-1].entry
-        made.requires_grad = row.run in self._differentiable
         self.allocations.append(made)
         self._change(row, number, row.nbytes)
 
@@ -208,22 +183,16 @@ class StepReader:
         origin = Origin(maker, name, self._opened[-1].origin.module, line=region.site)
         self._opened.append(_Opened(region.id, origin, region.id))
         if region.id not in self.entries:
-            place, now = (name, region.path, region.module, region.site), len(self.changes)
-            self.entries[region.id] = RegionEntry(*place, region.in_recompute, region.parent, now, now)
+            self.entries[region.id] = RegionEntry(name, region.module, region.site, region.in_recompute)
 
     def exited(self, number: int | None) -> None:
         self._close(number)
-        if number is not None and number in self.entries:
-            self.entries[number].end = len(self.changes)
 
     def recomputing(self, region: Region, in_order: bool) -> None:
         self.entered(region, is_recompute=True)
-        self.entries[region.id].recomputes.append((len(self.changes), len(self.changes)))
 
     def recomputed(self, number: int) -> None:
         self._close(number)
-        if number in self.entries and (recomputes := self.entries[number].recomputes):
-            recomputes[-1] = recomputes[-1][0], len(self.changes)
 
     def module_begins(self, name: str) -> None:
         around = self._opened[-1]
@@ -243,19 +212,12 @@ class StepReader:
         self.let_go(region, key)
         name = self.entries[region].name if region in self.entries else None
         hold = self._holds.setdefault(region, {})[key] = Hold(reason, name, region, len(self.changes), None, number)
-        if not hold.is_dropped:
-            self.allocations[number].holds.append(hold)
-        if isinstance(key, int) and region in self.entries:  # the position of a saved tensor
-            self.entries[region].needs.append(hold)
+        self.allocations[number].holds.append(hold)
 
     def let_go(self, region: int, key: Any) -> None:
         hold = self._holds.get(region, {}).pop(key, None)
         if hold is not None:
             hold.end = len(self.changes)
-
-    def asked(self, region: int, policy: str, keeps: bool) -> None:
-        if region in self.entries:
-            self.entries[region].policy, self.entries[region].policy_keeps = policy, keeps
 
     def frame_gone(self, region: int) -> None:
         for hold in self._holds.pop(region, {}).values():
@@ -357,18 +319,18 @@ class LedgerData:
             raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it when the block has ended.")
         return object.__getattribute__(self, name)  # which raises
 
-    def fill(self, rows: Sequence[Row], differentiable: Set[int], older: Mapping[int, int], device: str | None = None) -> None:
-        """Takes the rows of the step, the runs of operators which made a node, and the sizes of older storages by address."""
+    def fill(self, rows: Sequence[Row], older: Mapping[int, int], device: str | None = None) -> None:
+        """Takes the rows of the step, and the sizes of older storages by address."""
         # Without a device that of the first accelerator counts, or else the host.
         devices = list(dict.fromkeys(str(row.device) for row in rows if row.mark is None)) or ["cpu"]
         self.device = device or next((name for name in devices if name != "cpu"), "cpu")
         is_on_host = self.device == "cpu"
-        replay = StepReader(older if is_on_host else {}, self.device, differentiable)
+        replay = StepReader(older if is_on_host else {}, self.device)
         replay.run(rows)
         first = next((row for row in rows if row.mark is None and str(row.device) == self.device), None)
         self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes
         self.allocations, self.changes, self.entries = tuple(replay.allocations), tuple(replay.changes), replay.entries
-        self.devices, self._taken = tuple(devices), (rows, differentiable, older)
+        self.devices, self._taken = tuple(devices), (rows, older)
         for number, one in enumerate(self.allocations):
             reason = _IN_BACKWARD.get(one.origin.maker)
             if reason is not None and one.freed is not None:

@@ -106,7 +106,7 @@ class _Holdings(RegionMarks):
 
     def _saved_with(self, region: Region, position: int, fate: Reason) -> None:
         address = self._addresses.get((region.id, position))
-        if address and (fate is Reason.DROPPED or fate not in _GONE):
+        if address and fate not in _GONE:
             self._mark("holds", region.id, position, fate, address)
 
     def let_go(self, region: Region, position: int) -> None:
@@ -121,9 +121,6 @@ class _Holdings(RegionMarks):
                     self._mark("holds", region.id, ("held", number, part), holding.reason, address)
         frame = region.frame()
         if frame is not None:
-            if (policy := frame.policy_in_words()) is not None:
-                keeps = any(holding.reason in (Reason.POLICY, Reason.NAME, Reason.OFFLOADED) for holding in holdings)
-                self._mark("asked", region.id, policy, keeps)
             weakref.finalize(frame, self._mark, "frame_gone", region.id).atexit = False
 
 
@@ -237,49 +234,33 @@ class Row(NamedTuple):
     nbytes: int = 0  # negative for a free
     device: Any = None
     total: int = 0  # the bytes of the device in use afterwards, as the allocator counts; 0 where unknown
-    run: int = 0  # the number of the run of the operator around; 0 outside of operators
     sequence: int = -1  # the number of the running node, or for an accumulation of a gradient of the node before
 
 
-def rows_of(events: Iterable[Any], marks: Marks) -> tuple[list[Row], set[int]]:
-    """Returns the rows of a step, and the runs of operators which made a node of autograd."""
-    differentiable: set[int] = set()
-    rows = list(_walk(events, marks.by_name, differentiable))
-    rows.sort(key=attrgetter("time"))  # threads have trees of their own; a stable sort leaves the order within one
-    return rows, differentiable
+def rows_of(events: Iterable[Any], marks: Marks) -> list[Row]:
+    """Returns the rows of a step."""
+    # Threads have trees of their own; a stable sort leaves the order within one.
+    return sorted(_walk(events, marks.by_name), key=attrgetter("time"))
 
 
-def _walk(events: Iterable[Any], marks: dict[str, Mark], differentiable: set[int]) -> Iterator[Row]:
+def _walk(events: Iterable[Any], marks: dict[str, Mark]) -> Iterator[Row]:
     latest: dict[int, int] = {}  # the number of the latest node with one, by thread
-    # Whether a result has a gradient is in no event. The profiler tells the number of the next node with each operator.
-    # By thread, the latest run of an operator, and the number of the next node when it began: a node which is there when the
-    # next operator begins is of this run.
-    begun: dict[int, tuple[int, int]] = {}
-    num_runs = 0
-    todo: list[tuple[Any, Origin, int, int]] = [(event, NOWHERE, 0, -1) for event in reversed([*events])]
+    todo: list[tuple[Any, Origin, int]] = [(event, NOWHERE, -1) for event in reversed([*events])]
     while todo:
-        event, place, run, node = todo.pop()
+        event, place, node = todo.pop()
         if event.tag == IS_ALLOCATION:
             memory = event.extra_fields
             where = memory.ptr, memory.alloc_size, memory.device, memory.total_allocated or 0
-            yield Row(event.start_time_ns, place, None, *where, run, node)
+            yield Row(event.start_time_ns, place, None, *where, node)
             continue
         children = event.children
         name: str = event.name
         mark = marks.get(name)
-        if mark is None and not run and place.node is None and event.extra_fields.scope not in NOT_OPERATORS:
-            num_runs = run = num_runs + 1
-            sequence = event.extra_fields.sequence_number
-            if sequence >= 0:
-                before, number = begun.get(event.start_tid, (0, sequence))
-                if number < sequence:
-                    differentiable.add(before)
-                begun[event.start_tid] = run, sequence
         if mark is not None and mark.event == _LINE:
             place = place._replace(operator=None, line=mark.args[0])
         elif mark is not None and mark.event == _MEMORY:
             address, nbytes, device, total = mark.args
-            yield Row(event.start_time_ns, place, None, address, nbytes, device, total, run, node)
+            yield Row(event.start_time_ns, place, None, address, nbytes, device, total, node)
         elif mark is not None:
             yield Row(event.start_time_ns, place, mark)
         elif name.startswith(_NODE):
@@ -293,4 +274,4 @@ def _walk(events: Iterable[Any], marks: dict[str, Mark], differentiable: set[int
             place = place._replace(operator=None, optimizer=name.partition("#")[2])
         elif place.operator is None and event.extra_fields.scope not in NOT_OPERATORS:
             place = place._replace(operator=name)
-        todo += [(child, place, run, node) for child in reversed(children)]
+        todo += [(child, place, node) for child in reversed(children)]
