@@ -275,24 +275,13 @@ def test_containers_come_back_with_type_and_values(container: Any) -> None:
     assert second(given) is b
 
 
-def test_defaultdict_keeps_its_factory() -> None:
-    """A rerun's defaultdict makes entries as the original does, and leaves the original alone."""
-    given = collections.defaultdict(list, x=leaf())
-    (back,), _ = in_rerun(given)
-    back["new"].append(1)
-    assert back["new"] == [1]
-    assert list(given) == ["x"]
-
-
 def test_fields_that_are_not_set_stay_so() -> None:
-    """A dataclass with a field that has no value yet is rebuilt without it."""
     (back,), _ = in_rerun(Unset(leaf()))
     assert back.y == 2.0
     assert not hasattr(back, "later")
 
 
 def test_dataclass_without_tensors_is_handed_on() -> None:
-    """What holds no tensor and no list or dict is the same object."""
     given = (Plain(1, (2, "a")), 3)
     (back,), _ = in_rerun(given)
     assert back[0] is given[0]
@@ -597,7 +586,6 @@ def test_a_tensor_that_occurs_often_comes_back_as_one(nested: bool) -> None:
 
 
 def test_a_leaf_comes_back_as_itself_through_any_hooks() -> None:
-    """A function that asks whether an argument is its own weight gets the same answer in a rerun."""
     weight, seen = leaf(), Log()
 
     def inner(w: torch.Tensor) -> torch.Tensor:
@@ -661,8 +649,6 @@ def test_inputs_are_not_kept_alive_however_they_are_given(call: Callable[..., An
 
 
 def test_copy_of_arguments_is_not_asked_of_tensors() -> None:
-    """Tensors among the arguments are neither copied nor cloned."""
-
     class Uncopyable(torch.Tensor):
         def __copy__(self) -> Any:
             raise AssertionError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import pytest
@@ -272,35 +271,6 @@ def in_parts(run, function):
         *torch.autograd.grad(out, (x,), retain_graph=True, allow_unused=True),
         *torch.autograd.grad(out, (w, v), allow_unused=True),
     ]
-
-
-class Overwrites(torch.autograd.Function):
-    """Has backward write over what was saved, where no version tells."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        gradient = g * x.cos()
-        k.write(x, torch.zeros_like(x))
-        return gradient
-
-
-@pytest.mark.parametrize("replay_whole", [None, True, False])
-def test_what_a_backward_overwrites_is_its_own_memory(replay_whole):
-    """And not that of a tensor from outside, which a replay reads after it."""
-    (x, *_) = leaves()
-
-    def gradient(region):
-        h = x - 1
-        with region:
-            return torch.autograd.grad(((h * 2).cos() + Overwrites.apply(h)).sum(), x)[0]
-
-    assert torch.equal(gradient(checkpoint_region(replay_whole=replay_whole)), gradient(contextlib.nullcontext()))
 
 
 #: Functions whose backward overwrites what they saved: in a second backward plain autograd reads gradients.

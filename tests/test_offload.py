@@ -165,32 +165,6 @@ def test_a_write_to_what_is_on_its_way(transfers):
     assert ops.counts["mm"] == 3
 
 
-def test_saved_tensors_without_checkpointing(transfers):
-    """Each is moved when it is saved, and fetched when backward comes to the one after it; parameters stay."""
-    x, w = leaf(20, 20), leaf(20, 20)
-
-    def function(x):
-        return (x @ w).sin().cos().exp()
-
-    with offloading():
-        y = function(x)
-    assert transfers.moved() == [("send", 400)] * 3  # inputs of sin and cos, output of exp
-    found = grad(y.sum(), (x, w))
-    assert len(transfers.moved()) == 6
-    assert all(torch.equal(a, b) for a, b in zip(found, grad(function(x).sum(), (x, w)), strict=True))
-
-
-def test_a_saved_tensor_that_was_written_to(transfers):
-    """An error, as in plain autograd: the copy may have seen the write."""
-    x = leaf(2000)
-    with offloading():
-        h = x * 1
-        y = h.sin()
-    h.zero_()
-    with pytest.raises(MutationError, match="expected version 0"):
-        y.sum().backward()
-
-
 @pytest.mark.usefixtures("transfers")
 def test_backward_before_the_block_ends():
     """Of what was saved last and is not on its way yet."""
@@ -252,17 +226,3 @@ def test_a_tensor_that_stays_and_was_written_to(request, kind, device):
     with pytest.raises(MutationError, match=match) as caught:
         run(offloading())
     assert (caught.value.expected, caught.value.found) == (0, 1)
-
-
-def test_a_kept_output_that_was_written_to():
-    """What a policy keeps is a cache: where hooks around the region find that it was written to, its operator runs again."""
-    x = leaf(4, 4)
-
-    def function(x):
-        h = x @ x
-        return h, (h + 1).sin()
-
-    with offloading():
-        h, y = ckpt_hooks.checkpoint(policy=[aten.mm.default])(function)(x)
-    h.detach().zero_()
-    assert torch.equal(grad(y.sum(), x)[0], grad(function(x)[1].sum(), x)[0])

@@ -405,12 +405,6 @@ def test_a_check_of_ones_own_in_a_dict():
         run(lambda x: (x * 2).sin().exp(), leaf(3)).sum().backward()
 
 
-# Errors in a rerun
-
-
-# Operators and functions with ways of their own
-
-
 # Random numbers of other libraries, which are tracked or not
 
 

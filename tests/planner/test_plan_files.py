@@ -199,9 +199,3 @@ def test_an_operator_that_is_not_registered(right):
     with torch.library._scoped_library("mine", "DEF") as library:
         library.define("double(Tensor x) -> Tensor")
         assert Plan.from_json(values).blocks
-
-
-def test_a_plan_from_a_file_is_applied(right):
-    model, plan, values = right
-    with Plan.from_json(values).apply(model) as applied:
-        assert [region.name for region in applied] == [block.name for block in plan.blocks]
