@@ -192,33 +192,6 @@ def test_more_draws_are_an_error():
         y.sum().backward()
 
 
-def test_an_error_in_the_second_run_leaves_the_region_as_it_was():
-    class Fails(Function):
-        fails = False
-
-        @staticmethod
-        def forward(ctx, x):
-            if Fails.fails:
-                raise RuntimeError("planned")
-            ctx.save_for_backward(x.cos())
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0]
-
-    x, w = tensors(3, 3)
-    with checkpoint_region():
-        y = Fails.apply(x @ w).sum()
-    Fails.fails = True
-    with pytest.raises(RuntimeError, match="planned"):
-        grad(y, (x, w), retain_graph=True)
-    assert not is_recomputing()
-    assert torch.is_grad_enabled()
-    Fails.fails = False
-    assert all(map(torch.equal, grad(y, (x, w)), grad(Fails.apply(x @ w).sum(), (x, w))))
-
-
 def test_an_error_in_the_first_run_is_the_callers():
     class Fails(Function):
         @staticmethod
@@ -349,15 +322,7 @@ def _written_to(scales):
     scales.by["all"][0].add_(1)
 
 
-def _more(scales):
-    scales.by["more"] = 1
-
-
-def _other_memory(scales):
-    scales.by["all"][0].data = torch.tensor(2.0)
-
-
-@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to, _more, _other_memory])
+@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to])
 def test_an_object_that_has_been_changed_since_is_an_error(change):
     scales = Scales()
     y, _ = _region_of(scales)
@@ -599,13 +564,13 @@ def test_backward_gets_memory_of_its_own():
 
     x, w = tensors(3, 3)
     for options in ({}, {"replay_whole": False}, {"policy": policies.dots_saveable}, {"split_backward": True}):
+        given.clear()
         with checkpoint_region(**options):
             h = x @ w
             y = (Saves.apply(h) * (h.detach() * 2).sin() * (h.detach() * 3).cos()).sum()
         grad(y, (x, w), retain_graph=True)
         grad(y, (x, w), retain_graph=True)
         assert torch.equal(given[0], given[1])
-        given.clear()
         assert_as_eager(functools.partial(program, **options) if options else program, x, w)
 
 

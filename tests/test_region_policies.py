@@ -92,20 +92,6 @@ def test_a_nested_region_has_a_policy_of_its_own():
 # What is given for a policy
 
 
-def test_an_error_in_a_policy():
-    """Reaches the caller, and the region is left."""
-    x = leaf(3)
-
-    def policy(ctx, op, *args, **kwargs):
-        raise KeyError(str(op))
-
-    with pytest.raises(KeyError, match="sin"), checkpoint_region(policy=policy):
-        x.sin()
-    with checkpoint_region():
-        y = x.sin().cos()
-    y.sum().backward()
-
-
 # What is kept, and why
 
 

@@ -229,14 +229,6 @@ UNFILLED = {
         lambda _, x: F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1])),
         (6, 2, 4),
     ),
-    "two losses": lambda: (
-        None,
-        lambda _, x: sum(
-            F.ctc_loss(y.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1]))
-            for y in (x, x * 2)
-        ),
-        (6, 2, 4),
-    ),
     "rrelu that is not in training": lambda: (nn.RReLU().eval(), lambda module, x: module(x).exp(), (300,)),
 }
 

@@ -361,22 +361,6 @@ def test_with_the_cache_on_as_by_default(name, form):
         assert_same(trained(model, batches), expected)
 
 
-def test_the_models_own_switch_turns_regions_on_and_off():
-    model, batches = built("llama")
-    model, frames = copy.deepcopy(model), Frames()
-    with enable_in_transformers(model) as handle, frames:
-        names = handle.regions
-        model.activation_checkpointing_disable()
-        assert handle.regions == ()
-        assert_same(trained(copy.deepcopy(model), batches), reference("llama"))
-        assert frames.frames == []
-        model.activation_checkpointing_enable()
-        assert handle.regions == names
-        assert_same(trained(model, batches), reference("llama"))
-        assert len(frames.frames) == 2 * len(batches)
-    assert not any("checkpointing" in key for _, key in attributes(model).keys() - attributes(built("llama")[0]).keys())
-
-
 def test_generation_goes_on_as_before():
     model, _ = built("llama")
     model = copy.deepcopy(model)
@@ -388,39 +372,6 @@ def test_generation_goes_on_as_before():
 
 
 # Modules that call torch's checkpoint
-
-
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
-def test_modules_that_call_torchs_checkpoint_are_left_to_patches():
-    torch.manual_seed(1)
-    encoder = {
-        **SIZES, "intermediate_size": 16, "projection_dim": 8, "dropout": 0.1, "attention_dropout": 0.1, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
-    decoder = {
-        **SIZES, "hidden_size": 32, "n_inner": 16, "num_mel_attn_blocks": 2, "feature_size": 8, "max_text_tokens": 20,
-        "max_position_embeddings": 20, "decoder_fixing_codes": [3, 4, 5], "attention_dropout": 0.1,
-    }  # fmt: skip
-    config = transformers.ClvpConfig(text_config=encoder, speech_config={**encoder}, decoder_config=decoder, projection_dim=8)
-    model = transformers.ClvpModelForConditionalGeneration(config).train().conditioning_encoder
-    batch = {"input_features": torch.randn(2, 8, 20), "input_ids": torch.randint(3, VOCABULARY, (2, 6))}
-    whole = transformers.ClvpModelForConditionalGeneration(config).train()
-    whole.conditioning_encoder = model
-
-    def step():
-        torch.manual_seed(2)
-        model.zero_grad()
-        output = model(**batch)
-        output.square().sum().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return Result({"output": output.detach(), **gradients}, [], torch.get_rng_state())
-
-    expected, frames = step(), Frames()
-    with pytest.raises(ValueError, match=r"ConditioningEncoder in .* itself"):
-        enable_in_transformers(whole)
-    with patch_torch(reentrant=True), by_torch(whole), frames:
-        assert_same(step(), expected)
-    assert frames.frames
 
 
 # PEFT

@@ -208,25 +208,6 @@ def test_the_line_of_a_list_that_collects_results_of_reruns():
     assert line in str(found)
 
 
-def test_the_line_of_a_cache_that_grows():
-    class Cached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.cache = nn.Linear(64, 64), []
-
-        def forward(self, x):
-            self.cache.append(x * 2)
-            return self.linear(x)
-
-    net, x = Cached(), torch.ones(64, 64)
-    with memory_ledger() as found:
-        for _ in range(4):
-            net(x).sum().backward()
-    largest = found.peak.holders[0]
-    assert (largest.nbytes, largest.origin.operator, largest.origin.module) == (4 * x.nbytes, "aten::mul", "Cached")
-    assert largest.origin.line == f"test_ledger.py:{Cached.forward.__code__.co_firstlineno + 1}"
-
-
 def test_reasons_at_the_peak():
     torch.manual_seed(0)
     net = Net(Block, RUNS["checkpoint, policy"])
