@@ -182,7 +182,6 @@ def test_function_may_be_given_by_keyword(impl: Callable[..., Any]) -> None:
 
 
 def test_a_function_without_arguments(impl: Callable[..., Any]) -> None:
-    """A region may take everything from its closure."""
     x = leaf()
     fn = Counted(lambda: x.sin().cos())
     impl(fn).sum().backward()
@@ -205,7 +204,6 @@ def test_use_reentrant_none_and_false_say_nothing(use_reentrant: bool | None) ->
 
 
 def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any]) -> None:
-    """Without the check a rerun may save a tensor of another shape."""
     x = leaf()
     fn = Switch(lambda x: x * torch.full((3,), 2.0), lambda x: x * torch.full((1,), 2.0))
     impl(fn, x, determinism_check="none").sum().backward()
@@ -227,7 +225,6 @@ def test_noop_context_fn_of_either_library_may_be_passed() -> None:
 
 
 def test_curried_form_makes_a_region_of_each_call(curry: Callable[..., Any]) -> None:
-    """``checkpoint(...)(fn)`` is a function whose every call is recomputed in its backward."""
     fn = Counted(sin_cos)
     wrapped = curry(use_reentrant=False, preserve_rng_state=False)(fn)
     for _ in range(2):
@@ -246,7 +243,6 @@ def test_name_is_free_for_the_curried_functions_arguments() -> None:
 
 
 def test_none_for_a_function_is_the_curried_form(curry: Callable[..., Any]) -> None:
-    """``function=None`` is torch's default, and code may pass it on."""
     fn = Counted(sin_cos)
     curry(None, use_reentrant=False)(fn)(leaf()).sum().backward()
     curry(function=None, use_reentrant=False)(fn)(leaf()).sum().backward()
@@ -333,8 +329,6 @@ def test_decorator_above_staticmethod_and_classmethod(curry: Callable[..., Any])
 
 @pytest.mark.parametrize("function", [torch.sin, nn.Tanh(), Counted(sin_cos)], ids=["builtin", "module", "object"])
 def test_a_class_attribute_that_does_not_bind_does_not_bind_when_wrapped(curry: Callable[..., Any], function: Any) -> None:
-    """A builtin, a module or a callable object is not given ``self``, wrapped or not."""
-
     class Holder:
         plain = function
         wrapped = curry(use_reentrant=False)(function)
@@ -409,7 +403,6 @@ def test_sequential_of_nothing() -> None:
 
 
 def test_context_fn_wraps_forward_and_recompute(impl: Callable[..., Any]) -> None:
-    """The first context is entered around forward alone, the second around the recompute alone."""
     events: list[str] = Log()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -445,7 +438,6 @@ def test_exception_in_forward_reaches_the_first_context() -> None:
 
 
 def test_the_suppressed_exception_is_the_cause() -> None:
-    """The error names what was suppressed, and has it as its cause."""
     error = KeyError("mine")
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -502,7 +494,6 @@ def test_early_stop_setting_is_read_at_forward(api: Any) -> None:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("setting", [True, False, None])
 def test_early_stop_setting_wins_over_the_option(api: Any, setting: bool | None, own: bool) -> None:
-    """The setting wins over a region's own ``early_stop``; None defers to it."""
     fn = Counted(sin_cos)
     with api.set_checkpoint_early_stop(setting):
         api.checkpoint(fn, leaf(), early_stop=own).sum().backward()
@@ -548,7 +539,6 @@ def message_of_a_divergence(api: Any, **options: Any) -> str:
 
 
 def test_debug_setting_is_read_at_forward() -> None:
-    """Switching debug mode on for backward is too late: there is no log of forward."""
     y = checkpoint(Switch(sin_cos_exp, sin_cos), leaf())
     with set_checkpoint_debug_enabled(True), pytest.raises(ckpt_hooks.CheckpointError) as caught:
         y.sum().backward()

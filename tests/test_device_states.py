@@ -103,7 +103,6 @@ def test_state_of_the_tensors_device(api: Any, xpu: FakeBackend) -> None:
 
 
 def test_cuda_counts_where_there_are_several_types(xpu: FakeBackend, cuda: FakeBackend) -> None:
-    """CUDA goes first, its own indices alone are listed, and there is no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         devices, states = ckpt_hooks.get_device_states(OnDevice("xpu:2"), OnDevice("cuda:1"), OnDevice("xpu:0"))
@@ -113,7 +112,6 @@ def test_cuda_counts_where_there_are_several_types(xpu: FakeBackend, cuda: FakeB
 
 
 def test_first_type_counts_where_none_is_cuda(monkeypatch: pytest.MonkeyPatch, xpu: FakeBackend) -> None:
-    """Of several other types the one met first is read."""
     mtia = FakeBackend(1)
     monkeypatch.setattr(torch, "mtia", mtia)
     devices, states = ckpt_hooks.get_device_states(OnDevice("xpu:2"), OnDevice("mtia:0"))

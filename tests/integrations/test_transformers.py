@@ -416,39 +416,3 @@ def test_frozen_layers_below_adapters_keep_nothing():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     assert live_bytes(model, batches[0], enable_in_transformers) < live_bytes(model, batches[0], by_torch)
-
-
-# The trainer
-
-
-class Windows(torch.utils.data.Dataset):
-    """Token windows, the same ones each time."""
-
-    def __init__(self):
-        self.ids = torch.randint(3, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(4))
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-def test_the_trainer(tmp_path):
-    pytest.importorskip("accelerate")
-    model, _ = built("llama")
-
-    def result(switched_on):
-        own = copy.deepcopy(model).eval()  # as from_pretrained leaves models
-        arguments = transformers.TrainingArguments(
-            tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
-            report_to=[], save_strategy="no", disable_tqdm=True, seed=5,
-        )  # fmt: skip
-        with switched_on(own):
-            output = transformers.Trainer(own, arguments, train_dataset=Windows()).train()
-        return Result(dict(own.state_dict()), [output.training_loss], torch.get_rng_state())
-
-    expected, frames = result(contextlib.nullcontext), Frames()
-    with frames:
-        assert_same(result(enable_in_transformers), expected)
-    assert len(frames.frames) == 2 * 2 * 2

@@ -165,7 +165,6 @@ def test_offloaded_bytes():
 
 
 def test_steps():
-    """Each step has its regions."""
     sizes = [(16, 2), (16, 2), (32, 3)]
     with trace() as found:
         for size, count in sizes:
