@@ -30,24 +30,6 @@ class AtomicSum(Function):
         return g @ w.t() + 0 * most[:, None], x.t() @ g
 
 
-class CrossEntropy(Function):
-    """Writes the gradient over the logits, unmarked, and saves these (Liger)."""
-
-    @staticmethod
-    def forward(ctx, logits, target):
-        p = logits.softmax(-1)
-        hot = F.one_hot(target, logits.shape[-1])
-        loss = -(p * hot).sum(-1).log().sum()
-        write(logits, p - hot)
-        ctx.save_for_backward(logits.detach())
-        return loss
-
-    @staticmethod
-    def backward(ctx, g):
-        (gradient,) = ctx.saved_tensors
-        return g * gradient, None
-
-
 def _rotated(x, cos, sin):
     one, two = x.chunk(2, -1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
@@ -166,27 +148,6 @@ class PureSwiGLU(Function):
         a, b = ctx.saved_tensors
         s = torch.sigmoid(a)
         return g * b * s * (1 + a * (1 - s)), g * a * s
-
-
-class Attention(Function):
-    """Saves a log-sum-exp besides its output."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        lse, out = torch.zeros(q.shape[:-1]), torch.zeros_like(q)
-        write(lse, scores.logsumexp(-1))
-        write(out, (scores - lse[..., None]).exp() @ v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, g, _):
-        q, k, v, out, lse = ctx.saved_tensors
-        scale = 1 / math.sqrt(q.shape[-1])
-        p = (q @ k.mT * scale - lse[..., None]).exp()
-        gs = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * scale
-        return gs @ k, gs.mT @ q, p.mT @ g
 
 
 class Statistics(Function):

@@ -118,9 +118,6 @@ def test_nested_regions_say_it_once():
     assert str(caught.value).count("A region works by such hooks.") == 1
 
 
-# Many tensors that differ
-
-
 # Debug mode
 
 

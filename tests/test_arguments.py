@@ -43,14 +43,6 @@ class Frozen:
     y: Any = 2.0
 
 
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    """A dataclass without a ``__dict__``."""
-
-    x: Any
-    y: Any = 2.0
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenSlotted:
     """A dataclass that cannot be assigned to, without a ``__dict__``."""
@@ -74,14 +66,6 @@ class Items(list):  # type: ignore[type-arg]
     def __init__(self, *items: Any) -> None:
         super().__init__(items)
         self.label = "items"
-
-
-class Record(dict):  # type: ignore[type-arg]
-    """A dict with an attribute."""
-
-    def __init__(self, label: str, **entries: Any) -> None:
-        super().__init__(entries)
-        self.label = label
 
 
 class Couple(tuple):  # type: ignore[type-arg]
@@ -196,10 +180,8 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any], Cal
     ),
     "dataclass": (Plain, lambda c: c.x, lambda c: c.y),
     "frozen dataclass": (Frozen, lambda c: c.x, lambda c: c.y),
-    "slotted dataclass": (Slotted, lambda c: c.x, lambda c: c.y),
     "frozen slotted dataclass": (FrozenSlotted, lambda c: c.x, lambda c: c.y),
     "list subclass": (Items, lambda c: c[0] if c.label == "items" else None, lambda c: c[1]),
-    "dict subclass": (lambda a, b: Record("r", x=a, y=b), lambda c: c["x"] if c.label == "r" else None, lambda c: c["y"]),
     "tuple subclass": (Couple, lambda c: c[0] if c.label == "couple" else None, lambda c: c[1]),
     "read-only dict": (lambda a, b: ReadOnly(x=a, y=b), lambda c: c["x"], lambda c: c["y"]),
     "model outputs": (lambda a, b: Outputs(x=a, y=b), lambda c: c.x, lambda c: c["y"]),
@@ -275,24 +257,13 @@ def test_containers_come_back_with_type_and_values(container: Any) -> None:
     assert second(given) is b
 
 
-def test_defaultdict_keeps_its_factory() -> None:
-    """A rerun's defaultdict makes entries as the original does, and leaves the original alone."""
-    given = collections.defaultdict(list, x=leaf())
-    (back,), _ = in_rerun(given)
-    back["new"].append(1)
-    assert back["new"] == [1]
-    assert list(given) == ["x"]
-
-
 def test_fields_that_are_not_set_stay_so() -> None:
-    """A dataclass with a field that has no value yet is rebuilt without it."""
     (back,), _ = in_rerun(Unset(leaf()))
     assert back.y == 2.0
     assert not hasattr(back, "later")
 
 
 def test_frozen_dataclass_without_tensors_is_handed_on() -> None:
-    """What cannot change, and holds no tensor and nothing that can change, is the same object."""
     given = (Frozen(1, (2, "a")), 3)
     (back,), _ = in_rerun(given)
     assert back is given
@@ -357,14 +328,11 @@ def twice(make: Callable[[], Any]) -> list[bool]:
         pytest.param(leaf, id="tensor"),
         pytest.param(lambda: leaf() * 2, id="tensor with history"),
         pytest.param(lambda: [leaf()], id="list"),
-        pytest.param(lambda: [1], id="list without tensors"),
         pytest.param(lambda: {"x": leaf()}, id="dict"),
-        pytest.param(dict, id="dict without tensors"),
         pytest.param(lambda: (leaf(),), id="tuple"),
         pytest.param(lambda: (1, object()), id="tuple without tensors"),
         pytest.param(lambda: Plain(leaf()), id="dataclass"),
         pytest.param(lambda: Frozen(leaf()), id="frozen dataclass"),
-        pytest.param(lambda: Plain(1), id="dataclass without tensors"),
         pytest.param(lambda: Frozen(1), id="frozen dataclass without tensors"),
         pytest.param(lambda: Point(1, 2), id="namedtuple without tensors"),
         pytest.param(object, id="object"),
@@ -402,16 +370,11 @@ def test_one_thing_in_several_places_is_one_thing_in_the_rerun(make: Callable[[]
     "change",
     [
         pytest.param(lambda items, record: items.append(1), id="append"),
-        pytest.param(lambda items, record: items.pop(), id="pop"),
-        pytest.param(lambda items, record: items.clear(), id="clear"),
         pytest.param(lambda items, record: items.__setitem__(0, torch.zeros(3)), id="rebind an item"),
-        pytest.param(lambda items, record: items.reverse(), id="reverse"),
         pytest.param(lambda items, record: record.__setitem__("w", torch.zeros(3)), id="rebind an entry"),
-        pytest.param(lambda items, record: record.pop("w"), id="pop an entry"),
         pytest.param(lambda items, record: record.update(scale=0.0), id="rebind a number"),
         pytest.param(lambda items, record: record["deep"][0].update(shift=9.0), id="rebind in the depth"),
         pytest.param(lambda items, record: setattr(record["plain"], "x", torch.zeros(3)), id="assign to a dataclass"),
-        pytest.param(lambda items, record: setattr(record["plain"], "y", 0.0), id="assign a number to a dataclass"),
     ],
 )
 @pytest.mark.parametrize("around", ["nothing", "save_on_cpu"])
@@ -455,14 +418,10 @@ class Stream:
     [
         pytest.param((iter([1]),), {}, r"args\[1\] is an iterator \(list_iterator\)", id="list iterator"),
         pytest.param(((i for i in [1]),), {}, r"args\[1\] is an iterator \(generator\)", id="generator"),
-        pytest.param((map(abs, [1]),), {}, r"args\[1\] is an iterator \(map\)", id="map"),
-        pytest.param((zip([1], [2]),), {}, r"args\[1\] is an iterator \(zip\)", id="zip"),  # noqa: B905
-        pytest.param((enumerate([1]),), {}, r"args\[1\] is an iterator \(enumerate\)", id="enumerate"),
         pytest.param((1, [2, iter("a")]), {}, r"args\[2\]\[1\] is an iterator", id="in a list"),
         pytest.param(({"k": (iter("a"),)},), {}, r"args\[1\]\['k'\]\[0\] is an iterator", id="in a tuple in a dict"),
         pytest.param((Stream(iter("a")),), {}, r"args\[1\]\.items is an iterator", id="in a dataclass"),
         pytest.param((), {"items": iter("a")}, r"kwargs\['items'\] is an iterator", id="keyword"),
-        pytest.param((), {"d": {"k": [iter("a")]}}, r"kwargs\['d'\]\['k'\]\[0\] is an iterator", id="in a keyword"),
     ],
 )
 def test_iterators_are_refused_by_name(arguments: tuple[Any, ...], keywords: dict[str, Any], named: str) -> None:
@@ -509,7 +468,6 @@ def _multiply(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         pytest.param(
             lambda x, m: checkpoint(lambda x, c: _multiply(x, c["mask"]), x, {"mask": m}), "args[1]['mask']", id="dict"
         ),
-        pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c[3]), x, {3: m}), "args[1][3]", id="dict by number"),
         pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c.x), x, Plain(m)), "args[1].x", id="dataclass"),
         pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c.x), x, FrozenSlotted(m)), "args[1].x", id="frozen"),
         pytest.param(
@@ -597,7 +555,6 @@ def test_a_tensor_that_occurs_often_comes_back_as_one(nested: bool) -> None:
 
 
 def test_a_leaf_comes_back_as_itself_through_any_hooks() -> None:
-    """A function that asks whether an argument is its own weight gets the same answer in a rerun."""
     weight, seen = leaf(), Log()
 
     def inner(w: torch.Tensor) -> torch.Tensor:
@@ -661,8 +618,6 @@ def test_inputs_are_not_kept_alive_however_they_are_given(call: Callable[..., An
 
 
 def test_copy_of_arguments_is_not_asked_of_tensors() -> None:
-    """Tensors among the arguments are neither copied nor cloned."""
-
     class Uncopyable(torch.Tensor):
         def __copy__(self) -> Any:
             raise AssertionError

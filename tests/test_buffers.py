@@ -156,37 +156,6 @@ class Queue(nn.Module):
         return logits
 
 
-class Observed(nn.Module):
-    """Fake quantisation for each of many channels, whose observer a flag in a buffer switches on."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("enabled", torch.zeros(1, dtype=torch.uint8))
-        self.register_buffer("least", torch.zeros(4096, dtype=torch.float64))
-        self.register_buffer("most", torch.ones(4096, dtype=torch.float64))
-
-    def forward(self, x):
-        if self.enabled[0] == 1:
-            self.least.copy_(torch.min(self.least, x.detach().min(0).values.repeat(64)))
-            self.most.copy_(torch.max(self.most, x.detach().max(0).values.repeat(64)))
-        return (x * (self.most - self.least)[:64].clone()).sin()
-
-
-class Statistics(nn.Module):
-    """Running statistics, written in place or by way of ``data``."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way = way
-        self.register_buffer("mean", torch.zeros(64, 64, dtype=torch.float64))
-
-    def forward(self, x):
-        x = x - self.mean[0].clone()
-        if self.training:
-            (self.mean.data if self.way == "data" else self.mean).mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x.tanh()
-
-
 STATEFUL = {
     **{
         f"{codes} codes by {way}": functools.partial(Quantiser, codes, way)
@@ -194,30 +163,21 @@ STATEFUL = {
         for way in ("data", "in place", "names")
     },
     "queue": Queue,
-    "observers": Observed,
     "batch norm": lambda: nn.BatchNorm1d(64, dtype=torch.float64),
     "wide batch norm": lambda: nn.Sequential(
         nn.Linear(64, 4096, dtype=torch.float64),
         nn.BatchNorm1d(4096, dtype=torch.float64),
         nn.Linear(4096, 64, dtype=torch.float64),
     ),
-    "statistics in place": functools.partial(Statistics, "in place"),
-    "statistics by data": functools.partial(Statistics, "data"),
 }
 
 
 def begin_training(model, step):
     model.train(step >= 3)
-    for module in model.modules():
-        if isinstance(module, Observed):
-            module.enabled[0] = step >= 3
 
 
 def always(model, step):
     model.train()
-    for module in model.modules():
-        if isinstance(module, Observed):
-            module.enabled[0] = 1
 
 
 def gradients_of_steps(model, change, run, *, microbatches=1, calls=1):

@@ -127,7 +127,6 @@ def module_level(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_direct_call_reserves_torchs_keywords_and_no_others() -> None:
-    """Every keyword that torch does not reserve is free for the function."""
     parameters = inspect.signature(checkpoint).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert defaults.pop("context_fn") is ckpt_hooks.noop_context_fn
@@ -178,13 +177,11 @@ def test_reserved_keywords_do_not_reach_the_function(impl: Callable[..., Any]) -
 
 
 def test_function_may_be_given_by_keyword(impl: Callable[..., Any]) -> None:
-    """``checkpoint(function=fn, ...)`` is a direct call."""
     x = leaf()
     assert torch.equal(impl(function=sin_cos, x=x), sin_cos(x))
 
 
 def test_a_function_without_arguments(impl: Callable[..., Any]) -> None:
-    """A region may take everything from its closure."""
     x = leaf()
     fn = Counted(lambda: x.sin().cos())
     impl(fn).sum().backward()
@@ -207,7 +204,6 @@ def test_use_reentrant_none_and_false_say_nothing(use_reentrant: bool | None) ->
 
 
 def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any]) -> None:
-    """Without the check a rerun may save a tensor of another shape."""
     x = leaf()
     fn = Switch(lambda x: x * torch.full((3,), 2.0), lambda x: x * torch.full((1,), 2.0))
     impl(fn, x, determinism_check="none").sum().backward()
@@ -216,7 +212,6 @@ def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any])
 
 
 def test_noop_context_fn_of_either_library_may_be_passed() -> None:
-    """``noop_context_fn`` answers two contexts that do nothing, torch's as well as ours."""
     first, second = ckpt_hooks.noop_context_fn()
     with first, second:
         pass
@@ -230,7 +225,6 @@ def test_noop_context_fn_of_either_library_may_be_passed() -> None:
 
 
 def test_curried_form_makes_a_region_of_each_call(curry: Callable[..., Any]) -> None:
-    """``checkpoint(...)(fn)`` is a function whose every call is recomputed in its backward."""
     fn = Counted(sin_cos)
     wrapped = curry(use_reentrant=False, preserve_rng_state=False)(fn)
     for _ in range(2):
@@ -243,14 +237,12 @@ def test_curried_form_makes_a_region_of_each_call(curry: Callable[..., Any]) -> 
 
 
 def test_name_is_free_for_the_curried_functions_arguments() -> None:
-    """The option does not take the keyword from the function."""
     seen: list[str] = []
     checkpoint(name="region")(lambda x, name: (seen.append(name), x.sin())[1])(leaf(), name="tensor")
     assert seen == ["tensor"]
 
 
 def test_none_for_a_function_is_the_curried_form(curry: Callable[..., Any]) -> None:
-    """``function=None`` is torch's default, and code may pass it on."""
     fn = Counted(sin_cos)
     curry(None, use_reentrant=False)(fn)(leaf()).sum().backward()
     curry(function=None, use_reentrant=False)(fn)(leaf()).sum().backward()
@@ -258,7 +250,6 @@ def test_none_for_a_function_is_the_curried_form(curry: Callable[..., Any]) -> N
 
 
 def test_decorated_function_keeps_its_attributes() -> None:
-    """A decorated function looks like the one it wraps."""
     assert module_level.__name__ == "module_level"
     assert module_level.__qualname__ == "module_level"
     assert module_level.__module__ == __name__
@@ -269,8 +260,6 @@ def test_decorated_function_keeps_its_attributes() -> None:
 
 
 def test_decorator_on_a_method_of_a_plain_class(curry: Callable[..., Any]) -> None:
-    """A decorated method is bound like any other, to each instance."""
-
     class Scaler:
         def __init__(self, factor: float) -> None:
             self.factor = factor
@@ -340,8 +329,6 @@ def test_decorator_above_staticmethod_and_classmethod(curry: Callable[..., Any])
 
 @pytest.mark.parametrize("function", [torch.sin, nn.Tanh(), Counted(sin_cos)], ids=["builtin", "module", "object"])
 def test_a_class_attribute_that_does_not_bind_does_not_bind_when_wrapped(curry: Callable[..., Any], function: Any) -> None:
-    """A builtin, a module or a callable object is not given ``self``, wrapped or not."""
-
     class Holder:
         plain = function
         wrapped = curry(use_reentrant=False)(function)
@@ -351,8 +338,6 @@ def test_a_class_attribute_that_does_not_bind_does_not_bind_when_wrapped(curry: 
 
 
 def test_deepcopy_of_a_model_with_a_wrapped_part(curry: Callable[..., Any]) -> None:
-    """A copied model calls its own parts, not those of the model that it was copied from."""
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -418,7 +403,6 @@ def test_sequential_of_nothing() -> None:
 
 
 def test_context_fn_wraps_forward_and_recompute(impl: Callable[..., Any]) -> None:
-    """The first context is entered around forward alone, the second around the recompute alone."""
     events: list[str] = Log()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -438,13 +422,6 @@ def test_context_fn_wraps_forward_and_recompute(impl: Callable[..., Any]) -> Non
     assert events == ["enter recompute", "fn", "exit recompute"] * 2
 
 
-def test_recompute_context_is_not_entered_without_a_recompute(impl: Callable[..., Any]) -> None:
-    """A function that saves nothing is never rerun, and its second context never entered."""
-    events: list[str] = []
-    impl(lambda x: x + 1, leaf(), context_fn=lambda: (Noted("f", events), Noted("r", events))).sum().backward()
-    assert events == ["enter f", "exit f"]
-
-
 def test_exception_in_forward_reaches_the_first_context() -> None:
     """``__exit__`` of the first context sees the exception, which then propagates as it is."""
     events: list[str] = []
@@ -461,7 +438,6 @@ def test_exception_in_forward_reaches_the_first_context() -> None:
 
 
 def test_the_suppressed_exception_is_the_cause() -> None:
-    """The error names what was suppressed, and has it as its cause."""
     error = KeyError("mine")
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -518,7 +494,6 @@ def test_early_stop_setting_is_read_at_forward(api: Any) -> None:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("setting", [True, False, None])
 def test_early_stop_setting_wins_over_the_option(api: Any, setting: bool | None, own: bool) -> None:
-    """The setting wins over a region's own ``early_stop``; None defers to it."""
     fn = Counted(sin_cos)
     with api.set_checkpoint_early_stop(setting):
         api.checkpoint(fn, leaf(), early_stop=own).sum().backward()
@@ -540,7 +515,6 @@ def test_innermost_early_stop_setting_wins(api: Any) -> None:
 
 
 def test_settings_end_with_an_exception(api: Any) -> None:
-    """A block that is left by an exception leaves no setting behind."""
     for setting in (api.set_checkpoint_early_stop(False), api.set_checkpoint_debug_enabled(True)):
         with pytest.raises(KeyError), setting:
             raise KeyError
@@ -564,21 +538,7 @@ def message_of_a_divergence(api: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_debug_lists_the_operators_of_both_runs() -> None:
-    """The message begins with what differs, and has the key phrase and what the plain error says; the error has both logs."""
-    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
-        checkpoint(Switch(sin_cos_exp, sin_cos), leaf(), debug=True).sum().backward()
-    error, message = caught.value, str(caught.value)
-    assert message.split("\n")[1] == "Forward ran aten.exp.default, and the recompute did not."
-    assert DEBUG_PHRASE in message
-    assert "A different number of tensors was saved" in message
-    sin, cos, exp = (f"aten.{name}.default(float32[3] on cpu) -> float32[3] on cpu at " for name in ("sin", "cos", "exp"))
-    assert [line.partition("test_checkpoint.py")[0] for line in error.operators] == [sin, cos, exp]
-    assert [line.partition("test_checkpoint.py")[0] for line in error.recomputed_operators] == [sin, cos]
-
-
 def test_debug_setting_is_read_at_forward() -> None:
-    """Switching debug mode on for backward is too late: there is no log of forward."""
     y = checkpoint(Switch(sin_cos_exp, sin_cos), leaf())
     with set_checkpoint_debug_enabled(True), pytest.raises(ckpt_hooks.CheckpointError) as caught:
         y.sum().backward()
@@ -600,26 +560,10 @@ def test_debug_leaves_no_mode_behind_where_a_context_fails(where: str) -> None:
     assert left_behind == []
 
 
-# Hooks of modules and tensors
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_forward_hooks_run_with_each_run_of_the_module(impl: Callable[..., Any], early_stop: bool) -> None:
-    """Pre-hooks run in forward and recompute, as do post-hooks unless the recompute stops before."""
-    ran: list[str] = Log()
-    module = nn.Tanh()
-    module.register_forward_pre_hook(lambda *_: ran.append("pre"))
-    module.register_forward_hook(lambda *_: ran.append("post"))
-    block = nn.Sequential(module, nn.Sigmoid(), nn.Tanh())
-    impl(block, leaf(), early_stop=early_stop).sum().backward()
-    assert ran == ["pre", "post", "pre", "post"]
-
-
 # Inputs and outputs of all kinds
 
 
 def test_outputs_are_the_functions_own_objects(impl: Callable[..., Any]) -> None:
-    """What the function returns is returned, not a copy."""
     returned = [leaf(), (leaf(),), {"a": object()}]
     assert impl(lambda: returned) is returned
 
@@ -637,7 +581,6 @@ def test_outputs_are_the_functions_own_objects(impl: Callable[..., Any]) -> None
     ],
 )
 def test_function_that_saves_nothing_is_never_rerun(impl: Callable[..., Any], function: Callable[..., Any]) -> None:
-    """Where backward needs no saved tensor there is nothing to recompute for."""
     fn = Counted(function)
     x = leaf()
     impl(fn, x).sum().backward()
@@ -680,24 +623,6 @@ def test_without_gradients_iterators_are_welcome() -> None:
 # Errors
 
 
-def test_exception_in_the_rerun_is_the_users_own_and_leaves_the_frame_as_it_was(impl: Callable[..., Any]) -> None:
-    """An exception of the rerun comes out of backward unchanged; the next backward succeeds."""
-    error = KeyError("mine")
-
-    def failing(x: torch.Tensor) -> torch.Tensor:
-        x.sin()
-        raise error
-
-    fn = Switch(sin_cos, failing)
-    x = leaf()
-    y = impl(fn, x).sum()
-    with pytest.raises(KeyError) as caught:
-        torch.autograd.grad(y, x, retain_graph=True)
-    assert caught.value is error
-    fn.then = sin_cos
-    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(sin_cos(x).sum(), x)[0])
-
-
 def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:
     """Where hooks are disabled a region raises the message given there, and the function has not run."""
     fn = Counted(sin_cos)
@@ -714,7 +639,6 @@ def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
 def test_functional_transforms_run_the_function_plainly_with_one_warning(transform: str) -> None:
-    """Under ``torch.func`` regions do nothing, and the first one says so where it was called."""
     fn = Counted(sin_cos)
     x = torch.rand(4, 3)
     (expected,) = torch.autograd.grad(sin_cos(x.requires_grad_()).sum(), x)

@@ -111,26 +111,6 @@ def test_memory_is_marked_of_what_a_tensor_is_made_of(monkeypatch, layout):
     assert all(type(part) is torch.Tensor and part.layout is torch.strided for part, _ in marked)
 
 
-def test_a_rerun_runs_on_the_stream_of_forward(install):
-    device = install()
-    side = device.stream("side")
-    x = leaf(3)
-    with Order(device) as order:
-        with device.on(side):
-            side.wait_stream(device.defaults[0])
-            y = checkpoint(lambda x: x.sin().exp().cos(), x)
-        device.defaults[0].wait_stream(side)
-        y = y.sum()
-        device.notes.clear()
-        order.ran.clear()
-        y.backward()
-    assert [one for one in order.ran if one[0] in ("sin", "exp")][:2] == [("sin", "side"), ("exp", "side")]
-    assert device.notes[:2] == ["side waits for default 0", "default 0 waits for side"]
-    assert device.current_stream() is device.defaults[0]
-    assert order.early == []
-    assert {str(stream) for _, stream in device.used} == {"default 0"}  # which reads what the other one made
-
-
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_stream_that_a_stopped_rerun_has_not_left(install, is_elsewhere):
     """The function would have gone back to its own one, and have that wait."""
@@ -242,29 +222,3 @@ def test_a_value_for_another_stream_is_waited_for_there(install, call):
     ]
     assert [str(stream) for _, stream in device.used] == ["default 0", "third", "third"]
     device.set_stream(main)
-
-
-def test_streams_that_change_within_a_region_and_back(install):
-    """Replayed operators run one after the other, on the streams that they ran on."""
-    device = install()
-    main, side = device.defaults[0], device.stream("side")
-    x = leaf(3)
-    with Order(device) as order:
-        with checkpoint_region():
-            h = x.sin()
-            for _ in range(3):
-                side.wait_stream(main)
-                with device.on(side):
-                    h = h.exp()
-                main.wait_stream(side)
-                h = h.cos()
-        y = h.sum()
-        ran = order.ran.copy()
-        order.ran.clear()
-        device.notes.clear()
-        y.backward()
-    assert order.early == []
-    assert [one for one in ran if one[0] in ("exp", "cos")] == [("exp", "side"), ("cos", "default 0")] * 3
-    # The last cosine is that of the sine's backward.
-    assert [one for one in order.ran if one[0] in ("exp", "cos")] == [("exp", "side"), ("cos", "default 0")] * 3
-    assert device.current_stream() is main

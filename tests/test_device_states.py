@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 
 import ckpt_hooks
+from tests.devices import OnDevice
 
 APIS = {"ours": ckpt_hooks, "torch": torch.utils.checkpoint}
 
@@ -45,18 +46,6 @@ class FakeBackend:
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         self.states[self.current] = state.clone()
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says that it is on some device, and has no data."""
-
-    @staticmethod
-    def __new__(cls, device: str) -> OnDevice:
-        return torch.Tensor._make_wrapper_subclass(cls, (2,), device=torch.device(device))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} ran, but reading a device takes no operator")
 
 
 @pytest.fixture
@@ -98,7 +87,6 @@ def values(states: list[torch.Tensor]) -> list[int]:
     ],
 )
 def test_no_accelerator_no_state(api: Any, arguments: tuple[Any, ...]) -> None:
-    """Without a tensor on an accelerator there is nothing to read."""
     devices, states = api.get_device_states(*arguments)
     assert (devices, states) == ([], [])
 
@@ -107,7 +95,6 @@ def test_no_accelerator_no_state(api: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def test_state_of_the_tensors_device(api: Any, xpu: FakeBackend) -> None:
-    """Index and state of the device that the tensor is on, which is made current for the time of reading."""
     devices, states = api.get_device_states(OnDevice("xpu:1"))
     assert devices == [1]
     assert values(states) == [20]
@@ -116,7 +103,6 @@ def test_state_of_the_tensors_device(api: Any, xpu: FakeBackend) -> None:
 
 
 def test_cuda_counts_where_there_are_several_types(xpu: FakeBackend, cuda: FakeBackend) -> None:
-    """CUDA goes first, its own indices alone are listed, and there is no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         devices, states = ckpt_hooks.get_device_states(OnDevice("xpu:2"), OnDevice("cuda:1"), OnDevice("xpu:0"))
@@ -126,7 +112,6 @@ def test_cuda_counts_where_there_are_several_types(xpu: FakeBackend, cuda: FakeB
 
 
 def test_first_type_counts_where_none_is_cuda(monkeypatch: pytest.MonkeyPatch, xpu: FakeBackend) -> None:
-    """Of several other types the one met first is read."""
     mtia = FakeBackend(1)
     monkeypatch.setattr(torch, "mtia", mtia)
     devices, states = ckpt_hooks.get_device_states(OnDevice("xpu:2"), OnDevice("mtia:0"))
@@ -140,8 +125,6 @@ def test_first_type_counts_where_none_is_cuda(monkeypatch: pytest.MonkeyPatch, x
 def test_the_current_device_is_put_back_where_reading_fails(
     api: Any, xpu: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error while reading leaves the current device as it was."""
-
     def failing() -> torch.Tensor:
         raise OSError("no state")
 
@@ -155,7 +138,6 @@ def test_the_current_device_is_put_back_where_reading_fails(
 
 
 def test_states_are_written_to_their_devices(api: Any, xpu: FakeBackend) -> None:
-    """Each device gets its state; the current device stays."""
     new = [torch.tensor([1, 1], dtype=torch.uint8), torch.tensor([2, 2], dtype=torch.uint8)]
     api.set_device_states([2, 0], new, device_type="xpu")
     assert values(xpu.states) == [2, 20, 1]
@@ -164,7 +146,6 @@ def test_states_are_written_to_their_devices(api: Any, xpu: FakeBackend) -> None
 
 
 def test_meta_has_no_state_to_write(api: Any) -> None:
-    """Writing to the meta device does nothing."""
     api.set_device_states([0], [torch.zeros(2, dtype=torch.uint8)], device_type="meta")
 
 
@@ -172,7 +153,6 @@ def test_meta_has_no_state_to_write(api: Any) -> None:
 
 
 def test_default_device_type_is_what_was_set(api: Any, default_device_type: Any) -> None:
-    """``set_device_type`` holds for the process, and defaults to CUDA."""
     default_device_type.set_device_type("xpu")
     assert default_device_type.get_device_type() == "xpu"
     default_device_type.set_device_type()

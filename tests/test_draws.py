@@ -20,30 +20,18 @@ from tests.test_threads import in_threads
 
 GRU = nn.GRU(4, 4, num_layers=2, dropout=0.5)
 RANDOM = {
-    "rand": lambda x: torch.rand(3, 4),
     "rand_like": lambda x: torch.rand_like(x),
-    "randn": lambda x: torch.randn(3, 4),
-    "randn_like": lambda x: torch.randn_like(x),
     "randint": lambda x: torch.randint(2, 9, (3, 4)) * x,
-    "randint_like": lambda x: torch.randint_like(x, 9),
     "randperm": lambda x: x[torch.randperm(3)],
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid().detach()),
     "bernoulli_": lambda x: torch.empty(3, 4).bernoulli_(0.5),
-    "normal": lambda x: torch.normal(x.detach(), 0.5),
     "normal_": lambda x: torch.empty(3, 4).normal_(),
-    "uniform_": lambda x: torch.empty(3, 4).uniform_(),
-    "exponential_": lambda x: torch.empty(3, 4).exponential_(),
     "multinomial": lambda x: torch.multinomial(x.detach().sigmoid(), 2).repeat(1, 2),
-    "poisson": lambda x: torch.poisson(x.detach().exp()),
     "dropout": lambda x: F.dropout(x),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
-    "feature_dropout": lambda x: F.dropout1d(x[None], training=True)[0],
     "rrelu": lambda x: F.rrelu(x, training=True),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0],
     "gru": lambda x: GRU(x)[0],
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
-    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
-    "beta": lambda x: torch.distributions.Beta(x.exp(), x.exp()).rsample(),
 }
 FORMS = {"checkpoint": checkpoint, "recorded": lambda function, x: checkpoint_region()(function)(x)}
 

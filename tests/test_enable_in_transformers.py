@@ -272,25 +272,6 @@ def test_the_model_dies_with_the_last_reference(no_gc):
 # Frozen models, and models of PEFT
 
 
-def test_a_frozen_part_below_keeps_nothing():
-    model, frames = Model(), Frames()
-    for part in (model.embedding, *model.layers[:3]):
-        part.requires_grad_(False)
-
-    def gradients():
-        torch.manual_seed(0)
-        model.zero_grad()
-        output = model(IDS)
-        output.sum().backward()
-        return [p.grad for p in model.parameters() if p.requires_grad]
-
-    expected = gradients()
-    with enable_in_transformers(model), frames:
-        assert not model.embedding(IDS).requires_grad
-        assert_same(gradients(), expected)
-    assert frames.frames
-
-
 def test_a_model_of_peft():
     model = OfPeft(Model())
     before = attributes(model)

@@ -187,32 +187,3 @@ def test_options(options):
                 y.backward()
         if leave_first:
             y.backward()
-
-
-def peak_of(region, mode):
-    """Returns the most bytes that torch's own tracker finds in use in a step."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    with mode:
-        model, x = model_and_input(32, 4, 256)
-        optimizer = torch.optim.SGD(model.parameters())
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer, x)
-        with tracker:
-            run_through(model, region, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-    return peak["Total"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch's tracker of memory comes with process groups")
-def test_the_predicted_peak_is_the_real_one():
-    """As torch's tracker of memory has it; without regions it is the largest, and each policy is somewhere between."""
-    names = ["none", "checkpoint", "policy", "region", "region with a policy"]
-    predicted = {name: peak_of(REGIONS[name], FakeTensorMode()) for name in names}
-    real = {name: peak_of(REGIONS[name], contextlib.nullcontext()) for name in names}
-    assert predicted == real
-    assert real["region"] < real["region with a policy"] < real["none"]
-    assert real["checkpoint"] < real["policy"] < real["none"]

@@ -171,26 +171,6 @@ def test_sources_that_are_tracked_draw_again():
     assert_as_eager(program, x, w)
 
 
-def test_another_result_is_an_error():
-    class Shrinks(Function):
-        sizes = iter((3, 2, 1))
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x[: next(Shrinks.sizes)].clone())
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, g):
-            return g + ctx.saved_tensors[0].sum()
-
-    x, w = tensors(3, 3)
-    with checkpoint_region(name="block"):
-        y = Shrinks.apply(x @ w)
-    with pytest.raises(DeterminismError, match=r"'block'.*Shrinks.apply.*came to float32\[2, 3\].*had saved float32\[3, 3\]"):
-        y.sum().backward()
-
-
 def test_more_draws_are_an_error():
     class Draws(Function):
         counts = iter((1, 2))
@@ -210,33 +190,6 @@ def test_more_draws_are_an_error():
         y = Draws.apply(x @ w)
     with pytest.raises(DeterminismError, match=r"another draw by aten\.rand_like"):
         y.sum().backward()
-
-
-def test_an_error_in_the_second_run_leaves_the_region_as_it_was():
-    class Fails(Function):
-        fails = False
-
-        @staticmethod
-        def forward(ctx, x):
-            if Fails.fails:
-                raise RuntimeError("planned")
-            ctx.save_for_backward(x.cos())
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0]
-
-    x, w = tensors(3, 3)
-    with checkpoint_region():
-        y = Fails.apply(x @ w).sum()
-    Fails.fails = True
-    with pytest.raises(RuntimeError, match="planned"):
-        grad(y, (x, w), retain_graph=True)
-    assert not is_recomputing()
-    assert torch.is_grad_enabled()
-    Fails.fails = False
-    assert all(map(torch.equal, grad(y, (x, w)), grad(Fails.apply(x @ w).sum(), (x, w))))
 
 
 def test_an_error_in_the_first_run_is_the_callers():
@@ -369,15 +322,7 @@ def _written_to(scales):
     scales.by["all"][0].add_(1)
 
 
-def _more(scales):
-    scales.by["more"] = 1
-
-
-def _other_memory(scales):
-    scales.by["all"][0].data = torch.tensor(2.0)
-
-
-@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to, _more, _other_memory])
+@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to])
 def test_an_object_that_has_been_changed_since_is_an_error(change):
     scales = Scales()
     y, _ = _region_of(scales)
@@ -611,19 +556,21 @@ def test_backward_gets_memory_of_its_own():
 
     def program(region, **options):
         given.clear()
+        outside = x - 1
         with region(**options):
             h = x @ w
-            return Saves.apply(h) * (h.detach() * 2).sin() * (h.detach() * 3).cos()
+            y = (outside * 2).cos() + Saves.apply(outside)
+            return y * Saves.apply(h) * (h.detach() * 2).sin() * (h.detach() * 3).cos()
 
     x, w = tensors(3, 3)
     for options in ({}, {"replay_whole": False}, {"policy": policies.dots_saveable}, {"split_backward": True}):
+        given.clear()
         with checkpoint_region(**options):
             h = x @ w
             y = (Saves.apply(h) * (h.detach() * 2).sin() * (h.detach() * 3).cos()).sum()
         grad(y, (x, w), retain_graph=True)
         grad(y, (x, w), retain_graph=True)
         assert torch.equal(given[0], given[1])
-        given.clear()
         assert_as_eager(functools.partial(program, **options) if options else program, x, w)
 
 
@@ -674,25 +621,6 @@ def test_what_a_policy_keeps_of_a_function_counts_where_it_is_saved_or_returned(
     grad(z.sum(), (x, w), retain_graph=True)
     assert Counted.runs == 1  # all that was wanted was kept
     grad(y.sum(), (x, w))
-
-
-@pytest.mark.parametrize("run", [programs.region, programs.called])
-def test_a_policy_keeps_a_product_as_it_was_before_the_kernel(run):
-    def function(x, w):
-        return k.Unmarked.apply(x @ w)
-
-    x, w = tensors(4, 4)
-    y = run(lambda x, w: function(x, w).sin().exp(), x, w, policy=policies.dots_saveable)
-    with programs_count() as ops:
-        found = grad(y.sum(), (x, w))
-    assert ops.counts["mm"] == 2  # of autograd's own
-    assert all(map(torch.equal, found, grad(function(x, w).sin().exp().sum(), (x, w))))
-
-
-def programs_count():
-    from tests.measure import CountOps
-
-    return CountOps()
 
 
 # Memory and lifetime

@@ -163,32 +163,6 @@ def test_a_write_to_what_is_on_its_way(transfers):
         y.sum().backward()
 
 
-def test_saved_tensors_without_checkpointing(transfers):
-    """Each is moved when it is saved, and fetched when backward comes to the one after it; parameters stay."""
-    x, w = leaf(20, 20), leaf(20, 20)
-
-    def function(x):
-        return (x @ w).sin().cos().exp()
-
-    with offloading():
-        y = function(x)
-    assert transfers.moved() == [("send", 400)] * 3  # inputs of sin and cos, output of exp
-    found = grad(y.sum(), (x, w))
-    assert len(transfers.moved()) == 6
-    assert all(torch.equal(a, b) for a, b in zip(found, grad(function(x).sum(), (x, w)), strict=True))
-
-
-def test_a_saved_tensor_that_was_written_to(transfers):
-    """An error, as in plain autograd: the copy may have seen the write."""
-    x = leaf(2000)
-    with offloading():
-        h = x * 1
-        y = h.sin()
-    h.zero_()
-    with pytest.raises(MutationError, match="expected version 0"):
-        y.sum().backward()
-
-
 @pytest.mark.usefixtures("transfers")
 def test_backward_before_the_block_ends():
     """Of what was saved last and is not on its way yet."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_module, checkpoint_region
+from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region
 from ckpt_hooks.policies import dots_saveable
 from ckpt_hooks.report import Reason
 from tests.measure import Log, Watch
@@ -199,17 +199,3 @@ def test_what_is_told(transfers):
         y = h.sin().cos()
     assert [(kept.reason, kept.shape) for kept in region.kept()] == [(Reason.OFFLOADED, (300,))]
     assert y.shape == h.shape
-
-
-def test_a_whole_model(transfers):
-    """``apply_checkpointing`` hands the option on."""
-    layers, x, _ = model()
-    stack = nn.Sequential(*layers)
-    torch.manual_seed(1)
-    expected = grad(stack(x * 1).sum(), (x, *stack.parameters()))
-    for recorded in (False, True):
-        with apply_checkpointing(stack, Layer, recorded=recorded, offload_inputs=True):
-            torch.manual_seed(1)
-            found = grad(stack(x * 1).sum(), (x, *stack.parameters()))
-        assert all(map(torch.equal, found, expected))
-    assert transfers.count("send") == transfers.count("fetch") == 6

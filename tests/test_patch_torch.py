@@ -221,27 +221,6 @@ def test_selective_policies(form, whose):
     same_as_plain(found)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_contexts_of_other_kinds_and_a_policy(form):
-    seen = []
-
-    class Note:
-        def __init__(self, word):
-            self.word = word
-
-        def __enter__(self):
-            seen.append(self.word)
-
-        def __exit__(self, *exc_info):
-            seen.append(f"/{self.word}")
-
-    module = block()
-    with patch_torch(policy=[aten.addmm.default]):
-        found = step(module, FORMS[form](module, context_fn=lambda: (Note("forward"), Note("recompute"))))
-    assert seen == ["forward", "/forward", "recompute", "/recompute"]
-    same_as_plain(found)
-
-
 # Reentrant calls, and calls without the flag
 
 

@@ -16,7 +16,6 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
 from ckpt_hooks import policies as p
-from ckpt_hooks.report import trace
 from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
@@ -80,37 +79,6 @@ def test_collectives_are_kept():
     policy = p.save_compute_and_communication
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         assert policy.for_op(getattr(torch.ops._c10d_functional, name).default) is SAVE
-
-
-class Block(torch.nn.Module):
-    """A transformer's block."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
-        h = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(h.transpose(1, 2).reshape(x.shape))
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norms[1](x))))
-
-
-def test_no_product_and_no_attention_of_a_block_runs_again():
-    """Exactly none; and the last product, which no recompute comes to, is not kept."""
-    block, x = Block(32), torch.randn(2, 16, 32, requires_grad=True)
-    expected = grad(block(x).sum(), [x, *block.parameters()])
-    contexts = ckpt_hooks.create_selective_checkpoint_contexts(p.save_compute_and_communication)
-    with trace() as found:
-        y = ckpt_hooks.checkpoint(block, x, context_fn=lambda: contexts)
-    values = 2 * 16 * (3 * 32 + 32 + 32 + 4 * 32)  # of three products, and of attention
-    assert found.steps[0].held_bytes["policy"] == 4 * (values + 2 * 4 * 16)  # and the sums of its rows
-    with CountOps() as ops:
-        gradients = grad(y.sum(), [x, *block.parameters()])
-    assert ops.counts["addmm"] == ops.counts["_scaled_dot_product_flash_attention_for_cpu"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
 def test_both_policies_and_counts():
@@ -237,34 +205,6 @@ def _contexts(policy, create):
     return functools.partial(create, policy)
 
 
-def _patched(call):
-    def run(module, x, policy):
-        with ckpt_hooks.patch_torch():
-            return call(module, x, policy)
-
-    return run
-
-
-def _with_patchs_policy(call):
-    def run(module, x, policy):
-        with ckpt_hooks.patch_torch(policy=policy):
-            return call(module, x)
-
-    return run
-
-
-def _wrapped(module, x, **options):
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    return checkpoint_wrapper(module, **options)(x)
-
-
-def _composable(module, x, **options):
-    from torch.distributed._composable import checkpoint
-
-    return checkpoint(module, **options)(x)
-
-
 def _applied(module, x, select, **options):
     root = nn.Sequential(module)
     ckpt_hooks.apply_checkpointing(root, select, **options)
@@ -273,7 +213,6 @@ def _applied(module, x, select, **options):
 
 _torchs = torch.utils.checkpoint.create_selective_checkpoint_contexts
 _ours = ckpt_hooks.create_selective_checkpoint_contexts
-_by_torch = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 WAYS = {
     "curried": lambda m, x, policy: ckpt_hooks.checkpoint(policy=policy)(m)(x),
     "contexts": lambda m, x, policy: ckpt_hooks.checkpoint(m, x, context_fn=_contexts(policy, _ours)),
@@ -282,11 +221,6 @@ WAYS = {
     "a module": lambda m, x, policy: ckpt_hooks.checkpoint_module(m, policy=policy)(x),
     "applied": lambda m, x, policy: _applied(m, x, "0", policy=policy),
     "a mapping": lambda m, x, policy: _applied(m, x, {"0": policy}),
-    "patched contexts": _patched(lambda m, x, policy: _by_torch(m, x, context_fn=_contexts(policy, _torchs))),
-    "patched": _with_patchs_policy(_by_torch),
-    "a patched wrapper": _with_patchs_policy(_wrapped),
-    "a patched wrapper's contexts": _patched(lambda m, x, policy: _wrapped(m, x, context_fn=_contexts(policy, _torchs))),
-    "patched, composable": _with_patchs_policy(_composable),
 }
 
 

@@ -16,6 +16,7 @@ import ckpt_hooks
 from ckpt_hooks import MutationError, checkpoint, checkpoint_region, patch_torch
 from ckpt_hooks._tensors import refilling
 from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
+from tests.behaviours.test_framework_hooks import bind_anew, fill_by_data
 from tests.measure import Frames, allocated
 from tests.regions import assert_same
 
@@ -146,17 +147,6 @@ def test_a_source_that_was_modified(registered):
     assert owner.told == ["free"]
 
 
-def test_memory_of_nobody(registered):
-    owner = sheets(registered, "a")
-    registered.clear()
-    x = torch.rand(3, 3, requires_grad=True)
-    with checkpoint_region():
-        y = (x @ owner.whole["a"]).sin().exp()
-    owner.free()
-    with pytest.raises(MutationError, match="was freed after forward and not filled again"):
-        y.sum().backward()
-
-
 def test_no_question_before_the_framework_is_imported(registered, monkeypatch):
     """The finder is not even loaded."""
     monkeypatch.delitem(sys.modules, "made_up_framework")
@@ -165,33 +155,6 @@ def test_no_question_before_the_framework_is_imported(registered, monkeypatch):
     refilling.register_finder("made_up_framework", lambda: loaded.append("finder"))
     assert refilling.owner_of(owner.whole["a"]) is None
     assert not loaded
-
-
-class Emptied:
-    """Hooks that fill weights before a module's forward and take them away after, as ZeRO-3 does, or as Accelerate does."""
-
-    def __init__(self, module, *, swaps):
-        self.swaps = swaps
-        self.full = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-        module.register_forward_pre_hook(self.fill)
-        module.register_forward_hook(self.empty)
-        if not swaps:
-            module.register_full_backward_pre_hook(self.fill)
-        self.empty(module)
-
-    def fill(self, module, *_):
-        for name, full in self.full.items():
-            if self.swaps:
-                module._parameters[name] = nn.Parameter(full.clone(), requires_grad=False)
-            else:
-                module._parameters[name].data = full.clone()
-
-    def empty(self, module, *_):
-        for name, full in self.full.items():
-            if self.swaps:
-                module._parameters[name] = nn.Parameter(full.to("meta"), requires_grad=False)
-            else:
-                module._parameters[name].data = torch.empty(0)
 
 
 KEPT = [torch.ops.aten.addmm.default]
@@ -226,7 +189,7 @@ def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, way,
         layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
         for layer in layers:
             if form is not None:
-                Emptied(layer[0], swaps=swaps)
+                (bind_anew if swaps else fill_by_data)(layer[0])
             layer.requires_grad_(not swaps)
         found, kinds, live = [], [], []
 

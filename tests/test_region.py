@@ -19,7 +19,6 @@ from ckpt_hooks import (
 from ckpt_hooks.report import saved_tensors_report
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, replayed
-from tests.test_threads import in_threads
 
 
 @pytest.fixture(autouse=True)
@@ -57,30 +56,6 @@ def test_a_decorator_makes_each_call_a_region():
     expected = grad(((inside.sin() * 2.0).exp() ** 2).sum(), x)
     assert_same(list(found), list(expected))
     assert ops.counts["exp"] == 2
-
-
-# Ways to leave it
-
-
-def test_a_generator_with_a_region_in_it():
-    """What its caller does between two steps is in the region; one that is closed early leaves it."""
-    x = leaf(3)
-
-    def steps():
-        with checkpoint_region():
-            h = x.sin()
-            yield h.exp()
-            yield h.cos()
-
-    first, second = steps()
-    generator = steps()
-    third = next(generator).tanh()
-    assert torch._C._len_torch_dispatch_stack() == 1
-    generator.close()
-    assert torch._C._len_torch_dispatch_stack() == 0
-    found = grad((first * second * third).sum(), x)
-    expected = grad((x.sin().exp() * x.sin().cos() * x.sin().exp().tanh()).sum(), x)
-    assert torch.allclose(found[0], expected[0])
 
 
 # Where regions run plainly
@@ -140,28 +115,6 @@ def test_kernels_of_a_compiler_within_a_region():
 
     assert_as_eager(program, x, w)
     assert replayed(program, x, w) == {"exp": 1, "tanh": 1}
-
-
-# Threads
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_a_graph_made_on_one_thread_goes_backward_on_others():
-    """At once, over the same frames, under ``retain_graph`` (Rule 11)."""
-    x, found = leaf(20), [None] * 4
-    with checkpoint_region():
-        y = x.sin().exp()
-        with checkpoint_region():
-            y = y.cos().tanh()
-    y = y.sum()
-
-    def backward(index):
-        found[index] = grad(y, x, retain_graph=True)[0]
-
-    for _ in range(10):
-        in_threads(*(lambda index=index: backward(index) for index in range(4)))
-        assert all(torch.equal(gradient, found[0]) for gradient in found)
-    assert torch.equal(found[0], grad(x.sin().exp().cos().tanh().sum(), x)[0])
 
 
 # What is loaded

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import sys
 
 import pytest
 import torch
@@ -56,23 +54,6 @@ def block(x):
 
 
 # Frames
-
-
-def test_an_exception_in_a_replay_keeps_nothing(frames):
-    """The frame is as it was, and goes with its graph."""
-    x = leaf(4)
-    other = x.detach() * 1
-    with checkpoint_region():
-        y = (x.sin() * other).exp().tanh()
-    y = y.sum()
-    other.add_(1)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward(retain_graph=True)
-        assert frames.alive() == [True]
-    assert frames.values_alive() == 0
-    del y
-    assert frames.alive() == [False]
 
 
 @pytest.mark.parametrize("how", ["backward", "discarded", "exception", "policy", "nested", "hooks"])
@@ -213,80 +194,6 @@ def test_to_keep_everything_costs_what_plain_autograd_does(kind):
 def test_to_keep_nothing_costs_no_more_than_that(kind):
     """One region around all of it brings back all of it, at most."""
     assert peak(kind, policies.nothing_saveable) <= peak(kind, None, checkpointed=False)
-
-
-class Transformer(nn.Module):
-    """A block with attention and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
-        self.qkv, self.out, self.up, self.down = (nn.Linear(*sizes) for sizes in ((64, 192), (64, 64), (64, 256), (256, 64)))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norms[0](x)).view(2, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(h.transpose(1, 2).reshape(x.shape)))
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](x)))))
-
-
-ATEN = torch.ops.aten
-PRODUCTS = [ATEN.addmm.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default]
-
-
-@pytest.mark.parametrize("form", ["call", "region"])
-def test_blocks_whose_products_are_kept_hold_no_more_than_with_torchs_checkpoint(form):
-    """But for an output that another backward could need, which torch refuses, in the peak of a step."""
-    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, PRODUCTS)
-    torch.manual_seed(0)
-    module, x = Transformer(), torch.randn(2, 64, 64, requires_grad=True)
-
-    def theirs(x):
-        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False, context_fn=contexts)
-
-    def region(x):
-        with checkpoint_region(policy=PRODUCTS):
-            return module(x)
-
-    def step(run):
-        torch.manual_seed(1)
-        out = run(x)
-        out.square().mean().backward()
-
-    def measured(run):
-        most = peak_bytes(lambda: step(run))
-        module.zero_grad()
-        x.grad = None
-        step(run)
-        gradients = [x.grad.clone(), *(p.grad.clone() for p in module.parameters())]
-        return gradients, (allocated(lambda: run(x))[1], most)
-
-    (expected, _), (_, (held_by_torchs, most_of_torchs)), (found, (held, most)) = map(
-        measured, (module, theirs, checkpoint(policy=PRODUCTS)(module) if form == "call" else region)
-    )
-    assert all(map(torch.equal, found, expected))
-    assert held <= held_by_torchs
-    assert most <= most_of_torchs + x.nbytes
-
-
-@pytest.mark.slow
-def test_memory_of_2000_regions_comes_back():
-    """And that of the operators in them."""
-
-    def run(steps):
-        x = torch.ones(4, 4, requires_grad=True)
-        y = x
-        for _ in range(steps):
-            with checkpoint_region():
-                y = y.sin().cos()
-        y.sum().backward()
-
-    for _ in range(4):  # fills the interpreter's free lists
-        run(2000)
-    before = sys.getallocatedblocks()
-    run(2000)
-    assert abs(sys.getallocatedblocks() - before) < 50
 
 
 @pytest.mark.parametrize("written", [torch.arange(4, 8), slice(4, 8)])

@@ -259,12 +259,6 @@ def leave_twice(inner):
     leave(None, None, None)
 
 
-def leave_by_hand_twice(inner):
-    inner.__enter__()
-    inner.__exit__(None, None, None)
-    inner.__exit__(None, None, None)
-
-
 def leave_unentered(inner):
     inner.__exit__(None, None, None)
 
@@ -300,7 +294,6 @@ def leave_elsewhere(inner):
     ("leave", "words"),
     [
         (leave_twice, "was left before"),
-        (leave_by_hand_twice, "was left before"),
         (leave_unentered, "never entered"),
         (leave_elsewhere, "entered on another thread"),
     ],

@@ -92,20 +92,6 @@ def test_a_nested_region_has_a_policy_of_its_own():
 # What is given for a policy
 
 
-def test_an_error_in_a_policy():
-    """Reaches the caller, and the region is left."""
-    x = leaf(3)
-
-    def policy(ctx, op, *args, **kwargs):
-        raise KeyError(str(op))
-
-    with pytest.raises(KeyError, match="sin"), checkpoint_region(policy=policy):
-        x.sin()
-    with checkpoint_region():
-        y = x.sin().cos()
-    y.sum().backward()
-
-
 # What is kept, and why
 
 
@@ -187,13 +173,6 @@ def test_what_cannot_be_brought_back_is_kept():
         table[:2] = 1
         table[2:] = 2
         y = (x.sin() * table).exp()
-    (found,) = grad(y.sum(), x)
-    assert torch.equal(found, grad((x.sin() * torch.tensor([1, 1, 2, 2])).exp().sum(), x)[0])
-    with checkpoint_region() as region:
-        table = torch.empty(4, dtype=torch.float64)
-        table[:2] = 1
-        table[2:] = 2
-        y = (x.sin() * table).exp()
     assert kept_by(region) == [
         ("float64[4]", Reason.NOT_REPLAYED, "saved, memory that was written to in part"),
         ("float64[4]", Reason.NOT_REPLAYED, "memory that was written to in part"),
@@ -201,7 +180,8 @@ def test_what_cannot_be_brought_back_is_kept():
     one, other = region.kept()
     assert one.nbytes == other.nbytes == 32
     assert one.storage != other.storage  # what may be written to since is copied when the region ends
-    del y
+    (found,) = grad(y.sum(), x)
+    assert torch.equal(found, grad((x.sin() * torch.tensor([1, 1, 2, 2])).exp().sum(), x)[0])
 
 
 def test_what_an_operator_has_written_to_that_raised_is_kept():

@@ -16,7 +16,7 @@ from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import streams, switches
 from ckpt_hooks._operators.facts import facts_of
 from tests.behaviours.test_ambient import AUTOCAST_CACHE, PRECISIONS, SETTINGS, attribute, written
-from tests.measure import Log, in_turns, leaf
+from tests.measure import Log, leaf
 
 #: Restored by a row of the table: seen in a recompute as in forward, and left as found. Tests here and in
 #: tests/behaviours/test_ambient.py show each.
@@ -208,32 +208,6 @@ def skip_unheeded(setting, operator):
     assert moved
     if not any(switch.compared is switches.Compared.BY_GUARD or switches.heeds(operator, [switch]) for switch in moved):
         pytest.skip("the operator does not heed it")
-
-
-@pytest.mark.parametrize(
-    ("setting", "operator", "around"), in_turns(SETTINGS, ("product", "convolution"), ("forward", "backward"))
-)
-def test_a_replay_sees_what_forward_saw(operator, setting, around):
-    """And leaves it as it was."""
-    skip_unheeded(SETTINGS[setting], "mm" if operator == "product" else "convolution")
-    read, write, other = SETTINGS[setting]
-    x = leaf(3, 3) if operator == "product" else leaf(1, 1, 3, 3)
-    weight = torch.ones(1, 1, 1, 1, dtype=x.dtype)
-    first = read()
-    with written((read, write, other)) if around == "forward" else contextlib.nullcontext():
-        expected = read()
-        with checkpoint_region():
-            h = x @ x if operator == "product" else torch.nn.functional.conv2d(x, weight)
-            y = h.sin()
-    with written((read, write, other)) if around == "backward" else contextlib.nullcontext():
-        before = read()
-        with Reading(read) as mode:
-            loss = y.sum()
-            loss.backward()
-        assert read() == before
-    assert read() == first
-    assert mode.seen[0] == expected
-    assert before != expected
 
 
 @pytest.mark.parametrize("setting", list(SETTINGS))

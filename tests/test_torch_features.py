@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch.autograd import grad
 import ckpt_hooks._torch.autograd
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._torch.tensors import num_holders
-from tests.measure import Calls, Token, leaf
+from tests.measure import Calls, leaf
 
 # Callbacks at the end of a backward
 
@@ -23,44 +21,8 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=list(WAYS))
-def way(request):
-    """One of the two ways to run something when a backward ends."""
-    if WAYS[request.param] is None:
-        pytest.skip("not public in this torch")
-    return WAYS[request.param]
-
-
 def test_the_public_way_is_preferred():
     assert ckpt_hooks._torch.autograd.queue_callback == (WAYS["the public one"] or WAYS["the engine's"])
-
-
-def test_a_callback_runs_when_backward_has_ended(way):
-    order = []
-    x = leaf(2)
-    y = x.sin()
-    y.register_hook(lambda gradient: way(lambda: order.append(x.grad is not None)))
-    y.sum().backward()
-    assert order == [True]
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_a_callback_is_dropped_with_a_backward_that_fails(way):
-    token, called = Token(), []
-    reference = weakref.ref(token)
-    x = leaf(2)
-    y = x * 1
-
-    def fail(gradient):
-        raise ZeroDivisionError
-
-    x.register_hook(fail)
-    y.register_hook(lambda gradient, token=token: way(functools.partial(called.append, token)))
-    del token
-    with pytest.raises(ZeroDivisionError):
-        y.sum().backward()
-    del y
-    assert (called, reference()) == ([], None)
 
 
 # Buffers of gradients

@@ -78,6 +78,3 @@ def test_what_is_not_compared(form):
         function(leaf(3, 4)).sum().backward()
     else:
         checkpoint(function, leaf(3, 4), preserve_rng_state=False).sum().backward()
-
-
-# Right programs that draw unevenly

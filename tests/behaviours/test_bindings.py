@@ -336,9 +336,6 @@ def test_handles_work_after_a_rerun(run):
     assert_as_eager(program, run)
 
 
-# Attributes of functions
-
-
 # Weights that forward itself changes before it reads them
 
 
@@ -383,6 +380,3 @@ def test_a_weight_that_forward_normalises_before_it_reads_it(way, frozen, run):
         return found
 
     assert_as_eager(program, run)
-
-
-# A function that reaches much

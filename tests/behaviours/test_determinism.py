@@ -229,14 +229,6 @@ UNFILLED = {
         lambda _, x: F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1])),
         (6, 2, 4),
     ),
-    "two losses": lambda: (
-        None,
-        lambda _, x: sum(
-            F.ctc_loss(y.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1]))
-            for y in (x, x * 2)
-        ),
-        (6, 2, 4),
-    ),
     "rrelu that is not in training": lambda: (nn.RReLU().eval(), lambda module, x: module(x).exp(), (300,)),
 }
 
@@ -403,12 +395,6 @@ def test_a_check_of_ones_own_in_a_dict():
     run = Run("ours").having(determinism_check=lambda tensor: {"key": torch.tensor([next(other), float("nan")])})
     with pytest.raises(ckpt_hooks.DeterminismError, match="Recomputed values differ"):
         run(lambda x: (x * 2).sin().exp(), leaf(3)).sum().backward()
-
-
-# Errors in a rerun
-
-
-# Operators and functions with ways of their own
 
 
 # Random numbers of other libraries, which are tracked or not

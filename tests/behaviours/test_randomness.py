@@ -291,6 +291,3 @@ def test_a_source_tracked_since_forward_is_put_back():
     with ckpt_hooks.track_rng("python"):
         y.sum().backward()
     assert random.getstate() == before
-
-
-# Threads

@@ -245,19 +245,6 @@ def test_quantised_tensors(run):
 
 
 @runs("region")
-def test_inference_tensors(run):
-    """They have no version to go by."""
-
-    def program(run):
-        with torch.inference_mode():
-            table = torch.arange(4.0)
-        x = torch.randn(4, requires_grad=True)
-        return gradients(run(lambda x: (x.sin() + table).exp().cos(), x), x)
-
-    assert_as_eager(program, run)
-
-
-@runs("region")
 def test_parameters_made_in_inference_mode(run):
     """They have no version either, and cannot be saved; what does not save them may read them."""
 
@@ -270,6 +257,3 @@ def test_parameters_made_in_inference_mode(run):
         return [y.clone(), *gradients(run(lambda x: (x.sin() + scale.detach()).exp().cos(), x), x)]
 
     assert_as_eager(program, run)
-
-
-# Collectives

@@ -209,23 +209,6 @@ def test_memory_that_is_freed_after_the_region(refilled, around):
     assert torch.equal(found, torch.autograd.grad((x.sin() + contents).exp().cos().sum(), x)[0])
 
 
-@pytest.mark.parametrize("is_needed", [False, True])
-def test_a_tensor_from_outside_that_gets_another_storage(is_needed):
-    """By ``w.data = ...`` in the region, between two operators that read it, of which the first is replayed or not."""
-
-    def program(run):
-        x, w = leaf(4), leaf(4)
-
-        def function(x):
-            h = (x + w).exp().sin() if is_needed else x + w
-            w.data = torch.full((4,), 2.0, dtype=torch.float64)
-            return h * (x * w).sin() if is_needed else h + (x * w).sin()
-
-        return gradients(run(function, x), x)
-
-    assert_as_eager(program, Recorded())
-
-
 def _add_a_buffer(x, other, region):
     with region():
         y = (x + other).sin().exp()

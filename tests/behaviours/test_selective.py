@@ -227,22 +227,6 @@ def test_hooks_and_writes_to_what_is_kept(run, hooks):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@runs("region", "nested", torch_fails=REFUSES)
-def test_a_second_backward(run):
-    """Under retain_graph what was kept is found again, and goes with the last."""
-
-    def program(run):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y = run(lambda x, w: (x @ w).sin().cos(), x, w)
-        first = grad(y.sum(), (x, w), retain_graph=True)
-        return [*first, *grad(y.square().sum(), (x, w), retain_graph=True), *gradients(y, x, w)]
-
-    assert_as_eager(program, run.selecting([aten.mm.default]))
-
-
-# Several backwards
-
-
 # Random operators
 
 
@@ -341,6 +325,3 @@ def test_metadata_queries_are_never_kept():
     asked = []
     Run("ours").selecting(lambda ctx, op, *args, **kwargs: bool(asked.append(op)))(lambda x: x.detach().sin(), x)
     assert asked == [aten.sin.default]
-
-
-# Nesting

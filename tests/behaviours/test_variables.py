@@ -110,19 +110,6 @@ def test_loops(run, body):
     assert_as_eager(loop(body), run)
 
 
-@runs(*FORMS[:2], torch_fails=(SILENT, RuntimeError))
-def test_loops_backward_twice_and_double_backward(run):
-    def program(run):
-        ls, x = layers(), leaf(2, 3)
-        y = with_a_residual(run, ls, without_arguments(run, ls, x)).sum()
-        y.backward(retain_graph=True)
-        (g,) = torch.autograd.grad(y, x, create_graph=True)
-        g.sum().backward()
-        return [x.grad, *(p.grad for p in ls.parameters())]
-
-    assert_as_eager(program, run)
-
-
 @runs(*FORMS[:2])
 def test_a_gradient_inside_by_an_argument_that_is_closed_over_too(run):
     """Hooks hand a rerun another tensor for the argument; then the variable is lent that one as well."""
@@ -264,6 +251,3 @@ def test_globals_bound_to_something_else(run, change):
         return found
 
     assert_as_eager(program, run)
-
-
-# Threads

@@ -11,8 +11,7 @@ from torch import nn
 from torch.autograd import grad
 from train_charlm import Block
 
-from ckpt_hooks import checkpoint, checkpoint_sequential
-from tests.cuda.device import DEVICE, UNDER_POLICIES, WAYS, assert_as_eager, each, needs_cuda, region, step, tensor
+from tests.cuda.device import DEVICE, UNDER_POLICIES, WAYS, assert_as_eager, each, needs_cuda, region, tensor
 from tests.measure import CountOps
 
 pytestmark = needs_cuda
@@ -125,46 +124,6 @@ def test_a_device_by_default(run):
         return [y, *grad(y.sum(), x)]
 
     assert_as_eager(program, run)
-
-
-@each(WAYS)
-def test_writes_and_views(run):
-    """In place, and through views, on intermediate values."""
-
-    def function(x):
-        h = x * 2
-        h[:, 1:].mul_(0.5)
-        h = F.dropout(h, 0.5).relu_()
-        parts = h.t().chunk(2)
-        return torch.cat([parts[0].sin(), parts[1].exp()]).add_(1).sigmoid()
-
-    assert_as_eager(lambda run: step(run, function, tensor(6, 8)), run)
-
-
-@each(WAYS)
-def test_part_of_a_graph(run):
-    """Gradients of one input, then of another, of a graph that is retained."""
-
-    def program(run):
-        x, w = tensor(8, 8), tensor(8, 8)
-        y = run(lambda x, w: F.dropout(x @ w, 0.5).sin() * w.cos(), x, w)
-        first = grad(y.sum(), w, retain_graph=True)
-        return [y, *first, *grad(y.square().sum(), [x, w])]
-
-    assert_as_eager(program, run)
-
-
-@pytest.mark.parametrize("segments", [1, 2, 4])
-def test_sequential(segments):
-    """Segments of a model, with dropout."""
-
-    def program(run):
-        blocks = nn.Sequential(*(Block(64, heads=4, dropout=0.1) for _ in range(4))).to(DEVICE)
-        x = tensor(2, 16, 64)
-        y = blocks(x) if run is not checkpoint else checkpoint_sequential(blocks, segments, x, use_reentrant=False)
-        return [y, *grad(y.square().sum(), [x, *blocks.parameters()])]
-
-    assert_as_eager(program, checkpoint)
 
 
 @pytest.mark.parametrize("kind", ["function", "region"])

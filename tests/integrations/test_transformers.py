@@ -361,22 +361,6 @@ def test_with_the_cache_on_as_by_default(name, form):
         assert_same(trained(model, batches), expected)
 
 
-def test_the_models_own_switch_turns_regions_on_and_off():
-    model, batches = built("llama")
-    model, frames = copy.deepcopy(model), Frames()
-    with enable_in_transformers(model) as handle, frames:
-        names = handle.regions
-        model.activation_checkpointing_disable()
-        assert handle.regions == ()
-        assert_same(trained(copy.deepcopy(model), batches), reference("llama"))
-        assert frames.frames == []
-        model.activation_checkpointing_enable()
-        assert handle.regions == names
-        assert_same(trained(model, batches), reference("llama"))
-        assert len(frames.frames) == 2 * len(batches)
-    assert not any("checkpointing" in key for _, key in attributes(model).keys() - attributes(built("llama")[0]).keys())
-
-
 def test_generation_goes_on_as_before():
     model, _ = built("llama")
     model = copy.deepcopy(model)
@@ -388,39 +372,6 @@ def test_generation_goes_on_as_before():
 
 
 # Modules that call torch's checkpoint
-
-
-@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
-def test_modules_that_call_torchs_checkpoint_are_left_to_patches():
-    torch.manual_seed(1)
-    encoder = {
-        **SIZES, "intermediate_size": 16, "projection_dim": 8, "dropout": 0.1, "attention_dropout": 0.1, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
-    decoder = {
-        **SIZES, "hidden_size": 32, "n_inner": 16, "num_mel_attn_blocks": 2, "feature_size": 8, "max_text_tokens": 20,
-        "max_position_embeddings": 20, "decoder_fixing_codes": [3, 4, 5], "attention_dropout": 0.1,
-    }  # fmt: skip
-    config = transformers.ClvpConfig(text_config=encoder, speech_config={**encoder}, decoder_config=decoder, projection_dim=8)
-    model = transformers.ClvpModelForConditionalGeneration(config).train().conditioning_encoder
-    batch = {"input_features": torch.randn(2, 8, 20), "input_ids": torch.randint(3, VOCABULARY, (2, 6))}
-    whole = transformers.ClvpModelForConditionalGeneration(config).train()
-    whole.conditioning_encoder = model
-
-    def step():
-        torch.manual_seed(2)
-        model.zero_grad()
-        output = model(**batch)
-        output.square().sum().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return Result({"output": output.detach(), **gradients}, [], torch.get_rng_state())
-
-    expected, frames = step(), Frames()
-    with pytest.raises(ValueError, match=r"ConditioningEncoder in .* itself"):
-        enable_in_transformers(whole)
-    with patch_torch(reentrant=True), by_torch(whole), frames:
-        assert_same(step(), expected)
-    assert frames.frames
 
 
 # PEFT
@@ -465,39 +416,3 @@ def test_frozen_layers_below_adapters_keep_nothing():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
     assert live_bytes(model, batches[0], enable_in_transformers) < live_bytes(model, batches[0], by_torch)
-
-
-# The trainer
-
-
-class Windows(torch.utils.data.Dataset):
-    """Token windows, the same ones each time."""
-
-    def __init__(self):
-        self.ids = torch.randint(3, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(4))
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-def test_the_trainer(tmp_path):
-    pytest.importorskip("accelerate")
-    model, _ = built("llama")
-
-    def result(switched_on):
-        own = copy.deepcopy(model).eval()  # as from_pretrained leaves models
-        arguments = transformers.TrainingArguments(
-            tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
-            report_to=[], save_strategy="no", disable_tqdm=True, seed=5,
-        )  # fmt: skip
-        with switched_on(own):
-            output = transformers.Trainer(own, arguments, train_dataset=Windows()).train()
-        return Result(dict(own.state_dict()), [output.training_loss], torch.get_rng_state())
-
-    expected, frames = result(contextlib.nullcontext), Frames()
-    with frames:
-        assert_same(result(enable_in_transformers), expected)
-    assert len(frames.frames) == 2 * 2 * 2

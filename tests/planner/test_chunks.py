@@ -131,18 +131,3 @@ def test_a_plan_says_what_is_outside_of_all_blocks():
     plan = plan_memory(model, lambda model: model(x).backward(), 0.0, blocks=GPTBlock)
     assert "of the peak are outside of all blocks, most of loss" in str(plan)
     assert "`plan_memory(..., chunks={'head': (1, 4, 8)})` chooses how many" in str(plan)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "kind", "words"),
-    [
-        (3, TypeError, "chunks should be a mapping of module names to numbers of slices, but got 3"),
-        ({"loss": 8}, TypeError, r"chunks\['loss'\] should be numbers of slices, but got 8"),
-        ({"loss": (0, 8)}, ValueError, "chunks should be a positive integer, but got 0"),
-        ({"lost": (1, 8)}, ValueError, "chunks='lost' selects no module.*Take a name near to it: 'loss'"),
-        ({"loss": {"chunks": (1, 8), "rows": 1}}, ValueError, "rows. chunks takes chunks, dim, reduce, chunked"),
-    ],
-)
-def test_chunks_that_are_none(chunks, kind, words):
-    with pytest.raises(kind, match=words):
-        plan_memory(Model(Loss), print, 0.5, chunks=chunks)

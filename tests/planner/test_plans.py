@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import json
 import math
 import warnings
 
@@ -20,12 +19,9 @@ from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.simulating import natural_ends
 from ckpt_hooks.report.entries import format_bytes
 from tests.measure import Watch
-from tests.planner.models import MODELS, VARIANTS, GPTBlock, after_a_step, as_before, built, same, state_of
+from tests.planner.models import MODELS, GPTBlock, after_a_step, as_before, built, same, state_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-
-PARTS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
-CASES = [(name, variant) for name in MODELS for variant in VARIANTS]
 
 
 @pytest.mark.parametrize(("name", "variant"), [*((name, "plain") for name in MODELS), ("mlp", "zeroed")])
@@ -112,20 +108,6 @@ def test_plans_keep_runs_that_policies_are_asked_about(program):
             warnings.simplefilter("error")
             assert same(after_a_step(model, step), plain)
     assert kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant"), CASES)
-def test_prediction_within_a_thousandth_at_eight_budgets(name, variant):
-    model, step, blocks = built(name, variant)
-    before, plain = state_of(model), after_a_step(model, step)
-    for part in PARTS:
-        plan = plan_memory(model, step, part, blocks=blocks)
-        assert same(state_of(model), before)
-        assert plan.measured_peak <= plan.budget
-        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
-        with plan.apply():
-            assert same(after_a_step(model, step), plain)
 
 
 def profiled(model, step, blocks):
@@ -253,21 +235,6 @@ def test_budgets_in_bytes_words_and_of_all_memory():
     assert whole.budget == pytest.approx(half.budget, rel=0.02)
 
 
-def test_plans_travel(tmp_path):
-    model, step, blocks = built("gpt")
-    plan = plan_memory(model, step, 0.4, blocks=blocks)
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan.to_json()))
-    found = Plan.from_json(json.loads(path.read_text()))
-    assert found == plan
-    assert str(found) == str(plan)
-    other = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"The model of this plan is gone, or the plan comes from a file\. Pass a model"):
-        found.apply()
-    with found.apply(other):
-        assert same(after_a_step(other, step), after_a_step(model, step))
-
-
 def test_costs_by_seconds():
     model, step, blocks = built("gpt")
     plain = after_a_step(model, step)
@@ -297,19 +264,6 @@ def test_the_table():
     assert "GPTBlock" in text
 
 
-def test_a_plan_keeps_no_model_alive():
-    import gc
-    import weakref
-
-    model, step, blocks = built("mlp")
-    plan, gone = plan_memory(model, step, 0.5, blocks=blocks), weakref.ref(model)
-    del model, step
-    gc.collect()
-    assert gone() is None
-    with pytest.raises(ValueError, match="The model of this plan is gone"):
-        plan.apply()
-
-
 def test_a_budget_too_small():
     model, step, blocks = built("gpt")
     before = state_of(model)
@@ -337,36 +291,7 @@ def everything(model):
     [
         ({"step": lambda model: model(torch.ones(2, 64))}, ValueError, "The step ran no backward, at least not on this thread"),
         ({"blocks": ["blocks.*", "unused"]}, ValueError, "The step never calls 'unused' with gradients. Leave it out"),
-        ({"blocks": ["nothing.*"]}, ValueError, "selects no module"),
-        (
-            {"memory_budget": "many"},
-            ValueError,
-            "memory_budget should be a number of bytes, a part from 0.0 to 1.0, or 'auto', but got 'many'",
-        ),
-        (
-            {"memory_budget": "3 apples"},
-            ValueError,
-            "but got '3 apples' of type str. Write an integer, or as in '20GiB', '500MB' or '2M'.",
-        ),
-        (
-            {"memory_budget": 1.5},
-            ValueError,
-            "memory_budget should be a part from 0.0 to 1.0, but got 1.5 of type float. Pass an integer",
-        ),
-        (
-            {"memory_budget": -1},
-            ValueError,
-            "memory_budget should be a number of bytes, a part from 0.0 to 1.0, or 'auto', but got -1",
-        ),
-        (
-            {"memory_budget": True},
-            TypeError,
-            "memory_budget should be a number of bytes, a part from 0.0 to 1.0, or 'auto', but got True",
-        ),
-        ({"step": 3}, TypeError, "step should be a function of the model, but got 3"),
-        ({"total": "yes"}, TypeError, "total"),
-        ({"cost": "dollars"}, ValueError, "'operations', 'seconds'"),
-        ({"model": 3}, TypeError, "model should be a torch.nn.Module, but got 3"),
+        ({"memory_budget": True}, TypeError, "or 'auto', but got True"),
     ],
 )
 def test_bad_input_leaves_the_model_as_it_was(change, error, message):
@@ -402,31 +327,6 @@ def test_optimizer_state_that_is_born_is_removed():
         assert plan_memory(model, step, 0.5, blocks=blocks).plain_peak < plan.plain_peak - 0.9 * size
     for parameter, state in optimizer.state.items():
         assert all(torch.equal(state[name], noted[id(parameter)][name]) for name in state)
-
-
-def test_attributes_and_containers_are_restored():
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-            self.steps, self.seen, self.table = 0, [], {"last": None}
-            self.register_buffer("sum", torch.zeros(1), persistent=False)
-
-        def forward(self, x):
-            self.steps += 1
-            self.seen.append(self.steps)
-            self.table["last"] = self.steps
-            self.sum += 1
-            return self.inner(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Counts() for _ in range(3)))
-    x = torch.randn(256, 64)
-    lists = [one.seen for one in model]
-    plan_memory(model, lambda model: model(x).sum().backward(), 0.5, blocks=["*.inner"])
-    for one, seen in zip(model, lists, strict=True):
-        assert (one.steps, one.seen, one.table, float(one.sum)) == (0, [], {"last": None}, 0.0)
-        assert one.seen is seen
 
 
 def test_regions_inside_of_blocks_recompute_under_each_plan():

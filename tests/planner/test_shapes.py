@@ -122,45 +122,6 @@ def test_smaller_shapes_go_by_the_smallest_plan_that_holds_them(planned):
         assert products(model, steps[4, 48]) == number < products(model, stepping((4, 100)))
 
 
-class Experts(torch.nn.Module):
-    """Sends each row to one of four blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = torch.nn.Linear(64, 4)
-        self.experts = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)
-        )
-
-    def forward(self, x):
-        found = torch.zeros_like(x)
-        where = self.router(x).argmax(1)
-        for number, expert in enumerate(self.experts):
-            rows = (where == number).nonzero().flatten()
-            found = found.index_add(0, rows, expert(x[rows]))
-        return found
-
-
-def test_experts_go_by_their_plans_up_to_the_largest_count():
-    torch.manual_seed(0)
-    model, x = Experts(), torch.randn(1024, 64)
-
-    def stepping(x):
-        return lambda model: model(x).square().sum().backward()
-
-    plan = plan_memory(model, stepping(x), 0.5, blocks=["experts.*"])
-    counts = [block.shapes[0][0][1][0] for block in plan.blocks]
-    smallest, largest = counts.index(min(counts)), max(counts)
-    rows = x[model.router(x).argmax(1) == smallest]
-    assert len(rows) == min(counts) < largest
-    with plan.apply():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model.experts[smallest](rows.repeat(4, 1)[:largest]).sum().backward()
-        with pytest.warns(UserWarning, match=rf"'experts.{smallest}' gets float32\[{largest + 1}, 64\]"):
-            model.experts[smallest](rows.repeat(4, 1)[: largest + 1])
-
-
 class ByKeyword(torch.nn.Module):
     """Calls its blocks with keywords."""
 
@@ -255,13 +216,6 @@ def test_a_margin_is_left_free():
     assert found.measured_peak <= 0.9 * found.budget
 
 
-@pytest.mark.parametrize("margin", [-0.1, 1.0, "much"])
-def test_a_margin_that_is_none(margin):
-    model, step, blocks = built("mlp")
-    with pytest.raises(ValueError, match=r"margin should be a part from 0.0 up to 1.0, but got .* Pass 0.03, say"):
-        plan_memory(model, step, 0.5, blocks=blocks, margin=margin)
-
-
 # By the switch of Transformers' models
 
 
@@ -304,21 +258,6 @@ def test_the_switch_of_a_model_goes_by_a_plan(wrap):
             found = after_a_step(model, stepping_layers(40))
     assert {name: {**vars(module)} for name, module in model.named_modules()} == before
     assert same(found, after_a_step(model, stepping_layers(40)))
-
-
-def test_plans_that_the_switch_cannot_take():
-    model, step = Wide(), stepping_layers()
-    plan = plan_memory(model, step, 0.5, blocks=["layers.*"])
-    with pytest.raises(ValueError, match="enable_in_transformers got plan, and options of regions, which the plan has itself"):
-        enable_in_transformers(model, plan=plan, every_n_layers=2)
-    with pytest.raises(TypeError, match=r"plan should be a Plan of ckpt_hooks\.plan_memory, but got 3"):
-        enable_in_transformers(model, plan=3)
-    inner = plan_memory(model, step, 0.9, blocks=["layers.*.linear"])
-    with pytest.raises(
-        ValueError, match=r"Block 'layers\.0\.linear' of the plan is no layer which the checkpointing switch of"
-    ):
-        enable_in_transformers(model, plan=inner)
-    assert not any("_gradient_checkpointing_func" in vars(module) for module in model.modules())
 
 
 def test_runs_are_named_in_the_module_that_is_given():

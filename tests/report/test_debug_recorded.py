@@ -47,20 +47,6 @@ def test_a_tensor_that_a_replay_reads(whole):
     assert message.split("\n")[2].startswith(f"  at {place(block, '# reads it')} in block()")
 
 
-def test_a_tensor_from_outside_that_autograd_saved():
-    def block(x, mask):
-        h = x.sin().exp()
-        h = h * mask  # saves it
-        return h.exp()
-
-    mask = torch.ones(3, dtype=torch.float64)
-    y = debugged(block, leaf(3), mask)
-    mask.zero_()
-    message = message_of(y)
-    assert "aten.mul.Tensor(float64[3] on cpu, float64[3] on cpu)" in message
-    assert place(block, "# saves it") in message
-
-
 def test_a_parameter_and_its_module():
     """As a step of an optimizer before backward does."""
 
@@ -103,21 +89,6 @@ def test_a_result_kept_by_a_policy():
     message = message_of(y)
     assert "It is the result of aten.exp.default(float64[3] on cpu) -> float64[3] on cpu" in message
     assert place(block, "# kept") in message
-
-
-def test_regions_inside():
-    """A region inside has the lines of the one around."""
-
-    def block(x, mask):
-        with checkpoint_region(name="inner"):
-            h = x.sin() + mask  # reads it
-            h = h.cos().exp()
-        return h.sin()
-
-    mask = torch.ones(3, dtype=torch.float64)
-    y = debugged(block, leaf(3), mask)
-    mask.zero_()
-    assert place(block, "# reads it") in message_of(y)
 
 
 @pytest.mark.parametrize("observed", [True, False])

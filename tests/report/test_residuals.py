@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
-from ckpt_hooks.offload import offload_saved_tensors
-from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
+from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks.policies import save_ops
 from ckpt_hooks.report import (
     Reason,
     print_saved_residuals,
@@ -152,42 +151,6 @@ def test_reasons_of_a_function_region():
     assert only(report, Reason.INPUT).operator == "aten.sin.default"
     assert only(report, Reason.STATE).why == "state that the function reaches"
     assert {entry.name for entry in report.tensors if entry.reason is Reason.OUTSIDE} >= {"running_mean", "running_var"}
-
-
-def test_reasons_of_a_recorded_region():
-    """By a name, by a policy, and of an operator which cannot be replayed."""
-    x = leaf(4)
-
-    def program(x):
-        with checkpoint_region(policy=save_only_these_names("h"), name="block"):
-            h = checkpoint_name(x.exp() * 1.5, "h")
-            mask = torch.empty(4, dtype=torch.float64)
-            mask[:2] = 1  # in part
-            return (h.sin() * mask).sum()
-
-    report = saved_residuals(program, x)
-    assert only(report, Reason.NAME).why == "kept by the policy, by the name of 'h'"
-    assert only(report, Reason.NOT_REPLAYED).why == "saved, memory that was written to in part"
-    assert only(report, Reason.NOT_REPLAYED).operator.startswith("aten.fill_")
-    text = str(report)
-    assert "memory that was written to in part" in text
-
-
-def test_offloaded_tensors(transfers):
-    """By a policy, and by hooks; the host has copies of their size."""
-    x = leaf(1024)
-
-    def by_policy(x):
-        with checkpoint_region(policy=offload_ops(aten.exp.default)):
-            return (x * 2).exp().sum()
-
-    def by_hooks(x):
-        with offload_saved_tensors(min_offload_size=0):
-            return (x.sin() * x.cos()).sum()
-
-    assert only(saved_residuals(by_policy, x), Reason.OFFLOADED).nbytes == 8192
-    report = saved_residuals(by_hooks, x)
-    assert report.by_reason["offloaded"] == 2 * 8192
 
 
 def test_hooks_of_the_users():
