@@ -903,7 +903,6 @@ CALLS = {
         r"functions\[1\] should be a function or a module, but got None": lambda: checkpoint_sequential([block, None], 2, x),
         r"a module, ModuleDict.*`\[\*functions.values\(\)\]`": lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
         "checkpoint_sequential takes one input": lambda: checkpoint_sequential([block], 1, x, x),
-        r"segments should be an integer from 1 to .*, but got a tuple of 2": lambda: checkpoint_sequential([block], (x, x), 2),
         r"got a module, Linear\..*`checkpoint\(function, x\)`": lambda: checkpoint_sequential(block, 1, x),
         # Functions on slices
         "checkpoint_chunks takes a function first, but got a tensor": lambda: chunked(x),
@@ -937,6 +936,7 @@ CALLS = {
     },
     ValueError: {
         # Options and policies
+        r"segments should be an integer from 1 to .*, but got a tuple of 2": lambda: checkpoint_sequential([block], (x, x), 2),
         r"arguments: nam\. Without a function, checkpoint takes .*policy, .*\. Write name for nam": lambda: checkpoint(
             nam="block"
         ),

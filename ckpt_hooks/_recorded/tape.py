@@ -79,7 +79,8 @@ class TensorsHeld:
     def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause) -> None:
         """Keeps the tensor of a value, or sends it to the host; drops the value's history."""
         alias = counted_detach(tensor)
-        transfers = transfers_for(tensor) if decision == OFFLOAD and self.frame is None else None
+        to_host = decision == OFFLOAD and self.frame is None and not _is_cast_of_leaf(value)
+        transfers = transfers_for(tensor) if to_host else None
         if transfers is not None:
             self._batch = self._batch or Batch()
             self._hold(value, HeldOnHost(alias, self._batch, transfers, path, cause))
@@ -130,6 +131,15 @@ class TensorsHeld:
             if value is not None and value.saved is not None:
                 saved = value.saved
                 value.saved = saved.sealed(hooks if respect_hooks or not saved.by_policy else None)
+
+
+def _is_cast_of_leaf(value: Value) -> bool:
+    """Whether a value is autocast's cast of a parameter, which autocast keeps until its block ends."""
+    if value.op is None or value.op.facts.kind is not Kind.CAST:
+        return False
+    source = value.op.args[0]
+    saved = source.saved if type(source) is Value else None
+    return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)
 
 
 _Tensor = torch.Tensor
