@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ckpt_hooks import CheckpointError, checkpoint
+from ckpt_hooks import checkpoint
 from tests.measure import Frames, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
