@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +17,10 @@ from ckpt_hooks.report.entries import NOWHERE, Maker, Origin, json_of
 
 from .rows import Row
 
-NEVER = sys.maxsize  # of what is not freed, or not let go
-
 
 @dataclasses.dataclass
 class Hold:
-    """A time for which a storage is held, or needed by a region that has dropped it.
+    """A time for which a storage is held.
 
     Attributes:
         reason: The reason.
