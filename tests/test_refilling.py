@@ -178,6 +178,7 @@ WAYS = {
 }
 
 
+@pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("swaps", [False, True])
 def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, way, monkeypatch):
@@ -210,7 +211,8 @@ def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, way,
 
     surroundings, form = WAYS[way]
     expected, _, _ = steps(None)
-    _, _, theirs = steps(selective(torch.utils.checkpoint))
+    # Memory that an earlier test has left, and that is freed meanwhile, would make theirs less.
+    theirs = [*map(max, *(steps(selective(torch.utils.checkpoint))[2] for _ in range(2)))]
     with pytest.warns(UserWarning, match="run without their policy"), surroundings():
         found, kinds, ours = steps(form)
     assert all(map(torch.equal, expected, found))
