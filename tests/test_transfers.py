@@ -107,6 +107,25 @@ def test_what_was_fetched_ahead_and_not_taken_goes(transfers):
     assert torch.equal(grad(y.sum(), x)[0], grad(expected.sin().cos().exp().sin().sum(), expected)[0])
 
 
+def test_what_two_backwards_fetched_ahead_goes_when_each_ends(transfers):
+    """One runs inside of the other, and both leave out the same part of the graph."""
+    x = leaf(40)
+    with offloading():
+        h = (x * 1).sin()
+        z = h.cos().exp()
+        total = z.sin().sum()
+    inner = []
+
+    def run_another(gradient):
+        handle.remove()
+        inner.extend(grad(total, h, retain_graph=True))
+
+    handle = z.register_hook(run_another)
+    (outer,) = grad(total, h, retain_graph=True)
+    assert torch.equal(outer, inner[0])
+    assert transfers.on_device() == 0
+
+
 def conjugate(x):
     return x.conj()
 

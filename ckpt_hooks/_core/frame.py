@@ -19,7 +19,7 @@ from ckpt_hooks.errors import MutationError, OverlapError
 from .descriptions import RegionPath, format_path, region_in_words
 from .holdings import Holding, Kept, Reason, Saved, cause_of_kept, size_of
 from .mutation import Why, mutated
-from .scopes import NO_PASSES, Ending, Scope, drop_at_end
+from .scopes import NO_PASSES, Ending, Scope, drop_at_end, with_ending
 
 if TYPE_CHECKING:
     from .events import Observer, Watch
@@ -170,7 +170,7 @@ class Frame(abc.ABC):
             self._endings = (drop_at_end(scope, self.passes),)
         else:  # of backwards that overlap
             self.passes[scope.key] = opened
-            self._endings = (*(ending for ending in self._endings if ending()), drop_at_end(scope, self.passes))
+            self._endings = with_ending(self._endings, scope, self.passes)
 
 
 def is_in_recompute(frame: Frame | None) -> bool:

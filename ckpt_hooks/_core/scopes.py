@@ -85,6 +85,11 @@ def drop_at_end(scope: Scope, passes: dict[int, Any]) -> Ending:
     return weakref.ref(scope, partial(passes.pop, scope.key))
 
 
+def with_ending(endings: tuple[Ending, ...], scope: Scope, passes: dict[int, Any]) -> tuple[Ending, ...]:
+    """Returns the endings of backwards that overlap, with that of one more."""
+    return (*(ending for ending in endings if ending()), drop_at_end(scope, passes))
+
+
 class GraphExecGroup(metaclass=NeedsParentheses):
     """Several backwards which together recompute each region at most once.
 

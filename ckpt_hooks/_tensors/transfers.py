@@ -21,7 +21,7 @@ from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of, storage_and_size
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.scopes import drop_at_end, graph_task_scope
+from ckpt_hooks._core.scopes import Ending, graph_task_scope, with_ending
 from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, Hooks, graph_task_id
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
 from ckpt_hooks._torch.tensors import (
@@ -223,7 +223,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Offloaded:
     """A tensor on the host, or on its way there or back. Whoever writes to the tensor later does not use this copy."""
 
-    __slots__ = ("__weakref__", "_arrivals", "_ending", "_sent", "_task", "_transfers", "_version", "_watch", "batch", "takers")
+    __slots__ = (
+        "__weakref__",
+        "_arrivals",
+        "_endings",
+        "_sent",
+        "_task",
+        "_transfers",
+        "_version",
+        "_watch",
+        "batch",
+        "takers",
+    )
 
     def __init__(
         self,
@@ -240,6 +251,7 @@ class Offloaded:
         self._version = tensor._version
         # What was fetched ahead, or stays for further takers, by graph task; gone when the backward ends or fails.
         self._arrivals: dict[int, Arrival] = {}
+        self._endings: tuple[Ending, ...] = ()
         # The graph task that has taken it last.
         self._task = -1
         frame = stack.innermost
@@ -269,7 +281,7 @@ class Offloaded:
 
     def _keep(self, arrival: Arrival, task: int) -> None:
         self._arrivals.setdefault(task, arrival)
-        self._ending = drop_at_end(graph_task_scope(task), self._arrivals)
+        self._endings = with_ending(self._endings, graph_task_scope(task), self._arrivals)
 
     def fetch_ahead(self, task: int) -> bool:
         """Starts the fetch, unless the graph task has taken the tensor already; returns whether the tensor is still wanted."""
