@@ -274,7 +274,7 @@ class Problem:
         return min(map(self._descent, starts), key=self.peak)
 
     def _descent(self, chosen: list[int]) -> list[int]:
-        total = self.base + sum(memory[option] for memory, option in zip(self.memory, chosen, strict=True))
+        total = self.total(chosen)
         peak = math.inf
         while float(total.max()) < peak:
             peak = float(total.max())
@@ -287,19 +287,22 @@ class Problem:
 
     def bottleneck(self) -> str | None:
         """Returns the block in whose forward or backward the least peak is; None outside of any."""
-        total = self.base + sum(memory[option] for memory, option in zip(self.memory, self.least, strict=True))
-        owner = self._owners[int(total.argmax())]
+        owner = self._owners[int(self.total(self.least).argmax())]
         return None if owner is None else self.blocks[owner]
 
-    def peak(self, chosen: Sequence[int]) -> float:
+    def total(self, chosen: Sequence[int]) -> torch.Tensor:
+        """Returns the most bytes in each window."""
         total = self.base.clone()
         for memory, option in zip(self.memory, chosen, strict=True):
             total += memory[option]
-        return float(total.max())
+        return total
+
+    def peak(self, chosen: Sequence[int]) -> float:
+        return float(self.total(chosen).max())
 
     def next_peak(self, chosen: Sequence[int]) -> float:
         """Returns the least peak of a choice in which one block has a cheaper option; that of the choice where none has."""
-        total = self.base + sum(memory[option] for memory, option in zip(self.memory, chosen, strict=True))
+        total = self.total(chosen)
         peaks = [
             float((total + memory[costs < costs[option]] - memory[option]).amax(1).min())
             for memory, costs, option in zip(self.memory, self.costs, chosen, strict=True)
@@ -337,7 +340,7 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
 def choose(problem: Problem, budget: float) -> list[int] | None:
     """Returns the option of each block with the least cost found under a budget; None if none fits."""
     chosen = [int(costs.argmin()) for costs in problem.costs]
-    total = problem.base + sum(memory[option] for memory, option in zip(problem.memory, chosen, strict=True))
+    total = problem.total(chosen)
     while float(total.max()) > budget:
         best, step = 0.0, None
         excess = (total - budget).clamp(min=0).sum()
