@@ -185,11 +185,10 @@ class StepReader:
     def exited(self, number: int | None) -> None:
         self._close(number)
 
+    recomputed = exited
+
     def recomputing(self, region: Region, in_order: bool) -> None:
         self.entered(region, is_recompute=True)
-
-    def recomputed(self, number: int) -> None:
-        self._close(number)
 
     def module_begins(self, name: str) -> None:
         around = self._opened[-1]
