@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import threading
 import warnings
@@ -11,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing
 from ckpt_hooks._function import words
+from ckpt_hooks.policies import dots_saveable, save_ops
+from ckpt_hooks.report import Reason
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log
 from tests.test_threads import in_threads
@@ -287,3 +292,109 @@ def test_a_thread_that_draws_on_another_device(install):  # noqa: F811
     expected = plain_of(lambda x: F.dropout(x.sin()).exp(), 5)
     with pytest.warns(UserWarning, match="give that thread a generator of its own"):
         assert torch.equal(run(checkpoint, function)[1], expected)
+
+
+class Draws(TorchDispatchMode):
+    """Counts the operators that draw, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.number[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _masked(x, made_by):
+    return F.dropout(x, 0.3) if made_by == "dropout" else x * (torch.rand(x.shape) > 0.3)
+
+
+def _residual(x, weights, made_by):
+    """Draws each mask behind a product, as blocks do; backward asks for the last one first."""
+    for weight in weights:
+        x = x + _masked(torch.tanh(x @ weight), made_by)
+    return x
+
+
+def _masks_first(x, weights, made_by):
+    """Draws all masks, of which backward asks for the second half first, each from its end."""
+    masks = [_masked(torch.ones_like(x), made_by) for _ in weights]
+    half = len(masks) // 2
+    for weight, mask in zip(weights, masks[half:] + masks[:half], strict=True):
+        x = x + torch.tanh(x @ weight) * mask
+    return x
+
+
+NUMBER = 24
+MADE_BY = {"dropout": torch.ops.aten.bernoulli_, "rand": torch.ops.aten.rand}
+WAYS = [(4, None, False), (4, dots_saveable, None), (4, save_ops(torch.ops.aten.tanh.default), False)]
+WAYS += [(500, None, None), (500, None, False), (500, dots_saveable, False), (500, dots_saveable, True)]
+
+
+@pytest.mark.parametrize(("rows", "policy", "whole"), WAYS)
+@pytest.mark.parametrize("program", [_residual, _masks_first])
+@pytest.mark.parametrize("made_by", MADE_BY)
+def test_no_mask_is_drawn_twice_in_one_backward(made_by, program, rows, policy, whole):
+    """Neither short draws, which share states, nor long ones."""
+    weights = [(torch.eye(8) * (1 + step / 32)).requires_grad_() for step in range(NUMBER)]
+    x = torch.linspace(-1, 1, rows * 8).reshape(rows, 8).requires_grad_()
+
+    def run_in(region, seen):
+        torch.manual_seed(3)
+        with region:
+            y = program(x, weights, made_by)
+        after = torch.get_rng_state()
+        with seen:
+            gradients = grad((y * y).sum(), [x, *weights])
+        return [y, after, torch.get_rng_state(), *gradients]
+
+    expected = run_in(contextlib.nullcontext(), contextlib.nullcontext())
+    seen = Draws()
+    assert same(run_in(checkpoint_region(policy=policy, replay_whole=whole), seen), expected)
+    assert seen.number == {MADE_BY[made_by]: NUMBER}
+
+
+def test_short_draws_in_a_row_share_states():
+    """24 small dropouts hold two states of 5 KB, not 24."""
+    x = torch.randn(8, 8, requires_grad=True)
+    with checkpoint_region() as region:
+        y = x
+        for _ in range(NUMBER):
+            y = F.dropout(y.sin(), 0.5)
+    states = [held.nbytes for held in region.kept() if held.reason is Reason.RANDOM_STATE]
+    assert states == [torch.get_rng_state().nbytes] * 2
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("whole", [None, True, False])
+@pytest.mark.parametrize("order", [1, -1])
+def test_short_draws_with_others_between(order, whole):
+    """Of nested regions, of other lengths and kinds, in other dtypes, after another seed."""
+
+    def gradients(region, inner):
+        torch.manual_seed(7)
+        x, found = leaf(3, 5), []
+        with region:
+            y = x
+            for step in range(40):
+                y = F.dropout(y.sin(), 0.3)
+                if step % 5 == 2:
+                    y = y * torch.rand_like(y)
+                if step % 7 == 3:
+                    y = y + torch.randn(5)
+                if step % 9 == 4:
+                    with inner():
+                        y = F.dropout(F.dropout(y).exp().cos())
+                if step % 11 == 5:
+                    torch.set_default_dtype(torch.float64)
+                    y = y * torch.rand(3, 5).float() * torch.rand(400, 5).mean().float()
+                    torch.set_default_dtype(torch.float32)
+                if step == 30:
+                    torch.manual_seed(7)
+                found.append(y)
+        return [grad(one.sum(), x, retain_graph=True)[0] for one in found[::order]] + [torch.rand(2)]
+
+    expected = gradients(contextlib.nullcontext(), contextlib.nullcontext)
+    assert same(gradients(checkpoint_region(replay_whole=whole), checkpoint_region), expected)

@@ -5,7 +5,7 @@ Drawing operators are known by their tag (``nondeterministic_seeded``).
 
 from __future__ import annotations
 
-import ctypes
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.streams import Snapshot, default_generator, is_capturing, is_same_state
+from ckpt_hooks._ambient.streams import CPU, Snapshot, default_generator, is_capturing, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import address_of_generator
@@ -142,7 +142,10 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
         )
 
 
-#: Operators that draw as many numbers for tensors of one kind, whatever is in these.
+# A draw holds the state of the generator before it (5 KB on the CPU); short draws of one frame that follow each other share the
+# state before the first. A replay repeats those that it passes on the way to a later draw, and keeps what it will be asked for.
+
+#: Operators that draw as many numbers for tensors of one shape, whatever is in the tensors.
 _BY_SHAPE = {
     id(operator)
     for operator in (
@@ -152,24 +155,19 @@ _BY_SHAPE = {
         torch.ops.aten.rand_like.default,
     )
 }
-_LONGEST = 16  # draws of a series, of which a replay may have to repeat all before the one that it needs
+_SHORT = 1264  # numbers: as float32 they take no more memory than a state
+_LONGEST = 16  # draws of a series
 
 
 class Series:
-    """Draws from the CPU's default generator, one right after another: the state before the first, and calls as long."""
+    """Short draws from the CPU's default generator, one right after another."""
 
-    __slots__ = ("__weakref__", "calls", "state")
+    __slots__ = ("__weakref__", "calls", "frame", "state")
 
-    def __init__(self, state: torch.Tensor) -> None:
-        self.state = state  # 5 KB
-        self.calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
-
-    def draw_up_to(self, number: int, generator: torch.Generator) -> None:
-        """Sets a generator to the state before a draw."""
-        generator.set_state(self.state)
-        for operator, args, kwargs in self.calls[:number]:
-            made = [torch.empty_strided(*one[:2], dtype=one.dtype) if type(one) is _Kind else one for one in args]
-            _call_with(operator, made, kwargs, generator, is_draw=True)
+    def __init__(self, state: torch.Tensor, frame: int) -> None:
+        self.state = state  # before the first draw
+        self.frame = frame  # where the frame begins on its tape
+        self.calls: list[tuple[int, Any, list[Any], dict[str, Any]]] = []  # number on the tape, operator, arguments
 
 
 class _Kind(NamedTuple):
@@ -190,6 +188,15 @@ class InSeries(NamedTuple):
     place: int
 
 
+def _is_short(operator: Any, args: Any) -> bool:
+    if id(operator) not in _BY_SHAPE or CPU.look is None:
+        return False
+    first = args[0]
+    if not isinstance(first, torch.Tensor):
+        return bool(math.prod(first) <= _SHORT)
+    return first.layout is torch.strided and not first.is_nested and first.numel() <= _SHORT
+
+
 class NotedStates:
     """Notes the states before the draws of one tape."""
 
@@ -197,51 +204,60 @@ class NotedStates:
 
     def __init__(self) -> None:
         self._series: weakref.ref[Series] | None = None
-        self._after = b""  # the state after the series
+        self._after: Any = None  # tells where the generator stood after the series
 
-    def note(self, operator: Any, args: Any, kwargs: Any, generator: torch.Generator, before: torch.Tensor) -> Any:
-        """Returns the state before a draw, as it is held."""
-        if id(operator) not in _BY_SHAPE or generator is not torch.default_generator:
-            return before
+    def draw(self, operator: Any, args: Any, kwargs: Any, number: int, frame: int) -> tuple[Any, Any]:
+        """Runs a short draw; returns also the state before, as it is held."""
+        assert CPU.look is not None
         series = None if self._series is None else self._series()
-        if series is None or len(series.calls) == _LONGEST or _bytes_of(before) != self._after:
-            series = Series(before)
-            self._series = weakref.ref(series)
-        series.calls.append((operator, [_kind_of(one) for one in args], kwargs))
-        self._after = _bytes_of(generator.get_state())
-        return InSeries(series, len(series.calls) - 1)
+        if series is None or series.frame != frame or len(series.calls) == _LONGEST or CPU.look() != self._after:
+            series = Series(torch.default_generator.get_state(), frame)
+        result = operator(*args, **kwargs)
+        if type(result) is not torch.Tensor:  # of fake tensors, say
+            return result, series.state
+        if not isinstance(args[0], torch.Tensor):
+            kwargs = {**kwargs, "dtype": result.dtype}  # the default dtype may be another one then
+        series.calls.append((number, operator, [_kind_of(one) for one in args], kwargs))
+        self._series, self._after = weakref.ref(series), CPU.look()
+        return result, InSeries(series, len(series.calls) - 1)
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())  # past torch, and so past the user's dispatch modes
-
-
-def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: NotedStates) -> tuple[Any, Any]:
+def draw_noting(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: NotedStates | None, number: int = 0, frame: int = 0
+) -> tuple[Any, Any]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
     given, device = _source_of(operator, args, kwargs)
     if device.type == "meta":
         return operator(*args, **kwargs), None
     _refuse_capture(operator, device)
     generator = _generator_at(given, device)
+    if states is not None and generator is torch.default_generator and _is_short(operator, args):
+        return states.draw(operator, args, kwargs, number, frame)
     before = generator.get_state()
     result = operator(*args, **kwargs)
     if _form_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
         return result, None
-    return result, states.note(operator, args, kwargs, generator, before)
+    return result, before
 
 
 class _Spare(threading.local):
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}
-        # Where the CPU's one stands: a series, weakly, and the number of draws since; None elsewhere.
+        # Where the CPU's one stands: a series, weakly, and the number of its draws; None elsewhere.
         self.place: tuple[weakref.ref[Series], int] | None = None
 
 
 _spare = _Spare()
 
 
-def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor | InSeries) -> Any:
-    """Runs an operator with draws from a noted state; the user's generators do not move."""
+def draw_again(
+    operator: Any,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    state: torch.Tensor | InSeries,
+    keep: Callable[[int, torch.Tensor], None] | None = None,
+) -> Any:
+    """Runs an operator with draws from a noted state, past the user's generators; ``keep`` gets what is drawn on the way."""
     device = device_of(args, kwargs)
     _refuse_capture(operator, device)
     device = default_generator(device).device
@@ -249,15 +265,27 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
     if own is None:
         own = _spare.generators[device] = torch.Generator(device)
     place, _spare.place = _spare.place, None
-    if isinstance(state, InSeries):
-        series, number = state
-        if place is None or place[0]() is not series or place[1] != number:
-            unseen(series.draw_up_to)(number, own)
-        result = _call_with(operator, args, kwargs, own, is_draw=True)
-        _spare.place = weakref.ref(series), number + 1
-        return result
-    own.set_state(state)
-    return _call_with(operator, args, kwargs, own, is_draw=True)
+    if not isinstance(state, InSeries):
+        own.set_state(state)
+        return _call_with(operator, args, kwargs, own, is_draw=True)
+    series, number = state
+    begin = place[1] if place is not None and place[0]() is series and place[1] <= number else 0
+    if begin == 0:
+        own.set_state(series.state)
+    if begin < number:
+        _draw_on_the_way(series.calls[begin:number], own, keep)
+    result = _call_with(operator, args, kwargs, own, is_draw=True)
+    _spare.place = weakref.ref(series), number + 1
+    return result
+
+
+@unseen
+def _draw_on_the_way(calls: Any, generator: torch.Generator, keep: Callable[[int, torch.Tensor], None] | None) -> None:
+    for number, operator, args, kwargs in calls:
+        made = [torch.empty_strided(*one[:2], dtype=one.dtype) if type(one) is _Kind else one for one in args]
+        result = _call_with(operator, made, kwargs, generator, is_draw=True)
+        if keep is not None:
+            keep(number, result)
 
 
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:

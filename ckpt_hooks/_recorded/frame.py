@@ -387,7 +387,9 @@ class RecordedFrame(Replayable):
                 held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
             if value.op is not None:
                 held += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
-        replays = [[*replay.tensors.values(), *replay.held.values()] for replay in list(self.passes.values())]
+        replays = [
+            [*replay.tensors.values(), *replay.held.values(), *replay.early.values()] for replay in list(self.passes.values())
+        ]
         return held + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
 
     def _values(self) -> list[Value]:

@@ -27,7 +27,7 @@ from ckpt_hooks._ambient.streams import TRACKED, find_devices, is_capturing, is_
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
-from ckpt_hooks._operators.draws import draw_noting, drops_nothing
+from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt, instances_in
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of, is_dense
@@ -158,6 +158,7 @@ class FunctionCall:
         facts = self._facts = FunctionFacts(function)
         self._op = Op()
         self._draws: list[Any] = []
+        self._states = NotedStates()  # a rerun draws in forward's order, so the series of one call is its own
         self._born: set[int] = set()  # addresses of storages made in the function
         self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
         self._written: dict[int, Store] = {}  # storages taken as written to, by identity
@@ -234,7 +235,7 @@ class FunctionCall:
             out = facts.call(*args, **kwargs)
             self._op.draw = ANEW
         else:
-            out, state = draw_noting(func, args, kwargs, self._tape.states)
+            out, state = draw_noting(func, args, kwargs, self._states)
             self._draws.append(state)
         if facts.written:
             count_writes(func, args)

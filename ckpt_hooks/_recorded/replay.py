@@ -30,7 +30,7 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.modes import pause_modes, resume_modes, reusable
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._operators.draws import OwnStreams, draw_again, draw_anew
+from ckpt_hooks._operators.draws import InSeries, OwnStreams, draw_again, draw_anew
 from ckpt_hooks._operators.operator_log import watch_replay
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
@@ -363,6 +363,7 @@ class Replay:
         self.held: dict[int, torch.Tensor] = {}
         self._cloned: Clones = {}
         self._streams: OwnStreams = {}
+        self.early: dict[int, torch.Tensor] = {}  # results of short draws which have not run yet, by number of the operator
 
     def has(self, value: Value) -> bool:
         return value.number in self.tensors or value.number in self.held
@@ -474,7 +475,7 @@ class Replay:
                     readers[number] = left = readers[number] - 1
                     args[position] = tensors[number] if left else tensors.pop(number)
                 if op.draw is not None:
-                    out = self._draw(facts.operator, args, op.kwargs, op.draw)
+                    out = self._draw(op, args, op.kwargs)
                 else:
                     out = facts.call(*args, **op.kwargs) if op.kwargs else facts.call(*args)
                 number = op.number
@@ -514,7 +515,7 @@ class Replay:
         elif draw is None:
             out = facts.call(*args, **kwargs)
         else:
-            out = self._draw(facts.operator, args, kwargs, draw)
+            out = self._draw(op, args, kwargs)
         del args, kwargs
         if facts.has_shape_from_data:
             check_shapes(self.frame, op, out)
@@ -524,10 +525,19 @@ class Replay:
             if number in self.readers:
                 tensors[number] = tensor
 
-    def _draw(self, operator: Any, args: list[Any], kwargs: Any, draw: Any) -> Any:
+    def _draw(self, op: Op, args: list[Any], kwargs: Any) -> Any:
+        operator, draw = op.facts.operator, op.draw
         if draw is ANEW:
             return draw_anew(operator, args, kwargs, self._streams)
-        return draw_again(operator, args, kwargs, draw)
+        if type(draw) is not InSeries:
+            return draw_again(operator, args, kwargs, draw)
+        early = self.early.pop(op.number, None) if self.early else None
+        return draw_again(operator, args, kwargs, draw, self._keep_early) if early is None else early
+
+    def _keep_early(self, number: int, drawn: torch.Tensor) -> None:
+        """Takes what was drawn on the way to a later draw, where this replay will be asked for it."""
+        if self.readers.get(number) and number not in self._ran:
+            self.early[number] = drawn
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Copies wanted tensors which are about to be overwritten."""

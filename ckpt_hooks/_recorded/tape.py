@@ -373,7 +373,8 @@ def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     if tape.draws_anew:
         op.draw = ANEW
         return facts.call(*args, **kwargs)
-    out, op.draw = draw_noting(func, args, kwargs, tape.states)
+    states = None if op.facts.written else tape.states
+    out, op.draw = draw_noting(func, args, kwargs, states, tape.tables.number + 1, tape.start)
     return out
 
 
