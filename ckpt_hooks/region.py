@@ -205,8 +205,8 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
     - tensors from outside which an operator may read again: parameters and other leaves as they are, others by way of the
       saved-tensor hooks around the region;
     - the outputs a policy names, as long as a saved tensor depends on them;
-    - the state of a random generator for each operator which drew; dropouts and the like of at most 1,264 numbers on a CPU share
-      a state, up to 16 that follow each other;
+    - the state of a random generator for each operator which drew; up to 16 dropouts and the like that follow each other on a
+      CPU, of at most 1,264 numbers each, share a state;
     - memory written to by something else than operators (NumPy; ``torch.empty`` which operators have not filled as a whole);
     - results of operators of operators, of compiled code, of collectives, and of tensor subclasses (sparse, ``DTensor``);
     - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE;
