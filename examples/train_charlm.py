@@ -288,45 +288,70 @@ class Row:
     seconds_per_step: float
 
 
-def train(mode: str, text: Tensor, vocabulary: int, options: Options) -> Row:
-    """Trains a fresh model in one mode. Equal options give equal data, parameters and dropout, whatever the mode."""
-    torch.manual_seed(options.seed)
-    model = CharLM(vocabulary, options, way_to_run(mode, options.policy)).to(options.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    synchronize = torch.get_device_module(options.device).synchronize
+class Run:
+    """The training of a fresh model in one mode. Equal options give equal data, parameters and dropout, whatever the mode."""
 
-    def forward_backward(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    def __init__(self, mode: str, text: Tensor, vocabulary: int, options: Options) -> None:
+        """Makes the model, plans if the mode has a budget, and measures the peak of one forward and backward.
+
+        Args:
+            mode: A name of `MODES`, or `budget:SIZE`.
+            text: Numbers of characters.
+            vocabulary: How many numbers there are.
+            options: The sizes, and the seed.
+        """
+        self.mode, self.text, self.options = mode, text, options
+        torch.manual_seed(options.seed)
+        self.model = CharLM(vocabulary, options, way_to_run(mode, options.policy)).to(options.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        # Batches come from a generator of their own, so that what a mode draws besides never changes the data.
+        batch = draw_batch(text, options, torch.Generator().manual_seed(options.seed))
+        if mode.startswith(BUDGET):
+            budget = as_budget(mode.removeprefix(BUDGET))
+            ckpt_hooks.plan_memory(self.model, lambda _: self.forward_backward(*batch), budget, blocks=["blocks.*"]).apply()
+        self.peak = peak_bytes(lambda: self.forward_backward(*batch), options.device)
+        # From here on as if nothing had been measured.
+        self.optimizer.zero_grad()
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Returns the loss of a batch, both of whose parts are `[batch, context]`, and adds to the gradients."""
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    # Batches come from a generator of their own, so that what a mode draws besides never changes the data.
-    tokens, targets = draw_batch(text, options, torch.Generator().manual_seed(options.seed))
-    if mode.startswith(BUDGET):
-        budget = as_budget(mode.removeprefix(BUDGET))
-        ckpt_hooks.plan_memory(model, lambda _: forward_backward(tokens, targets), budget, blocks=["blocks.*"]).apply()
-    peak = peak_bytes(lambda: forward_backward(tokens, targets), options.device)
-
-    # From here on as if nothing had been measured: no gradients, and all random numbers still to be drawn.
-    optimizer.zero_grad()
-    torch.manual_seed(options.seed)
-    generator = torch.Generator().manual_seed(options.seed)
-    losses: list[float] = []
-    seconds: list[float] = []
-    for step in range(1, options.steps + 1):
-        tokens, targets = draw_batch(text, options, generator)
+    def step(self) -> None:
+        """Trains on the next batch."""
+        options, synchronize = self.options, torch.get_device_module(self.options.device).synchronize
+        tokens, targets = draw_batch(self.text, options, self.generator)
+        torch.manual_seed(options.seed + len(self.losses))
         synchronize(options.device)
         start = time.perf_counter()
-        loss = forward_backward(tokens, targets)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = self.forward_backward(tokens, targets)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         synchronize(options.device)
-        seconds.append(time.perf_counter() - start)
-        losses.append(loss.item())
-        rate = tokens.numel() / seconds[-1]
-        show_progress(f"{mode}: loss {losses[-1]:.4f}, {rate:,.0f} tokens/s", step, options.steps)
-    # The first step also sets up what lasts, such as the optimizer's state.
-    return Row(mode, losses, peak, statistics.median(seconds[1:] or seconds))
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+        rate = tokens.numel() / self.seconds[-1]
+        line = f"{self.mode}: loss {self.losses[-1]:.4f}, {rate:,.0f} tokens/s"
+        show_progress(line, len(self.losses), options.steps)
+
+    def row(self) -> Row:
+        """Returns what the steps so far gave."""
+        # The first step also sets up what lasts, such as the optimizer's state.
+        return Row(self.mode, self.losses, self.peak, statistics.median(self.seconds[1:] or self.seconds))
+
+
+def train(modes: Sequence[str], text: Tensor, vocabulary: int, options: Options) -> list[Row]:
+    """Trains in several modes, which take their steps in turn: a machine's slow minute is slow for all."""
+    runs = [Run(mode, text, vocabulary, options) for mode in modes]
+    for _ in range(options.steps):
+        for run in runs:
+            run.step()
+    return [run.row() for run in runs]
 
 
 # ---- what the user sees ----
@@ -421,7 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text, vocabulary = load_tokens()
     if options.context >= len(text):
         parser.error(f"argument --context: got {options.context}, expected less than the text's length, {len(text)}")
-    rows = [train(mode, text, vocabulary, options) for mode in modes]
+    rows = train(modes, text, vocabulary, options)
     print(json.dumps({"rows": [asdict(row) for row in rows]}) if as_json else format_table(rows))
 
 
