@@ -77,6 +77,7 @@ class Operator(NamedTuple):
     is_view: bool  # whether the result shares memory with an argument: a view, or the result of ``_unsafe_view``
     writes: tuple[int, ...]  # positions in ``inputs`` of what is written to; of an operator without a schema, all
     reads_shape_only: bool  # of its first argument, as ``empty_like`` does
+    draws_on_host: bool  # whether a host draws random numbers, for each element of the results
     seconds: float | None  # on the host; None where no observer wants durations
 
 

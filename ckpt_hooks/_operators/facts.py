@@ -161,6 +161,7 @@ class OpFacts:
     __slots__ = (
         "alone",
         "call",
+        "draws",
         "full_name",
         "has_buffered_masks",
         "has_effect",
@@ -251,7 +252,8 @@ class OpFacts:
         self.has_effect = kind is Kind.EFFECT
         # ``tensor.data`` runs ``detach`` too, and has a version of its own.
         self.is_detach = self.name == "detach" and self.is_view
-        self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
+        self.draws = torch.Tag.nondeterministic_seeded in tags
+        self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or self.draws
         self.is_uninitialized = aten and self.name in UNINITIALIZED
         # It reads only the shape of its first argument.
         self.is_like = aten and self.name in LIKE
@@ -274,7 +276,7 @@ class OpFacts:
             or kind is Kind.RANDOM
             or kind is Kind.EFFECT
             or (kind is Kind.WRITES and namespace not in TAGGED)
-            or torch.Tag.nondeterministic_seeded in tags
+            or self.draws
         )
         # A replay may call it with tensors by position alone, and takes its results as they come.
         self.is_plain = not (self.lists or self.written or self.is_inplace_view or self.has_shape_from_data)

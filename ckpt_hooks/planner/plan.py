@@ -494,9 +494,9 @@ def plan_memory(
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
         cost: What is to be the least: ``"seconds"`` as measured on the host, those of operators that run again and what regions
-            add, in 15 to 45 steps more; or ``"operations"``, the same in each run: those that run again, ten for each byte that
-            these move, and three million for each operator that a region records. None for seconds of a model on the host,
-            where the fastest of equal steps differ by at most 5% and no group of some ranks plans, else operations.
+            add, in 23 to 51 steps more; or ``"operations"``, the same in each run: those that run again, ten for each byte that
+            these move, a thousand for each number that a host draws, and three million for each operator that a region records.
+            None for seconds of a model on the host where no group of some ranks plans, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or

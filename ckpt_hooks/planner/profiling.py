@@ -176,8 +176,12 @@ class Profile:
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
 
-    def smooth(self) -> None:
-        """Makes the seconds of each operator the median of its runs on tensors of the same sizes."""
+    def smooth(self, others: Sequence[Profile] = ()) -> None:
+        """Makes the seconds of each operator the median of its runs on tensors of the same sizes, in other steps too."""
+        own = [op for entry in self.entries for op in entry.ops]
+        for runs in zip(own, *([op for entry in other.entries for op in entry.ops] for other in others), strict=False):
+            if len({op.name for op in runs}) == 1:
+                runs[0].seconds = statistics.median(op.seconds for op in runs)
         sizes = [one.nbytes for one in self.allocations]
         alike: dict[object, list[OpRun]] = {}
         for op in [op for entry in self.entries for op in entry.ops]:
@@ -194,6 +198,10 @@ class Profile:
 _BYTE = 10
 
 
+#: The operations in whose time one core of a host draws a number, about: 20 nanoseconds.
+_DRAW = 1000
+
+
 def cost_of(operator: Operator) -> float:
     """Returns the floating-point operations of a second run, and ten for each byte moved."""
     moved = sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
@@ -201,7 +209,7 @@ def cost_of(operator: Operator) -> float:
 
 
 def _count(operator: Operator) -> float:
-    """Returns the floating-point operations: those of products by shape, and one for each element of other results."""
+    """Returns the floating-point operations: those of products by shape, and of other results by element."""
     inputs = [tensor.shape for tensor in operator.inputs if tensor.shape is not None]
     outputs = [tensor.shape for tensor in operator.outputs if tensor.shape is not None]
     name = operator.name.removeprefix("aten.").partition(".")[0]
@@ -213,7 +221,7 @@ def _count(operator: Operator) -> float:
         return 2.0 * outputs[0].numel() * inputs[1][1:].numel()
     if "attention" in name and len(inputs) > 2:
         return 4.0 * inputs[0].numel() * inputs[1][-2]
-    return float(sum(shape.numel() for shape in outputs))
+    return float((_DRAW if operator.draws_on_host else 1) * sum(shape.numel() for shape in outputs))
 
 
 def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:

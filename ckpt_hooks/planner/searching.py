@@ -28,7 +28,7 @@ from ckpt_hooks.report.ledger.data import maker_in_words
 from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choices_of, choose, lasting_in
 from .planned import Chunking, KeptRun, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
-from .pricing import MOST_SPREAD, NUM_STEPS, Prices, cost_by_seconds, region_prices, seconds_of
+from .pricing import NUM_ROUNDS, Prices, cost_by_seconds, region_prices, seconds_added
 from .profiling import Profile, profile_step
 from .ranks import Ranks
 from .restoring import as_before, dry, dry_mode, optimizer_state
@@ -39,6 +39,8 @@ from .simulating import natural_ends, peak_of
 _CORRECTIONS = 3
 #: Steps that are run to measure a plan: with corrections, a check of blocks called again, and the least where none fits.
 MOST_MEASURED = _CORRECTIONS + 2
+#: Profiles besides the first, for the seconds of operators.
+MORE_PROFILES = 2
 
 
 def searched(
@@ -87,8 +89,9 @@ def searched(
     given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
-    timed = 0 if cost == "operations" else NUM_STEPS
-    most = 1 + 2 * len(chunkings) + 5 * timed + MOST_MEASURED
+    # Besides the steps without regions, of two ways that tell the prices, of calls of blocks, and of the plan.
+    timed = 0 if cost == "operations" else 7 * NUM_ROUNDS + MORE_PROFILES
+    most = 1 + 2 * len(chunkings) + timed + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         with as_before(model):
             before = optimizer_state(model)
@@ -110,8 +113,8 @@ def searched(
         for chunking in chunkings:
             parts = profiled(model, step, names, chunking, common)
             if cost != "operations" and not found:
+                parts[0].smooth([profiled(model, step, names, chunking, common)[0] for _ in range(MORE_PROFILES)])
                 prices = region_prices(model, step, parts[0], names, chunking, ranks)
-                prices = None if cost is None and prices.spread > MOST_SPREAD else prices
             found.append(Search(ranks, prices, *parts))
             # There are none around layers that are called in another order.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
@@ -311,7 +314,8 @@ class Search:
         else:
             found = one._corrected(model, step, target, tolerance, room)
             if one._prices is not None:
-                found["added_seconds"] = one._added(model, step, found, one._prices)
+                added = seconds_added(model, step, (_runners_in(found),), found["chunks"], self.ranks)
+                found["added_seconds"] = max(0.0, *itertools.chain(*self.ranks.all(added)))
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
@@ -374,14 +378,14 @@ class Search:
         if not self.ranks.attempt(check):
             self._call_none_again()
         elif self._prices is not None:
-            seconds, _ = seconds_of(model, step, runners(), self._common["chunks"], self.ranks)
-            self._price_calls(max(self.ranks.all(seconds)), self._prices)
+            added = seconds_added(model, step, (runners(),), self._common["chunks"], self.ranks)
+            self._price_calls(max(itertools.chain(*self.ranks.all(added))), self._prices)
 
-    def _price_calls(self, seconds: float, prices: Prices) -> None:
+    def _price_calls(self, added: float, prices: Prices) -> None:
         """Has blocks that are called again cost what this adds to a step, beside the seconds of their operators."""
         ways = [way for of in self._options.values() for way in of if way.choice.is_function]
         known = sum(way.cost for way in ways) / prices.per_second
-        of_call = (seconds - prices.plain - known) / sum(len(way.effects) for way in ways)
+        of_call = (added - known) / sum(len(way.effects) for way in ways)
         for one in (self, *self.others):
             for way in [way for of in one._options.values() for way in of if way.choice.is_function]:
                 way.replay_seconds = of_call * len(way.effects)
@@ -405,10 +409,6 @@ class Search:
         measured, outside = max(self.ranks.all((nbytes, outside_of(peak.holders, self._blocks.members))))
         plan["outside_module"], plan["outside_bytes"] = outside
         return {**plan, "measured_peak": measured, "_model": weakref.ref(model)}
-
-    def _added(self, model: Module, step: Callable[[Module], Any], plan: dict[str, Any], prices: Prices) -> float:
-        seconds, _ = seconds_of(model, step, _runners_in(plan), plan["chunks"], self.ranks)
-        return max(0.0, max(self.ranks.all(seconds)) - prices.plain)
 
     def attributes(self, chosen: Sequence[int]) -> dict[str, Any]:
         """Returns the attributes of a plan, as predicted."""

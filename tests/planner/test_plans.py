@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import math
 import warnings
 
@@ -13,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
-from ckpt_hooks.planner import Plan
+from ckpt_hooks.planner import Plan, pricing
 from ckpt_hooks.planner.choosing import Problem, block_options, choices_of, choose, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
+from ckpt_hooks.planner.ranks import Ranks
 from ckpt_hooks.planner.simulating import natural_ends
 from ckpt_hooks.report.entries import format_bytes
 from tests.measure import Watch
@@ -254,6 +256,36 @@ def test_costs_by_seconds():
     profile, _ = profiled(model, step, blocks)  # runs alike have the median of their times
     seconds = {tuple(op.seconds for op in entry.ops if op.name == "aten.gelu.default") for entry in profile.entries}
     assert len(seconds) == 1
+
+
+def test_a_busy_minute_makes_no_other_plan(monkeypatch):
+    """Times are of this thread, the ways to run a step take turns, and the median of what each adds in a round counts."""
+    model, step, _ = built("gpt")
+    # Of no regions, of recorded ones which keep all, and of those which keep nothing; three rounds of seven are slow.
+    seconds = [time * slow for slow in (3, 1, 1.5, 1, 1, 2, 1) for time in (1.0, 1.25, 2.0)]
+    clock = itertools.accumulate(itertools.chain.from_iterable((0.0, time) for time in seconds))
+    monkeypatch.setattr(pricing, "thread_seconds", lambda: next(clock))
+    monkeypatch.setattr(pricing, "_ENOUGH", math.inf)
+    ways = {}, {}
+    assert pricing.seconds_added(model, step, ways, (), Ranks()) == [0.25, 1.0]
+    assert next(clock, None) is None
+
+
+def test_numbers_that_a_host_draws_cost_what_they_take():
+    """A dropout takes longer than the product in front of it; without dropout nothing is drawn."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh()) for _ in range(2)))
+    x = torch.randn(8, 16)
+
+    def costs():
+        profile, _ = profiled(model, lambda model: model(x).sum().backward(), ["*"])
+        return {op.name: op.cost for op in profile.entries[1].ops}
+
+    cost = costs()
+    assert cost["aten.bernoulli_.float"] == 8 * 16 * (1000 + 10 * (4 + 4))
+    assert cost["aten.tanh.default"] == 8 * 16 * (1 + 10 * (4 + 4))
+    assert cost["aten.bernoulli_.float"] > 5 * cost["aten.tanh.default"] > cost["aten.addmm.default"]
+    model.eval()
+    assert "aten.bernoulli_.float" not in costs()
 
 
 def test_the_table():
