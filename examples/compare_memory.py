@@ -3,9 +3,9 @@
     python examples/compare_memory.py front.svg
     python examples/compare_memory.py front.png --budget 20MiB
 
-The model is that of `train_charlm.py`. One profiled step is enough for all budgets. The picture has a plan for each, the
-choices that `torch.utils.checkpoint` has (nothing kept, matrix products kept, every second of them; on all blocks, on the
-first, on every n-th), and the plan of the budget given, which was measured.
+The model and its sizes are those of `train_charlm.py`. One profiled step is enough for all budgets. The picture has a plan
+for each, the choices that `torch.utils.checkpoint` has (nothing kept, matrix products kept, every second of them; on all
+blocks, on the first, on every n-th), and the plan of the budget given, which was measured.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from train_charlm import CharLM, Options, as_budget, way_to_run
+from train_charlm import Options, Run, as_budget, draw_batch, load_tokens
 
 from ckpt_hooks import plan_memory
 from ckpt_hooks.planner import ParetoFront
 
 OPTIONS = Options(
-    steps=1, layers=6, width=128, heads=4, context=128, batch=8, dropout=0.1, seed=0, device="cpu", policy="dots_saveable"
+    steps=1, layers=8, width=128, heads=4, context=128, batch=8, dropout=0.1, seed=0, device="cpu", policy="dots_saveable"
 )
-VOCABULARY = 96
 
 
 def front_of(budget: str, options: Options = OPTIONS) -> ParetoFront:
@@ -35,21 +32,18 @@ def front_of(budget: str, options: Options = OPTIONS) -> ParetoFront:
         budget: Bytes in words, as in `20MiB`, or a part from 0 (the least peak of any plan) to 1 (no regions).
         options: The sizes of the model.
     """
-    torch.manual_seed(options.seed)
-    model = CharLM(VOCABULARY, options, way_to_run("none", options.policy))
-    tokens, targets = torch.randint(VOCABULARY, (2, options.batch, options.context))
-
-    def step(model: nn.Module) -> None:
-        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()  # type: ignore[no-untyped-call]
-
-    return plan_memory(model, step, as_budget(budget), blocks=["blocks.*"]).pareto()
+    text, vocabulary = load_tokens()
+    run = Run("none", text, vocabulary, options)
+    tokens, targets = draw_batch(text, options, torch.Generator().manual_seed(options.seed))
+    step = lambda _: run.forward_backward(tokens, targets)  # noqa: E731
+    return plan_memory(run.model, step, as_budget(budget), blocks=["blocks.*"]).pareto()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the front, and draws it."""
     parser = argparse.ArgumentParser(description="Draw what each byte budget costs a small GPT.")
     parser.add_argument("picture", type=Path, nargs="?", help="file to draw, as in front.svg; none to print alone")
-    parser.add_argument("--budget", default="0.4", help="bytes, as in 20MiB, or a part from 0 to 1")
+    parser.add_argument("--budget", default="40MiB", help="bytes, as in 20MiB, or a part from 0 to 1")
     values = parser.parse_args(arguments)
     front = front_of(values.budget)
     print(front)

@@ -77,7 +77,8 @@ class ParetoFront(Printed):
         def draw(points: Sequence[ParetoPoint], **look: Any) -> None:
             axes.plot([one.peak / size for one in points], [one.recomputed * 100 for one in points], **look)
 
-        draw(self.torch, linestyle="none", marker="x", color="#d1495b", label="torch.utils.checkpoint")
+        crosses = "torch.utils.checkpoint: nothing, products, or half of them kept;\non all blocks, every n-th, or the first n"
+        draw(self.torch, linestyle="none", marker="x", color="#d1495b", label=crosses)
         draw(self.plans, marker=".", color="#2a788e", drawstyle="steps-post", label="plans")
         draw([self.chosen], linestyle="none", marker="*", markersize=14, color="black", label="this plan")
         axes.axvline(self.budget / size, color="0.25", linewidth=0.9, linestyle=(0, (1, 2)), label="budget")
