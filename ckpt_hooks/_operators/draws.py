@@ -18,7 +18,7 @@ from typing_extensions import Self
 from ckpt_hooks._ambient.streams import CPU, Snapshot, default_generator, is_capturing, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
-from ckpt_hooks._torch.modes import address_of_generator
+from ckpt_hooks._torch.modes import FAKE, address_of_generator
 
 from .facts import facts_of
 
@@ -107,13 +107,22 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FAKE)
+
+
+def _is_for_subclass(args: Any) -> bool:
+    """Whether a call draws for a tensor of another class, whose handler may take any generator, and any count of numbers."""
+    # The part of a ``DTensor`` on this rank takes fewer, and on the CPU none from a given generator.
+    return bool(args) and type(args[0]) not in _PLAIN and isinstance(args[0], torch.Tensor)
+
+
 _one_draw = threading.Lock()
 
 
 def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator, *, is_draw: bool) -> Any:
     """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
     form, position = _form_of(operator)
-    if position >= 0:
+    if position >= 0 and (not _is_for_subclass(args) or _given_generator(operator, args, kwargs) is not None):
         return form(*args[:position], **{**kwargs, "generator": generator})
     default = default_generator(generator.device)
     # An operator that is not known to draw may wait for others, collectives among them: no lock.
@@ -194,6 +203,8 @@ def _is_short(operator: Any, args: Any) -> bool:
     first = args[0]
     if not isinstance(first, torch.Tensor):
         return bool(math.prod(first) <= _SHORT)
+    if _is_for_subclass(args):
+        return False
     return first.layout is torch.strided and not first.is_nested and first.numel() <= _SHORT
 
 
@@ -213,8 +224,8 @@ class NotedStates:
         if series is None or series.frame != frame or len(series.calls) == _LONGEST or CPU.look() != self._after:
             series = Series(torch.default_generator.get_state(), frame)
         result = operator(*args, **kwargs)
-        if type(result) is not torch.Tensor:  # of fake tensors, say
-            return result, series.state
+        if type(result) is not torch.Tensor:  # of a class which a mode has given it
+            number = -1
         if not isinstance(args[0], torch.Tensor):
             kwargs = {**kwargs, "dtype": result.dtype}  # the default dtype may be another one then
         series.calls.append((number, operator, [_kind_of(one) for one in args], kwargs))

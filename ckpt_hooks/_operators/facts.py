@@ -181,6 +181,7 @@ class OpFacts:
         "is_random",
         "is_repeatable",
         "is_routing",
+        "is_silent",
         "is_trusted",
         "is_uninitialized",
         "is_view",
@@ -225,6 +226,9 @@ class OpFacts:
         self.replaces_storage = self.name in REPLACES_STORAGE
         # It only tells the allocator of a stream which uses a tensor.
         self.is_mark = operator is RECORD_STREAM
+        returns = () if schema is None else schema.returns
+        # The same, or it tells a layout: there is nothing to bring back.
+        self.is_silent = kind is Kind.IGNORED and not any("Tensor" in str(returned.type) for returned in returns)
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         # A result is neither an argument nor a view of one.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
@@ -293,7 +297,7 @@ class OpFacts:
             or self.is_uninitialized
             or self.is_like
             or self.is_inplace_view
-            or self.is_mark
+            or self.is_silent
             or (self.looks_at_switches and not aten)
         )
 
