@@ -83,7 +83,7 @@ class Passing(weakref.ref[Any]):
 
 
 class Held:
-    """Notes a value by its identity; each journal holds the value, and tables of modules, which keep the note, do not."""
+    """Notes a value by its identity; tables of modules keep the note, journals hold what a module itself binds."""
 
     __slots__ = ("number",)
 
@@ -94,9 +94,9 @@ class Held:
         return id(value) == self.number
 
     def present(self, loan: Any) -> Any:
-        if self.number not in loan.held:
+        if (found := loan.held.get(self.number, loan.met.get(self.number))) is None:
             raise GoneError
-        return loan.held[self.number]
+        return found
 
 
 class Use(Enum):
