@@ -326,7 +326,10 @@ class Loan:
         if is_of_framework(tensor) or is_theirs(tensor, noted.layout):
             return
         if (memory := noted.tensor()) is None:
-            self.lost += [] if id(tensor) in self.journal.emptied else [(tensor, GONE)]
+            if noted.has_same_content(tensor):
+                self.note_memory(tensor)
+            elif id(tensor) not in self.journal.emptied:
+                self.lost.append((tensor, GONE))
             return
         self.note_memory(tensor)
         self.lent.add(id(tensor))
