@@ -58,12 +58,13 @@ def _frozen() -> None:
 def _seeded() -> Iterator[None]:
     """Each test draws the same numbers whatever ran before it, and leaves no hooks, modes or settings behind.
 
-    A list of operators, and a transform, have warned in no earlier test. A policy inside of a plain region has: many tests nest
-    the two, and one is about the warning.
+    A list of operators, a transform and a keyword have warned in no earlier test. A policy inside of a plain region has: many
+    tests nest the two, and one is about the warning.
     """
     torch.manual_seed(0)
     base._lists.clear()
     options.warn_of_transform.cache_clear()
+    options._warned.clear()
     words._has_warned = False
     recorded._has_warned = True
     yield

@@ -287,7 +287,7 @@ def test_as_options_of_modules(options, by_name):
     for one in (model, pickle.loads(pickle.dumps(model))):
         assert all(map(same_bits, sums(one, x), expected))
     applied.undo()
-    assert not all(map(same_bits, sums(model, x), expected)) or torch.equal(model(x), expected[0])
+    assert ["forward" in vars(layer.mlp) for layer in model] == [False] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- rows looked at

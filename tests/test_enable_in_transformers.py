@@ -86,7 +86,9 @@ def test_only_in_training_and_only_with_gradients():
         model.train()
         with torch.no_grad():
             model(IDS)
-    assert frames.frames == []
+        assert frames.frames == []
+        model(IDS)
+    assert len(frames.frames) == len(model.layers)
 
 
 def test_a_switch_that_counts_layers_is_asked_to():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import json
 import pathlib
 import pkgutil
@@ -135,7 +136,9 @@ def test_examples_of_docstrings_run(module):
     torch.manual_seed(0)
     default = ckpt_hooks.DefaultDeviceType._default_device_type
     try:
-        failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+        found = importlib.import_module(module)
+        failed, attempted = doctest.testmod(found, optionflags=doctest.ELLIPSIS)
     finally:
         ckpt_hooks.DefaultDeviceType._default_device_type = default
     assert failed == 0
+    assert (attempted > 0) is (" >>> " in inspect.getsource(found))

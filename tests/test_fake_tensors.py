@@ -187,3 +187,4 @@ def test_options(options):
                 y.backward()
         if leave_first:
             y.backward()
+        assert [(type(p.grad), p.grad.shape) for p in model.parameters()] == [(FakeTensor, p.shape) for p in model.parameters()]

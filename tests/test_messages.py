@@ -974,6 +974,7 @@ CALLS = {
         "Write the policy into select": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
         "early_stop. With recorded=True": lambda: checkpoint_module(nn.Tanh(), recorded=True, early_stop=True),
         "is a TorchScript module": lambda: checkpoint_module(scripted()),
+        "whose forward is a property": lambda: checkpoint_module(type("Made", (nn.Tanh,), {"forward": property(repr)})()),
         "is checkpointed already": lambda: checkpoint_module(checkpoint_module(nn.Tanh())),
         "which has no forward": lambda: checkpoint_module(nn.ModuleList()),
         "n should be a positive integer, but got 0 of type int. Pass 2 to select": lambda: every(0),

@@ -157,6 +157,8 @@ def test_what_stays(transfers):
         loss = region(x * 1)
     loss.backward()
     assert transfers.moved() == []
+    region(x * 1).backward()
+    assert transfers.moved() == [("send", 300), ("fetch", 300)]
 
 
 def test_with_split_backward(form, transfers):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import math
 import pickle
+import random
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ckpt_hooks import (
     apply_checkpointing,
     checkpoint,
     checkpoint_module,
+    checkpoint_name,
     checkpoint_region,
     create_selective_checkpoint_contexts,
     every,
@@ -27,7 +29,11 @@ from ckpt_hooks import (
 )
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.planner import Plan
+from tests.measure import CountOps, Log
 
+in_both_ways = pytest.mark.parametrize(
+    "carried", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy], ids=["pickle", "deepcopy"]
+)
 mm = torch.ops.aten.mm.default
 
 
@@ -51,38 +57,110 @@ def step(found):
 
 
 def square(x):
-    return x * x
+    return (x @ x.mT).sin().exp()
 
 
 def keeps_mm(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if op is mm else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def run_again(function, shape=(2, 4, 8)):
+    """Returns how often backward runs each operator of a region again."""
+    y = function(torch.linspace(-1, 1, math.prod(shape)).view(shape).requires_grad_())
+    gradient = torch.ones_like(y)
+    with CountOps() as ops:
+        y.backward(gradient)
+    return ops.counts
+
+
+def in_block(region):
+    def call(x):
+        with region:
+            return Block()(x)
+
+    return call
+
+
+def draws_again(source):
+    """Returns what a rerun draws, and forward has drawn."""
+    drawn = Log()
+
+    def scaled(x):
+        drawn.append(random.random())
+        return (x * drawn[-1]).sin()
+
+    with source:
+        checkpoint(scaled, torch.ones(3, requires_grad=True)).sum().backward()
+    first, again = drawn
+    return again == first
+
+
+#: What is carried, and what is to be the same of it.
 MADE = {
-    "region": lambda: checkpoint_region(policy=policies.dots_saveable),
-    "function": lambda: checkpoint(policy=keeps_mm)(square),
-    "module": lambda: checkpoint_module(Block(), policy=policies.dots_saveable),
-    "contexts": lambda: create_selective_checkpoint_contexts(keeps_mm),
-    "every": lambda: every(2),
-    "random source": lambda: track_rng("python"),
-    "function as policy": lambda: keeps_mm,
-    "save_ops": lambda: policies.save_ops(mm),
-    "save_every": lambda: policies.save_every(mm, 2),
-    "offload_ops": lambda: policies.offload_ops(mm),
-    "save_modules": lambda: policies.save_modules("linear"),
-    "names": lambda: policies.save_only_these_names("hidden"),
-    "both": lambda: policies.save_from_both_policies(policies.dots_saveable, policies.routing_saveable),
-    "residuals": lambda: saved_residuals(square, torch.ones(3, requires_grad=True)),
-    "ledger": lambda: memory_ledger(lambda: step(model())),
+    "region": (lambda: checkpoint_region(policy=policies.dots_saveable), lambda one: run_again(in_block(one))),
+    "function": (lambda: checkpoint(policy=keeps_mm)(square), run_again),
+    "module": (lambda: checkpoint_module(Block(), policy=policies.dots_saveable), run_again),
+    "contexts": (
+        lambda: create_selective_checkpoint_contexts(keeps_mm),
+        lambda one: run_again(checkpoint(context_fn=lambda: one)(square)),
+    ),
+    "every": (lambda: every(2, Block), lambda one: list(apply_checkpointing(model(), one))),
+    "random source": (lambda: track_rng("python"), draws_again),
+    "residuals": (lambda: saved_residuals(square, torch.ones(3, 3, requires_grad=True)), lambda one: one.to_json()),
+    "ledger": (lambda: memory_ledger(lambda: step(model())), lambda one: one.to_json()),
 }
 
 
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
-@pytest.mark.parametrize("carried", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy], ids=["pickle", "deepcopy"])
-def test_carried(made, carried):
-    before = made()
-    with before if made is MADE["random source"] else contextlib.nullcontext():  # which is tracked until its block ends
-        assert type(carried(before)) is type(before)
+@in_both_ways
+@pytest.mark.parametrize(("make", "use"), MADE.values(), ids=MADE)
+def test_carried(make, use, carried):
+    before = make()
+    copied = carried(before)
+    assert type(copied) is type(before)
+    assert use(copied) == use(before)
+
+
+class Several(torch.nn.Module):
+    """Has for each policy something to keep, and something to run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = self.norm(checkpoint_name(self.linear(x).tanh(), "hidden"))
+        x = checkpoint_name(self.linear(x).sigmoid(), "last")
+        x = torch.softmax(x @ x.mT, -1) @ x
+        return (x.topk(3)[0].sin() * (x > 0).sum()).exp()
+
+
+addmm = torch.ops.aten.addmm.default
+FACTORIES = {
+    "offload_ops": lambda: policies.offload_ops(addmm),
+    "save_and_offload_only_these_names": lambda: policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["hidden"], names_which_can_be_offloaded=["last"]
+    ),
+    "save_any_names_but_these": lambda: policies.save_any_names_but_these("last"),
+    "save_every": lambda: policies.save_every(addmm, 2),
+    "save_from_both_policies": lambda: policies.save_from_both_policies([addmm], policies.routing_saveable),
+    "save_indices": lambda: policies.save_indices([("linear", addmm, 1)]),
+    "save_modules": lambda: policies.save_modules("norm"),
+    "save_only_these_names": lambda: policies.save_only_these_names("hidden"),
+    "save_ops": lambda: policies.save_ops(addmm),
+}
+
+
+@in_both_ways
+@pytest.mark.parametrize("name", [name for name in policies.__all__ if name.islower()])
+def test_a_policy_keeps_what_it_kept(name, carried):
+    policy = FACTORIES[name]() if name in FACTORIES else getattr(policies, name)
+    copied = carried(policy)
+    nothing, expected, found = (
+        run_again(checkpoint(policy=one)(Several())) for one in (policies.nothing_saveable, policy, copied)
+    )
+    assert found == expected
+    assert (found == nothing) is (policy is policies.nothing_saveable)
+    assert repr(copied) == repr(policy)
 
 
 def test_plans():

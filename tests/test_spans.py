@@ -179,21 +179,25 @@ def test_calls_by_others_are_plain():
         model[3](model[2](model[1](model[0](X))))
         with torch.no_grad():
             model(X)
-    assert not entered.paths
+        assert entered.paths == []
+        model(X)
+    assert [*map(len, entered.paths)] == [1]
 
 
 def test_threads_have_calls_of_their_own():
-    model, found = chain(), []
+    model, found, paths = chain(), [], []
     plain = results(model, X)
     inside = threading.Barrier(2)
     model[1].register_forward_pre_hook(lambda module, args: (inside.wait(10), args)[1])
 
     def run():
         x = X.clone().requires_grad_()
-        y = model(x)
-        found.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
+        with Entered() as entered:  # which hears of this thread alone
+            y = model(x)
+            found.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
+        paths.append([*map(len, entered.paths)])
 
-    with apply_checkpointing(model, span("0", "3")), Entered() as entered:
+    with apply_checkpointing(model, span("0", "3")):
         threads = [threading.Thread(target=run) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -201,7 +205,7 @@ def test_threads_have_calls_of_their_own():
             thread.join()
     assert len(found) == 2
     assert all(torch.equal(one, other) for result in found for one, other in zip(result, plain, strict=False))
-    assert all(len(path) == 1 for path in entered.paths)
+    assert paths == [[1], [1]]
 
 
 def test_hooks_of_the_ends_run_outside_and_once():

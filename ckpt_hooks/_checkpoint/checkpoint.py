@@ -142,8 +142,8 @@ def checkpoint(
         @checkpoint(early_stop=False)           # the same as a decorator, on functions and methods
         def forward(self, x): ...
 
-    In the first form every keyword not listed here reaches ``function``. Without gradients (``torch.no_grad``) the function is
-    called plainly.
+    In the first form every keyword not listed here reaches ``function``, with a warning, once, if it has the name of an option
+    and is one of the function's ``**kwargs``. Without gradients (``torch.no_grad``) the function is called plainly.
 
     Kept from forward until the graph lets go: the tensors among the arguments, at any depth of lists, tuples, dicts and
     dataclasses; the contents of closed-over variables, and of globals named by the function; and the state of the random
@@ -210,8 +210,8 @@ def checkpoint(
     Raises:
         ValueError: If an option is unknown or has a wrong value.
         TypeError: If an argument is an iterator, which cannot be read twice; if ``function`` is a generator function or a
-            coroutine function, which a call does not run; or if a direct call has an option of the curried form, and the
-            function does not take it, or it is a policy of this package or a list of operators.
+            coroutine function, which a call does not run; or if a direct call has an option of the curried form which the
+            function does not take, or a policy of this package or a list of operators among its ``**kwargs``.
         RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
         CheckpointError: In backward, where a tensor cannot be brought back as it was. At the end of a forward which writes to
             a buffer of more than 16 KiB that earlier forwards only read, if no flag, hook or submodule changed before.
@@ -273,7 +273,7 @@ def checkpoint(
 
         return curried(options, context_fn, kwargs)
     if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):
-        check_swallowed(kwargs, _CURRIED)
+        check_swallowed(function, kwargs, _CURRIED)
     try:
         return run(function, args, kwargs, options, context_fn)
     except (TypeError, AttributeError):

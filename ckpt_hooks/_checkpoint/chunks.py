@@ -25,7 +25,15 @@ from ckpt_hooks._core.misuse import (
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._function.journal import Loan, journal_of
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, name_of_function, noop_context_fn
+from ckpt_hooks._function.options import (
+    DEFAULT_OPTIONS,
+    Form,
+    check_runs,
+    check_swallowed,
+    name_of_function,
+    noop_context_fn,
+    options_of,
+)
 from ckpt_hooks._operators.draws import DrawWatch
 from ckpt_hooks._torch.compiling import skipped
 
@@ -158,6 +166,9 @@ def checkpoint_chunks(
     if unknown := [name for name in kwargs if name not in how.chunked and not accepts(function, (), {name: None}, partly=True)]:
         advice = f"For an option of regions, write `checkpoint_chunks(checkpoint({unknown[0]}=...)(function), x)`."
         raise unknown_error(unknown, Chunks._fields, "checkpoint_chunks", advice)
+    if kwargs:
+        others = {name: value for name, value in kwargs.items() if name not in how.chunked}
+        check_swallowed(function, others, options_of(Form.CURRIED), "checkpoint_chunks")
     return run_in_chunks(region.run, function, (x, *args), kwargs, how)
 
 

@@ -31,8 +31,8 @@ class Misuse(enum.Enum):
     MORE_ARGUMENTS = "{form} takes the function alone, but got {count} more, the first {given}. Write `{form}({name})(*args)`."
     UNKNOWN = "Unexpected keyword arguments: {names}. {form} takes {known}. {advice}"
     SLIP = (
-        "checkpoint got {name}={given}, {found}. Is the option {near} meant? Write `checkpoint({near}=...)(function)(*args)`, "
-        "which takes {known}. To hand {name} to the function all the same, bind it before, by functools.partial."
+        "{form} got {name}={given}, {found}. Is the option {near} meant? Write `{right}`, which takes {known}. To hand {name} "
+        "to the function all the same, bind it before, by functools.partial."
     )
     SIGNATURE = "{name} is called with ({parameters}), but {given} takes {own}. Write `def {name}({parameters}):`."
     PARENTHESES = "{name} is a class: write `with {name}():`, with parentheses."
@@ -128,9 +128,27 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return Misuse.NO_ARGUMENTS.error(name=name_of_callable(function), parameters=signature_of(function))
     for name, value in kwargs.items():
         if not accepts(function, (), {name: value}, partly=True) and (near := _nearest(name, options)):
-            found = "which its function does not take"
-            return Misuse.SLIP.error(value, name=name, found=found, near=near, known=", ".join(options))
+            return slip(value, name, "which its function does not take", near, options)
     return None
+
+
+def slip(value: Any, name: str, found: str, near: str, options: Sequence[str], form: str = "checkpoint") -> Exception:
+    """Returns the error for a keyword argument in the place of an option, which comes before the function."""
+    first = f"checkpoint({near}=...)(function)"
+    right = f"{first}(*args)" if form == "checkpoint" else f"{form}({first}, x)"
+    return Misuse.SLIP.error(value, form=form, name=name, found=found, near=near, right=right, known=", ".join(options))
+
+
+def is_swallowed(function: Any, name: str) -> bool:
+    """Whether a keyword argument would be one of a function's, or a forward's, ``**kwargs``."""
+    code = getattr(function.forward if isinstance(function, Module) else function, "__code__", None)
+    if code is not None and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return False  # as the signature says, too, in a thirtieth of the time
+    try:
+        parameters = signature_of(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name not in parameters and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def signature_of(function: Any) -> inspect.Signature:

@@ -74,7 +74,8 @@ class _Change(enum.Enum):
         "Modify it after backward, or use a clone of it in {start}.",
     )
     REPLACED = (
-        "is another tensor than forward saw: {versions}. It was bound anew, or exchanged by torch.utils.swap_tensors.",
+        "is another tensor than forward saw: {versions}. It was bound anew, given other memory (`tensor.data = ...`, "
+        "`module.half()`), or exchanged by torch.utils.swap_tensors.",
         "Bind or exchange it after backward, or hand the one of forward to the function as an argument.",
     )
     FREED = (

@@ -256,9 +256,9 @@ class Arguments:
                     self._raise_modified(position, one, format_path(frame.path))
         kept, stand_ins = self._stand_in() if self._flags or self._origins else (self._tensors, _NONE)
         for position, (noted, one) in enumerate(zip(self._memory, kept, strict=True)):
-            if noted is not None and one is not None and not (noted.holds(one) or is_theirs(one, noted.layout)):
-                name = self._path_at(position)
-                raise mutated(Why.MOVED, format_path(frame.path), one, GONE, name=name)
+            if noted is None or one is None or noted.holds(one) or is_theirs(one, noted.layout) or noted.has_same_content(one):
+                continue
+            raise mutated(Why.MOVED, format_path(frame.path), one, GONE, name=self._path_at(position))
         if self._saved is None:
             return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]

@@ -178,7 +178,7 @@ def journal_of(
         found = tree_of(function)
         if found[0].is_lazy:
             return False
-        if not found[0].functions:
+        if not found[0].has_functions:
             return Journal(None, (found,), preserve_buffers=preserve_buffers)
     elif not is_needed and _is_dull(function):
         return None
@@ -187,10 +187,10 @@ def journal_of(
     if any(tree.is_lazy for tree, _ in trees):
         return False
     # Modules to which these functions lead are left out: a hook may be a method of the whole model.
-    functions = [one for tree, _ in trees for refer in tree.functions if (one := refer()) is not None]
+    functions = [one for tree, flat in trees for one in tree.functions(flat)]
     for one in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
         if one is not True:
-            walk.look(one)
+            walk.look_into(one)
     if not (trees or walk.roots or walk.generators or walk.tensors or is_needed):
         return None
     return Journal(walk, trees, preserve_buffers=preserve_buffers)
@@ -326,7 +326,10 @@ class Loan:
         if is_of_framework(tensor) or is_theirs(tensor, noted.layout):
             return
         if (memory := noted.tensor()) is None:
-            self.lost += [] if id(tensor) in self.journal.emptied else [(tensor, GONE)]
+            if noted.has_same_content(tensor):
+                self.note_memory(tensor)
+            elif id(tensor) not in self.journal.emptied:
+                self.lost.append((tensor, GONE))
             return
         self.note_memory(tensor)
         self.lent.add(id(tensor))

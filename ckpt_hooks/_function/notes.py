@@ -6,6 +6,7 @@ object by a weak reference, and a container by its identity and content, for its
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,20 +18,24 @@ import torch
 from ckpt_hooks._tensors.containers import new_frozen
 from ckpt_hooks._tensors.copies import (
     PLAIN,
+    Layout,
     alias_with_history,
     as_kind,
     copy_of,
     copy_with_history,
+    has_storage,
     is_dense,
     is_plain,
     layout_of,
     tensor_in,
 )
+from ckpt_hooks._torch.functions import divert_conversions
 from ckpt_hooks._torch.modes import PastFunctionModes
 from ckpt_hooks._torch.tensors import (
     counted_detach,
     is_freed,
     is_kept_anyway,
+    past_all_modes,
     set_versions,
     storage_address,
     storage_of,
@@ -83,7 +88,7 @@ class Passing(weakref.ref[Any]):
 
 
 class Held:
-    """Notes a value by its identity; each journal holds the value, and tables of modules, which keep the note, do not."""
+    """Notes a value by its identity; tables of modules keep the note, journals hold what a module itself binds."""
 
     __slots__ = ("number",)
 
@@ -94,9 +99,9 @@ class Held:
         return id(value) == self.number
 
     def present(self, loan: Any) -> Any:
-        if self.number not in loan.held:
+        if (found := loan.held.get(self.number, loan.met.get(self.number))) is None:
             raise GoneError
-        return loan.held[self.number]
+        return found
 
 
 class Use(Enum):
@@ -105,18 +110,70 @@ class Use(Enum):
     UNKNOWN, READ, WRITTEN, UNSEEN = range(4)
 
 
+class _WeakStorage:
+    """Refers weakly to the storage of parameters, with hashes of what was there when modules gave these other memory."""
+
+    __slots__ = ("hashes", "reference")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.reference, self.hashes = weak_storage(tensor), dict[Layout, tuple[torch.device, int]]()
+
+
+#: By the addresses of the storages, which no other storage takes before these are gone. Some are dead.
+_weak_storages: dict[int, _WeakStorage] = {}
+
+
+def _weakly(tensor: torch.Tensor, address: int) -> _WeakStorage:
+    if (found := _weak_storages.get(address)) is None:
+        _watch_conversions()
+        if not len(_weak_storages) & 1023:
+            dead = [key for key, one in list(_weak_storages.items()) if one.reference.expired()]  # type: ignore[no-untyped-call]
+            for key in dead:
+                _weak_storages.pop(key, None)
+        found = _weak_storages[address] = _WeakStorage(tensor)
+    return found
+
+
+@functools.cache
+def _watch_conversions() -> None:
+    divert_conversions(_note_contents)
+
+
+def _note_contents(module: torch.nn.Module) -> None:
+    # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory. What forward saw is to be known
+    # by then, and neither a copy nor a hash of each parameter is to be had in each forward.
+    for one in module._parameters.values():
+        if one is None or not is_plain(one) or one.is_meta or not has_storage(one):
+            continue
+        if (found := _weak_storages.get(storage_address(one))) is not None:
+            found.hashes[layout_of(one)] = _hash_of(one)
+
+
+def _hash_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    from ckpt_hooks._tensors.determinism import hash_in_order
+
+    with PastFunctionModes():
+        return tensor.device, past_all_modes(tensor, hash_in_order, tensor)
+
+
 class Memory:
     """Where the content of a dense tensor is: the storage, referred to weakly or held, and the layout in it."""
 
-    __slots__ = ("_is_inference", "_storage", "address", "layout")
+    __slots__ = ("_is_inference", "_storage", "_weak", "address", "layout")
 
     def __init__(self, tensor: torch.Tensor, *, is_weak: bool) -> None:
         self.address, self.layout = storage_address(tensor), layout_of(tensor)
         self._is_inference = tensor.is_inference()
-        self._storage = weak_storage(tensor) if is_weak else tensor.untyped_storage()
+        self._weak = _weakly(tensor, self.address) if is_weak else None
+        self._storage = tensor.untyped_storage() if self._weak is None else self._weak.reference
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) == self.address and layout_of(tensor) == self.layout
+
+    def has_same_content(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor in other memory holds what was here when a conversion of a module took it away."""
+        noted = None if self._weak is None else self._weak.hashes.get(self.layout)
+        return noted is not None and layout_of(tensor)[1:] == self.layout[1:] and _hash_of(tensor) == noted
 
     def tensor(self) -> torch.Tensor | None:
         """Returns a tensor there, without history; None if the memory is gone."""

@@ -21,10 +21,20 @@ import torch
 import torch.utils.checkpoint
 from torch.nn import Module
 
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.misuse import Misuse, check_callable, check_is, check_signature, checked_flag, flag_or_none, wrong
+from ckpt_hooks._core.misuse import (
+    check_callable,
+    check_is,
+    check_signature,
+    checked_flag,
+    flag_or_none,
+    is_swallowed,
+    slip,
+    wrong,
+)
 from ckpt_hooks._core.modes import QuietDispatchMode, reusable
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
@@ -339,12 +349,20 @@ def _unrun_error(function: Any) -> TypeError:
     )
 
 
-def check_swallowed(kwargs: dict[str, Any], options: Sequence[str]) -> None:
-    """Refuses a policy in a direct call: one that the function does not take is an error of the function."""
-    for name in options:
-        if name in kwargs and is_policy(kwargs[name]):
-            known = ", ".join(options)
-            raise Misuse.SLIP.error(kwargs[name], name=name, found="which is a policy", near=name, known=known)
+_warned: set[tuple[str, str]] = set()
+
+
+def check_swallowed(function: Any, kwargs: dict[str, Any], options: Sequence[str], form: str = "checkpoint") -> None:
+    """Looks for options among the ``**kwargs`` of a function: refuses policies, and warns of others, once each."""
+    for name in [name for name in options if name in kwargs]:
+        is_refused = is_policy(kwargs[name])
+        if (is_refused or (form, name) not in _warned) and is_swallowed(function, name):
+            found = "which is a policy" if is_refused else "which reaches the function by its **kwargs"
+            error = slip(kwargs[name], name, found, name, options, form)
+            if is_refused:
+                raise error
+            _warned.add((form, name))
+            warn_user(str(error))
 
 
 def is_policy(value: Any) -> bool:

@@ -57,6 +57,11 @@ def has_plain_defaults(function: types.FunctionType) -> bool:
     return not function.__dict__ and all(map(is_atom, defaults))
 
 
+def class_attribute(kind: type, name: str) -> Any:
+    """Returns what a class has under a name, which for an access makes another object maybe, such as a ``partialmethod``."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+
+
 class Part(NamedTuple):
     read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
     put: Callable[[Any, int, Content, Content], object]  # replaces one such content by another

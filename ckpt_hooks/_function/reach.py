@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._torch.checkpoint import COMPOSABLE
 
-from .notes import Again, Note, Passing, TensorNote, Use, Weak, notes_in
+from .notes import Again, Held, Note, Passing, TensorNote, Use, Weak, notes_in
 from .places import (
     ABSENT,
     ATOMS,
@@ -32,6 +32,7 @@ from .places import (
     VARIABLES,
     Part,
     attributes_of,
+    class_attribute,
     globals_part,
     has_plain_defaults,
     is_atom,
@@ -80,6 +81,12 @@ class Walk:
             levels = LEVELS - 1  # out of the library, that is
         self.note_root(value, levels)
 
+    def look_into(self, function: Any) -> None:
+        """Looks at a value that is called."""
+        self.look(function)
+        if type(function) not in _INTO and not isinstance(function, Module):
+            self.look(class_attribute(type(function), "__call__"))
+
     def note_root(self, value: Any, levels: int = LEVELS) -> Any:
         """Returns a note of a value; a container or object is put back though nothing leads to it by then."""
         self._limit = len(self._seen) + _MOST_LOOKS
@@ -115,7 +122,7 @@ class Walk:
             noted = seen[id(value)] = Note(value)
             self._add_parts(noted, parts, value, levels - 1)
             return noted
-        noted = seen[id(value)] = value if is_atom(value) else _weak(value)
+        noted = seen[id(value)] = value if is_atom(value) else self._refer(value)
         if isinstance(value, Module):
             self.modules.append(value)
         elif kind is torch.Generator:
@@ -125,6 +132,15 @@ class Walk:
             _INTO.get(kind, Walk._into_object)(self, value, levels - 1)
             self._in_library = was
         return noted
+
+    def _refer(self, value: Any) -> Any:
+        """Returns a weak reference to an object. Where there are none, as to an iterator, tables note the identity alone."""
+        if isinstance(value, (*VALUES, RemovableHandle)):  # which hold nothing
+            return value
+        try:
+            return Weak(value)
+        except TypeError:
+            return value if self.owner < 0 else Held(value)
 
     def _note_tensor(self, tensor: torch.Tensor) -> Any:
         if self._passes:
@@ -176,6 +192,12 @@ class Walk:
         self.look(method.__self__, levels + 1)
         self.look(method.__func__, levels + 1)
 
+    def _into_property(self, one: property, levels: int) -> None:
+        self.look(one.fget, levels + 1)
+
+    def _into_wrapper(self, one: staticmethod[..., Any] | classmethod[Any, ..., Any], levels: int) -> None:
+        self.look(one.__func__, levels + 1)
+
     def _into_partial(self, one: functools.partial[Any], levels: int) -> None:
         self.look(one.func, levels + 1)
         if one.__dict__:
@@ -217,23 +239,16 @@ _INTO: dict[type, Any] = {
     types.FunctionType: Walk._into_function,
     types.MethodType: Walk._into_method,
     functools.partial: Walk._into_partial,
+    property: Walk._into_property,
+    staticmethod: Walk._into_wrapper,
+    classmethod: Walk._into_wrapper,
 }
-
-
-def _weak(value: Any) -> Any:
-    """Returns a weak reference to an object; the object where there are none, as to an iterator, or that holds nothing."""
-    try:
-        return value if isinstance(value, (*VALUES, RemovableHandle)) else Weak(value)
-    except TypeError:
-        return value
 
 
 def walk_from(function: Any, objects: Sequence[Any] = ()) -> Walk:
     """Walks from a function, module, method or other callable, and from other arguments than tensors and containers."""
     walk = Walk()
-    walk.look(function)
-    if type(call := getattr(type(function), "__call__", None)) is types.FunctionType and not isinstance(function, Module):  # noqa: B004
-        walk.look(call)
+    walk.look_into(function)
     for value in objects:
         walk.look(value)
     return walk

@@ -24,7 +24,19 @@ from ckpt_hooks._torch.tensors import storage_address
 
 from .contents import WRITES, Group, is_small_on_host
 from .notes import Held, Note, TensorNote, Use, filled, notes_in
-from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, Content, Part, pointers, put_nothing
+from .places import (
+    ATOMS,
+    ATTRIBUTES,
+    CLASS,
+    DICTS,
+    MODULE_DICTS,
+    VARIABLES,
+    Content,
+    Part,
+    class_attribute,
+    pointers,
+    put_nothing,
+)
 from .reach import LEVELS, Walk, has_state, is_own, modules_of, named_functions
 
 #: Without those in which a hook of another one is listed again.
@@ -73,7 +85,7 @@ class ModuleNote(Note):
         self.rows.append((CLASS, 0, CLASS.read(module, 0), ()))
         for part in (_LEFT_ALONE if _is_left_alone(module) else ATTRIBUTES, *MODULE_DICTS.values()):
             self._add(part, part.read(module, 0), walk)
-        self.functions, self.generators = walk.functions, walk.generators
+        self.functions, self.generators = list(map(weakref.ref, walk.functions)), walk.generators
         self.modules = list(map(id, walk.modules))
         self.tensors = list(walk.tensors.values())
 
@@ -147,23 +159,25 @@ class Tree:
         self.scripted = scripted
         modules = [note.reference() for note in notes]
         hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
-        found = [
-            *hooks,
-            *dict.fromkeys(type(module).forward for module in modules),
-            *(f for note in notes for f in note.functions),
-        ]
-        code = dict.fromkeys(one for one in found if type(one) is types.FunctionType)
+        forwards = {kind: class_attribute(kind, "forward") for kind in map(type, modules)}
+        inside = [one for note in notes for refer in note.functions if (one := refer()) is not None]
+        code = dict.fromkeys(one for one in (*hooks, *forwards.values(), *inside) if type(one) is types.FunctionType)
         walk, functions = Walk(owner=len(notes)), []
         named = dict.fromkeys(one for outer in code if not is_own(outer) for one in (outer, *named_functions(outer)))
         for function in named:
             functions.append(Note(function))
             walk.add(functions[-1], VARIABLES, 0, VARIABLES.read(function, 0), LEVELS - 1)
         self.modules, self.notes = notes, (*notes, *functions)
-        self.functions = [weakref.ref(one) for one in found if has_state(one)]
+        # Hooks are found by their places, and forwards by their classes: some have no weak references, a class may make a
+        # forward anew at each look, and a table that holds a hook may hold the root.
+        self._kinds = [weakref.ref(kind) for kind, one in forwards.items() if has_state(one)]
+        self._inside = [weakref.ref(one) for one in inside if has_state(one)]
+        hooks = [one for one in hooks if has_state(one)]
+        self.has_functions = bool(self._kinds or self._inside or hooks)
         self.generators = [one for note in notes for one in note.generators]
         self.recurrent = [weakref.ref(module) for module in modules if isinstance(module, RNNBase)]
         self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
-        self._take_pointers()
+        self._take_pointers(set(map(id, hooks)))
         self._take_tensors(None if before is None else before.group)
         self._flags = [note.flags() for note in notes]
         if before is not None and self._flags == before._flags:
@@ -173,7 +187,7 @@ class Tree:
             for note in self.tensor_notes():
                 note.use = Use.UNKNOWN
 
-    def _take_pointers(self) -> None:
+    def _take_pointers(self, hooks: set[int]) -> None:
         self._references = [note.reference for note in self.notes]
         owns = [vars(refer()) for refer in self._references]
         modules = owns[: len(self.modules)]
@@ -189,11 +203,13 @@ class Tree:
         flat = self._flat()
         where = {id(one): at for at, one in enumerate(flat)}
         noted = [pair for note, own in zip(self.notes, owns, strict=True) for pair in _pairs_of(note, own)]
-        at: dict[str, list[int]] = {"held": [], "inner": [], "parameters": [], "others": []}
+        at: dict[str, list[int]] = {"held": [], "hooks": [], "parameters": [], "others": []}
         self.parameters: list[TensorNote] = []
         self._inner: list[tuple[int, Any]] = []
         for one, value in noted:
             position = where[id(value)]
+            if id(value) in hooks:
+                at["hooks"].append(position)
             is_tensor = type(one) is TensorNote and one.memory is not None and not one.has_history
             if is_tensor:
                 is_parameter = (one.requires_grad or issubclass(one.kind, torch.nn.Parameter)) and not value.is_inference()
@@ -203,8 +219,8 @@ class Tree:
                 self._inner.append((position, one))
             if type(one) is Held or (is_tensor and one.requires_grad):
                 at["held"].append(position)
-        # Which of all that is bound: what forward's journal holds, the parameters, the other tensors.
-        self.get_held, self.get_parameters, self._get_others = (_getter(at[name]) for name in ("held", "parameters", "others"))
+        # Which of all that is bound: what forward's journal holds, hooks with state, the parameters, the other tensors.
+        self.get_held, self._get_hooks, self.get_parameters, self._get_others = map(_getter, at.values())
         held = [one for one in self.get_held(flat) if isinstance(one, _FUNCTIONS)]
         self._held_functions = list(map(weakref.ref, held))
         self._image, self._layouts = pointers(flat), self._layouts_of(flat)
@@ -220,6 +236,12 @@ class Tree:
         self.group = group if group is not None and group.notes == small else (Group(small) if small else None)
         left = tensors.keys() - {note.number for note in (*small, *self.parameters)}
         self.others = [note for number, note in tensors.items() if number in left and not note.requires_grad]
+
+    def functions(self, flat: tuple[Any, ...]) -> list[Any]:
+        """Returns those with state that modules call: hooks, forwards of classes, and functions inside of attributes."""
+        inside = [one for refer in self._inside if (one := refer()) is not None]
+        forwards = [class_attribute(kind, "forward") for refer in self._kinds if (kind := refer()) is not None]
+        return [*self._get_hooks(flat), *forwards, *inside]
 
     def tensor_notes(self) -> list[TensorNote]:
         contents = [content[key] for note in self.notes for _, _, content, keys in note.rows for key in keys]

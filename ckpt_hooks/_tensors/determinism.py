@@ -80,6 +80,25 @@ def hash_of(tensor: torch.Tensor) -> Any:
     return torch.addcmul(rows, rows, rows, value=2).sum()
 
 
+_PART = 1 << 20  # numbers, to each of which a weight is made
+
+
+def hash_in_order(tensor: torch.Tensor) -> int:
+    """Returns a hash of a plain tensor's bits and of their places: for contents of which no copy is left."""
+    # In a tenth of a second for a gigabyte of an accelerator; in a second on a core of a host, as a conversion takes.
+    integers = bits_of(tensor).contiguous().view(-1)
+    integers = integers.view(torch.int32) if integers.dtype is torch.int64 else integers
+    weights = torch.arange(1, min(_PART, len(integers)) + 1, device=tensor.device)
+    for factor in (-0x61C8864680B583EB, -0x3B314601E57A13AD):  # of xxHash, and of MurmurHash's last step
+        weights *= factor
+        weights ^= weights >> 29
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(integers), _PART):
+        part = integers[start : start + _PART]
+        found = found * _ODD + (part * weights[: len(part)]).sum()
+    return int(found)
+
+
 # Comparing
 
 

@@ -139,6 +139,20 @@ def divert_triton(unseen: _Unseen) -> None:
     kernel.run = run
 
 
+def divert_conversions(note: Callable[[torch.nn.Module], None]) -> None:
+    """Has ``note`` called before a module gives its own parameters other memory: ``module.double()``, ``to`` and the like."""
+    module: Any = torch.nn.Module
+    convert = module._apply
+
+    @wraps(convert)
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            note(self)
+        return convert(self, *args, **kwargs)
+
+    module._apply = run
+
+
 def divert_scripted(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
     """Has all calls of TorchScript run by ``run(call, function, args, kwargs)``. Goes with TorchScript."""
     # Scripted and traced functions, and methods of scripted and traced modules.

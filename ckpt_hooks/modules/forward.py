@@ -21,6 +21,7 @@ from ckpt_hooks._checkpoint.chunks import Chunks, chunks_among, run_in_chunks
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import checked_flag, unknown_error
 from ckpt_hooks._function.options import Form, check_runs, options_of
+from ckpt_hooks._function.places import class_attribute
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.region import checkpoint_region
 
@@ -155,12 +156,8 @@ def checked_runner(form: str, recorded: Any, options: dict[str, Any], *, of: str
 @skipped  # compiled, it would return ``module.forward`` (see ``__call__``)
 def forward_of_class(module: Module) -> Callable[..., Any]:
     """Returns the ``forward`` of a module's class, bound to the module."""
-    kind = type(module)
-    for one in kind.__mro__:
-        found: Any = one.__dict__.get("forward")
-        if found is not None:
-            break
-    bound: Callable[..., Any] = found.__get__(module, kind)
+    found = class_attribute(type(module), "forward")
+    bound: Callable[..., Any] = found.__get__(module, type(module)) if hasattr(type(found), "__get__") else found
     return bound
 
 
@@ -310,8 +307,13 @@ def check_forward(module: Module, name: str) -> None:
     """Raises unless a module's forward can be another object."""
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(f"{name!r} is a TorchScript module, whose forward is no attribute. Write `checkpoint(module, x)`.")
+    if inspect.isdatadescriptor(found := class_attribute(type(module), "forward")):
+        raise ValueError(
+            f"{name!r} is a {type(module).__name__}, whose forward is a {type(found).__name__}: no attribute of the module "
+            "takes its place. Write `checkpoint(module, x)`."
+        )
     if "forward" not in vars(module):
-        found: Any = forward_of_class(module)
+        found = forward_of_class(module)
         if getattr(found, "__func__", None) is Module.forward:
             raise ValueError(
                 f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it: {f'{name}.*'!r}."

@@ -12,6 +12,7 @@ from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import name_expression
 from ckpt_hooks._core.misuse import check_callable, check_is, checked_integer, wrong
+from ckpt_hooks._function.places import class_attribute
 from ckpt_hooks.report.entries import name_pattern
 
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
@@ -167,7 +168,9 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argume
     """Returns the modules whose name matches a pattern, with the policy of the first such pattern, and spans."""
     # By a star nobody means the model, nor a list of modules, which has no forward.
     starred = {
-        at: one for at, one in modules.items() if at and (type(one).forward is not Module.forward or "forward" in vars(one))
+        at: one
+        for at, one in modules.items()
+        if at and (class_attribute(type(one), "forward") is not Module.forward or "forward" in vars(one))
     }
     found: Selected = {}
     for pattern, policy in patterns.items():

@@ -15,6 +15,7 @@ from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.misuse import Misuse, wrong
 from ckpt_hooks._core.modes import users_modes
+from ckpt_hooks._function.places import class_attribute
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 
@@ -52,7 +53,7 @@ def _parent_of(modules: dict[str, Module], name: str) -> str:
     """Returns the name of the module whose forward calls another: lists have none."""
     while name:
         name = name.rpartition(".")[0]
-        if type(modules[name]).forward is not Module.forward:
+        if class_attribute(type(modules[name]), "forward") is not Module.forward:
             break
     return name
 

@@ -6,7 +6,10 @@ A rerun finds them as its forward did, and the program goes on with its own.
 from __future__ import annotations
 
 import functools
+import gc
 import types
+import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,8 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
-from tests.behaviours.applied import ALL_REGIONS, all_regions, function_regions
-from tests.behaviours.runs import assert_as_eager
+from tests.behaviours.applied import ALL_REGIONS, FUNCTION_REGIONS, all_regions, function_regions
+from tests.behaviours.runs import assert_as_eager, gradients
 from tests.measure import in_turns
 
 # Changes: each changes a model, and returns what takes the change back.
@@ -334,6 +337,215 @@ def test_handles_work_after_a_rerun(run):
         return found
 
     assert_as_eager(program, run)
+
+
+# Forwards and hooks of any kind: a class may make them anew at each look, and some have no weak references
+
+
+class Slotted:
+    """Counts its calls as a hook or a forward; has no weak references."""
+
+    __slots__ = ("calls", "owner")
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return steered(self.calls, *args)
+
+
+class Incomparable(Slotted):
+    """Has no hash, either."""
+
+    __slots__ = ()
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise AssertionError
+
+
+class CalledAnew(Slotted):
+    """Has another method at each look."""
+
+    __slots__ = ()
+    __call__ = functools.partialmethod(lambda self, _, *args: Slotted.__call__(self, *args), None)
+
+
+class Named(NamedTuple):
+    """Is called, and has its count in a list."""
+
+    counts: list[int]
+
+    def __call__(self, *args):
+        self.counts.append(len(self.counts))
+        return steered(len(self.counts), *args)
+
+
+def counting():
+    """Returns a function with its count in a cell."""
+    calls = 0
+
+    def count(*args):
+        nonlocal calls
+        calls += 1
+        return steered(calls, *args)
+
+    return count
+
+
+def steered(calls, *args):
+    """Returns what a forward, or a hook of any kind, makes of what it was given."""
+    latest, scale = args[-1], 1 + calls / 8
+    if isinstance(latest, torch.Tensor):
+        return (latest * scale).sin()
+    first = args[1]
+    return ((first[0] * scale,), latest) if isinstance(latest, dict) else (first[0] * scale,)
+
+
+class Method:
+    """Makes the forward anew at each look; not for the class."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, instance, kind=None):
+        if instance is None:
+            raise AttributeError
+        return functools.partial(self.function, instance)
+
+
+class Runs(nn.Module):
+    """Has all but a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(3, 3, dtype=torch.float64), 0
+
+    def run(self, x, scale=1.0):
+        self.calls += 1
+        return (self.linear(x).sin() * scale * self.calls).exp()
+
+
+FORWARDS = {
+    "partialmethod": lambda: functools.partialmethod(Runs.run, scale=0.5),
+    "partialmethod of a closure": lambda: functools.partialmethod(counting(), 1),
+    "singledispatchmethod": lambda: functools.singledispatchmethod(Runs.run),
+    "descriptor": lambda: Method(counting()),
+    "staticmethod": lambda: staticmethod(counting()),
+    "classmethod": lambda: classmethod(counting()),
+    "property": lambda: property(lambda self: functools.partial(self.run, scale=0.5)),
+    "cached_property": lambda: functools.cached_property(lambda self: functools.partial(self.run, scale=0.5)),
+    "slots": Slotted,
+    "no hash": Incomparable,
+    "called anew": CalledAnew,
+    "named tuple": lambda: Named([]),
+}
+
+
+def steps_of(module, run):
+    """Trains a module, and returns what it computes in the end without a region."""
+    found = []
+    for _ in range(3):
+        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        found += gradients(run(module, x), x)
+        found += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    return [*found, module(x)]
+
+
+@pytest.mark.parametrize(("kind", "run", "is_base"), in_turns(FORWARDS, ALL_REGIONS, (False, True)))
+def test_forwards_of_a_class(kind, run, is_base):
+    def program(run):
+        made = type("Made", (Runs,), {"forward": FORWARDS[kind]()})
+        module = (type("Derived", (made,), {}) if is_base else made)()
+        inside = steps_of(nn.Sequential(module, nn.Tanh()), run)
+        # No attribute of an instance takes the place of a property, so ``apply_checkpointing`` refuses the module itself.
+        return inside if kind == "property" else inside + steps_of(module, run)
+
+    assert_as_eager(program, ALL_REGIONS[run])
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"), in_turns(["slots", "no hash", "called anew", "named tuple", "closure", "partial"], ALL_REGIONS)
+)
+def test_forwards_of_an_instance(kind, run):
+    def program(run):
+        module = Runs()
+        made = {**FORWARDS, "closure": counting, "partial": lambda: functools.partial(module.run, scale=0.5)}
+        module.forward = made[kind]()
+        return steps_of(module, run)
+
+    assert_as_eager(program, ALL_REGIONS[run])
+
+
+HOOKS = {
+    "slots": Slotted,
+    "no hash": Incomparable,
+    "called anew": CalledAnew,
+    "named tuple": lambda: Named([]),
+    "method of slots": lambda: Slotted().__call__,
+    "partial of slots": lambda: functools.partial(Slotted()),
+}
+REGISTER = {
+    "hook": lambda module, hook: module.register_forward_hook(hook),
+    "hook with keywords": lambda module, hook: module.register_forward_hook(hook, with_kwargs=True, always_call=True),
+    "pre-hook": lambda module, hook: module.register_forward_pre_hook(hook),
+    "pre-hook with keywords": lambda module, hook: module.register_forward_pre_hook(hook, with_kwargs=True),
+    "backward hook": lambda module, hook: module.register_full_backward_hook(hook),
+    "backward pre-hook": lambda module, hook: module.register_full_backward_pre_hook(hook),
+}
+
+
+@pytest.mark.parametrize(("kind", "way", "run"), in_turns(HOOKS, REGISTER, ALL_REGIONS))
+def test_hooks_of_any_kind(kind, way, run):
+    """Each is taken off in the end, and another one takes its place in memory."""
+
+    def program(run):
+        module, found = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Tanh()), []
+        for _ in range(2):
+            handle = REGISTER[way](module[0], HOOKS[kind]())
+            found += steps_of(module, run)
+            handle.remove()
+        return [*found, *steps_of(module, run)]
+
+    assert_as_eager(program, ALL_REGIONS[run])
+
+
+def hook_without_references(module):
+    hook = Slotted()
+    hook.owner = module
+    module.register_forward_hook(hook)
+
+
+def forward_around_its_own(module):
+    forward = module.forward
+    module.forward = lambda x: forward(x).sin()
+
+
+LEADING = {
+    "hook": hook_without_references,
+    "forward": forward_around_its_own,
+    "function": lambda module: setattr(module, "own", lambda: module),
+    "functions in a list": lambda module: setattr(module, "own", [lambda: module]),
+    "iterator": lambda module: setattr(module, "own", iter([module])),
+    "iterator in a list": lambda module: setattr(module, "own", [iter([module])]),
+    "keys": lambda module: setattr(module, "own", {module: 1}),
+}
+
+
+@pytest.mark.parametrize(("way", "run"), in_turns(LEADING, FUNCTION_REGIONS))
+def test_a_module_goes_that_leads_to_itself(way, run):
+    """What is noted of modules from step to step holds none of them."""
+    module, run = nn.Linear(3, 3), FUNCTION_REGIONS[run]
+    LEADING[way](module)
+    for _ in range(2):
+        run(module, torch.ones(2, 3)).sum().backward()
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
 
 
 # Weights that forward itself changes before it reads them

@@ -12,8 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckpt_hooks
-from tests.behaviours.applied import ALL_REGIONS, all_regions
-from tests.behaviours.runs import assert_as_eager, gradients
+from tests.behaviours.applied import ALL_REGIONS, FUNCTION_REGIONS, all_regions, function_regions
+from tests.behaviours.runs import assert_as_eager, gradients, plain
 from tests.measure import in_turns
 
 #: Elements: few of them, and more than the 16 KiB up to which a tensor may pass for a small one.
@@ -215,6 +215,126 @@ def test_memory_of_a_storage_that_forward_takes_away_goes_with_backward():
     for _ in range(2):
         ckpt_hooks.checkpoint(module, torch.randn(6000, requires_grad=True)).sum().backward()
     assert memory.expired()
+
+
+# --------------------------------------------------------------------------------------------------- conversions of modules
+
+
+class Convertible(nn.Module):
+    """Has parameters of all sizes, trained and frozen, one of them not contiguous, and the state of a batch norm."""
+
+    def __init__(self, *, has_frozen=True):
+        super().__init__()
+        self.small, self.norm, self.large = nn.Linear(6, 70), nn.BatchNorm1d(70), nn.Linear(70, 70)
+        self.frozen = nn.Linear(70, 70).requires_grad_(not has_frozen)
+        self.turned = nn.Parameter(torch.randn(70, 60).t())
+
+    def forward(self, x):
+        x = self.frozen(self.large(self.norm(self.small(x)).sin()).sin())
+        return (x @ self.turned.t()).sin() + self.turned.sin().sum()
+
+
+def there_and_back(module, there="double", back="float"):
+    getattr(module, there)()
+    getattr(module, back)()
+
+
+def steps_with(convert, run, module=Convertible):
+    """Trains a module that is converted between each forward and backward, and returns gradients and state."""
+    module, found = module(), []
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
+    for _ in range(3):
+        x = torch.randn(4, 6, requires_grad=True)
+        y = run(module, x)
+        convert(module)
+        found += [*gradients(y, x), *(None if p.grad is None else p.grad.clone() for p in module.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += map(torch.clone, module.state_dict().values())
+    return found
+
+
+@all_regions
+@pytest.mark.parametrize("overwrites", [False, True], ids=["data", "new parameters"])
+def test_a_module_is_converted_there_and_back(overwrites, run):
+    """The same bits in other memory, or in new parameters: the graph has forward's, but for frozen ones."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+    try:
+        assert_as_eager(lambda run: steps_with(there_and_back, run, lambda: Convertible(has_frozen=not overwrites)), run)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+def test_parameters_of_a_converted_module_by_other_ways():
+    """As an argument, by a closure, and by two modules one of which is in the other."""
+
+    def program(run):
+        module, found = Convertible(), []
+        for function, args in [
+            (lambda x, weight: (x @ weight.t()).sin().exp(), (module.small.weight,)),
+            (lambda x: (x @ module.small.weight.t()).sin().exp(), ()),
+            (lambda x, weight=module.small.weight: (x @ weight.t()).sin().exp(), ()),
+            (lambda x: run(module, x), ()),
+        ]:
+            x = torch.randn(4, 6, requires_grad=True)
+            y = run(function, x, *args)
+            there_and_back(module)
+            found += [*gradients(y, x), module.small.weight.grad.clone()]
+        return found
+
+    assert_as_eager(program, FUNCTION_REGIONS["region"])
+
+
+def change_on_the_way(change):
+    """Returns a conversion there and back which makes another weight in between."""
+
+    def convert(module):
+        module.double()
+        module.large.weight.data = change(module.large.weight.data.clone())
+        module.float()
+
+    return convert
+
+
+LOSSY = {
+    "lost bits": lambda module: there_and_back(module, "half"),
+    "rows in another order": change_on_the_way(lambda weight: weight.flip(0)),
+    "two numbers exchanged": change_on_the_way(lambda weight: weight[:, [1, 0, *range(2, 70)]]),
+    "signs": change_on_the_way(lambda weight: weight * (1 - 2 * torch.eye(70))),
+    "another layout": change_on_the_way(lambda weight: weight.t().contiguous().t()),
+}
+
+
+@function_regions
+@pytest.mark.parametrize("convert", LOSSY.values(), ids=LOSSY)
+def test_a_conversion_that_loses_something(convert, run):
+    with pytest.raises(ckpt_hooks.MutationError, match=r"weight|bias"):
+        steps_with(convert, run)
+
+
+def test_memory_of_a_converted_parameter_is_not_held():
+    """What tells of the same bits is a hash, made when the module is converted."""
+    module = Convertible()
+    memory = [StorageWeakRef(one.untyped_storage()) for one in module.parameters() if one.requires_grad]
+    y = ckpt_hooks.checkpoint(module, torch.randn(4, 6, requires_grad=True))
+    module.double()
+    assert all(one.expired() for one in memory)
+    module.float()
+    y.sum().backward()
+
+
+@all_regions
+def test_conversions_that_swap_tensors(run):
+    """Torch refuses these between forward and backward, with and without regions: the graph has the other tensor."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for each in (plain, run):
+            with pytest.raises(RuntimeError, match=r"Couldn't swap|poisoned by swap_tensors"):
+                steps_with(there_and_back, each, lambda: nn.Linear(6, 6))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 # ------------------------------------------------------------------------------------------------------------------ arguments

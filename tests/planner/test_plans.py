@@ -552,7 +552,9 @@ def test_the_least_of_a_part_is_as_measured():
     """Where the prediction is off, a part of 0.0 is the least that was measured, and bytes below it are an error."""
     model, step, blocks = built("gpt")
     plan = plan_memory(model, step, 0.0, blocks=blocks)
-    assert plan.measured_peak <= plan.budget
+    assert plan.measured_peak <= plan.budget == plan.least_peak < plan.plain_peak
+    with pytest.raises(BudgetTooSmallError, match=f"the least peak is {plan.least_peak} bytes"):
+        plan.replan(plan.least_peak - 1)
 
 
 def test_a_plan_leaves_graphs_from_before_and_flags():
