@@ -123,6 +123,10 @@ class ModuleNote(Note):
                 content.update({key: now[key] for key in theirs})
             loan.put(value, part, base, now, content)
 
+    def holds(self, value: Any) -> bool:
+        # Where a function is gone, another one may be at its address.
+        return super().holds(value) and None not in [refer() for refer in self.functions]
+
     def bound(self, name: str) -> Content:
         return self.rows[2 + DICTS.index(name)][2]  # behind the class and the attributes
 
@@ -222,7 +226,8 @@ class Tree:
         # Which of all that is bound: what forward's journal holds, hooks with state, the parameters, the other tensors.
         self.get_held, self._get_hooks, self.get_parameters, self._get_others = map(_getter, at.values())
         held = [one for one in self.get_held(flat) if isinstance(one, _FUNCTIONS)]
-        self._held_functions = list(map(weakref.ref, held))
+        inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
+        self._met_functions = [*map(weakref.ref, held), *inside]
         self._image, self._layouts = pointers(flat), self._layouts_of(flat)
         if len(self.parameters) == 1:
             self.parameters *= 2
@@ -272,7 +277,7 @@ class Tree:
                 return None
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):  # a module or tensor is gone, say
             return None
-        if self._held_functions and None in [refer() for refer in self._held_functions]:
+        if self._met_functions and None in [refer() for refer in self._met_functions]:
             return None
         return flat if all(noted.holds(flat[position]) for position, noted in self._inner) else None
 

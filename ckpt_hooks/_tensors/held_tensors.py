@@ -118,10 +118,12 @@ class HeldTensor:
         """Returns the tensor; raises if it was modified since forward, or its memory was freed."""
         if self.faces:
             self._check_faces()
-        found, tensor = self.find(), self.tensor
+        tensor = self.tensor
         assert tensor is not None
+        # Asked before other memory is: a write may have come before the tensor was given that.
         if self.version is not None and (tensor._version != self.version or stepped_since(tensor, self.steps)):
             raise self._mutated(tensor, self.version)
+        found = self.find()
         if is_freed(found):
             raise self._mutated(found, None)
         return found
