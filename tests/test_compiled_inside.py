@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 import pytest
@@ -10,8 +11,18 @@ from torch import nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_chunks, checkpoint_region, memory_ledger, policies, trace
+from ckpt_hooks import (
+    checkpoint,
+    checkpoint_chunks,
+    checkpoint_loop,
+    checkpoint_region,
+    checkpoint_sequential,
+    memory_ledger,
+    policies,
+    trace,
+)
 from ckpt_hooks.offload import offload_saved_tensors
+from tests.measure import in_turns
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -67,15 +78,15 @@ FORMS = {
 # What the compiler gives up, and Python runs
 
 
-def gradients(run, function, parameters, *shape):
+def gradients(run, function, parameters, *shape, backwards=2):
     torch.manual_seed(0)
     x = torch.randn(*shape, requires_grad=True)
     for parameter in parameters:
         parameter.grad = None
     y = run(function, x)
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    return [y.detach(), x.grad, *(parameter.grad for parameter in parameters)]
+    for left in reversed(range(backwards)):
+        y.square().sum().backward(retain_graph=left > 0)
+    return [y.detach(), *(torch.zeros(()) if one.grad is None else one.grad for one in (x, *parameters))]
 
 
 def all_equal(found, expected):
@@ -120,3 +131,87 @@ def test_hooks_of_regions_are_not_compiled(form):
         hook.remove()
     assert all_equal(found, expected)
     assert [path for path in compiled if package in path.parents] == []
+
+
+# Views, of which compiled code saves something else than of other tensors
+
+
+class Box:
+    """An object with a tensor."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def forgotten(function, x):
+    """A closure over a variable that is another by then."""
+
+    def call():
+        return function(x)
+
+    y = checkpoint(call)
+    x = None
+    return y
+
+
+VIEWS = {
+    "a part of a leaf": lambda x: x[:, :2],
+    "a transposed result": lambda x: x.sin().transpose(0, 1),
+    "one of several": lambda x: x.sin().chunk(2, 1)[1],
+    "other sizes": lambda x: x.sin().view(2, 8, 8),
+    "a part without grad": lambda x: x.detach()[:, :2],
+}
+OF_VIEWS = {
+    **{
+        name: FORMS[name]
+        for name in ("frame", "debug", "offload_inputs", "split_backward", "policy", "region", "frame in a region")
+    },
+    "keyword": lambda f, x: checkpoint(lambda *, x: f(x), x=x),
+    "list": lambda f, x: checkpoint(lambda box: f(box["x"][0]), {"x": [x]}),
+    "attribute": lambda f, x: checkpoint(lambda box: f(box.x), Box(x)),
+    "closure": forgotten,
+    "nested": lambda f, x: checkpoint(lambda x: checkpoint(lambda x: checkpoint(f, x) * 1, x), x),
+    "part in a frame": lambda f, x: checkpoint(lambda x: checkpoint(f, x.cos()[:1]), x),
+    "part in a region": lambda f, x: recorded(lambda x: checkpoint(f, x.cos()[:1]), x),
+    "under hooks": lambda f, x: within(torch.autograd.graph.save_on_cpu, lambda: checkpoint(f, x)),
+    "chunks": lambda f, x: checkpoint_chunks(f, x, chunks=2),
+    "sequential": lambda f, x: checkpoint_sequential([f, torch.sin], 2, x),
+    "loop": lambda f, x: checkpoint_loop(lambda x: f(x).transpose(0, 1), x, 3, 2),
+}
+PLAINLY = {
+    "part in a frame": lambda f, x: f(x.cos()[:1]),
+    "part in a region": lambda f, x: f(x.cos()[:1]),
+    "nested": lambda f, x: f(x) * 1,
+    "chunks": lambda f, x: torch.cat([f(part) for part in x.chunk(2)]),
+    "sequential": lambda f, x: f(x).sin(),
+    "loop": lambda f, x: f(f(f(x).transpose(0, 1)).transpose(0, 1)).transpose(0, 1),
+}
+
+
+def num_graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("view", "form", "dynamic", "backwards"),
+    [
+        *in_turns(VIEWS, ["frame", "part in a frame"], [True, False, None], [1, 2]),
+        *zip(itertools.cycle(VIEWS), OF_VIEWS, itertools.cycle([True, None]), itertools.cycle([2, 1, 1]), strict=False),
+    ],
+)
+def test_a_compiled_function_of_a_view(view, form, dynamic, backwards):
+    """It is neither compiled anew for a recompute, nor takes another graph."""
+    block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+    parameters = list(block.parameters())
+    found = []
+    for run in (PLAINLY.get(form, plainly), OF_VIEWS[form]):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        # A compiled backward that overwrites what was saved for it runs once.
+        with torch._dynamo.config.patch(recompile_limit=8), torch._functorch.config.patch(donated_buffer=backwards == 1):
+            compiled = torch.compile(block, backend="aot_eager", dynamic=dynamic)
+            function = lambda f, x, run=run: run(f, VIEWS[view](x))  # noqa: E731
+            found.append((gradients(function, compiled, parameters, 4, 4, 8, backwards=backwards), num_graphs()))
+    (expected, graphs), (gradients_found, graphs_found) = found
+    assert all_equal(gradients_found, expected)
+    assert graphs_found == graphs
