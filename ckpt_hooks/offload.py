@@ -12,6 +12,7 @@ from ._core.misuse import NeedsParentheses, OfThisProcess, checked_bytes, checke
 from ._core.mutation import Why, mutated
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, Moved, Shared, transfers_for
 from ._torch.autograd import sequence_number
+from ._torch.compiling import skipped
 from ._torch.modes import is_traced, num_dispatch_modes, num_function_modes
 from ._torch.tensors import counted_detach, is_kept_anyway
 
@@ -51,6 +52,7 @@ class offload_saved_tensors(  # noqa: N801 -- a function to those who use it
         >>> y.sum().backward()
     """
 
+    @skipped
     def __init__(
         self, min_offload_size: int | str = DEFAULT_MIN_OFFLOAD_SIZE, max_fwd_stash_size: int = MAX_STASH_SIZE
     ) -> None:
@@ -120,6 +122,7 @@ class _Waiting(threading.local):
                 saved.send(shared)
 
 
+@skipped
 def _bring_back(packed: Any) -> torch.Tensor:
     """Unpacks a moved tensor, or a tensor which stayed, with its version."""
     if type(packed) is not list:

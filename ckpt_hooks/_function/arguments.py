@@ -19,7 +19,7 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
 from ckpt_hooks._core.mutation import GONE, Why, mutated, num_fused_steps, stepped_since
 from ckpt_hooks._tensors.containers import Capture, build
-from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, is_theirs, restore_layout
+from ckpt_hooks._tensors.copies import Base, alias_with_history, as_kind, as_view, base_of, is_dense, is_theirs, restore_layout
 from ckpt_hooks._torch.autograd import (
     SavedTensor,
     has_tangent,
@@ -50,6 +50,9 @@ Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
 # What most arguments have of what is rare: never filled.
 _NONE: dict[Any, Any] = {}
+
+# The strides and the base of arguments that may come back with any, and without.
+_ANY = None, None
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Version, and whether grad is required; -1 and None where that is not to be had.
@@ -169,10 +172,10 @@ class Arguments:
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._strides = {  # of those that are not contiguous
-                position: tensor.stride()
+            self._layouts = {  # of views, and those that are not contiguous
+                position: (None if tensor.is_contiguous() else tensor.stride(), base_of(tensor))
                 for position, tensor in enumerate(tensors)
-                if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
+                if tensor.layout is torch.strided and (tensor._is_view() or not tensor.is_contiguous()) and not tensor.is_nested
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
             # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
@@ -189,8 +192,8 @@ class Arguments:
         # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position.
         # If the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history
         # leads to the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives,
-        # and then a stand-in: the alias as the output of an operator, neither a leaf nor a view.
-        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = _NONE
+        # and then a stand-in: the alias as the output of an operator, no leaf, and a view if there is a base.
+        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Base | None]] = _NONE
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
@@ -210,9 +213,9 @@ class Arguments:
             self._tensors = held
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None)
+        origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None) if self._origins else None
         if origin is None:
-            origin = weakref.ref(tensor), id(tensor), counted_detach(tensor)
+            origin = weakref.ref(tensor), id(tensor), counted_detach(tensor), base_of(tensor)
         self._origins = {**self._origins, position: origin}
         return origin[2]
 
@@ -230,14 +233,15 @@ class Arguments:
             tensor = tensors[position]
             assert tensor is not None
             if (alias := aliases.get(id(tensor))) is None:
-                alias = aliases[id(tensor)] = as_kind(tensor.detach(), type(tensor)).requires_grad_(flag)
+                alias = as_view(as_kind(tensor.detach(), type(tensor)), base_of(tensor)).requires_grad_(flag)
+                aliases[id(tensor)] = alias
                 alias.__dict__.update(tensor.__dict__)
             tensors[position] = alias
-        for position, (reference, number, alias) in self._origins.items():
+        for position, (reference, number, alias, base) in self._origins.items():
             tensor = reference()
             if tensor is None:
                 if number not in stand_ins:
-                    stand_ins[number] = alias_with_history(alias, alias._version)
+                    stand_ins[number] = alias_with_history(alias, alias._version, base)
                 tensor = stand_ins[number]
             tensors[position] = tensor
         return tensors, stand_ins
@@ -279,10 +283,12 @@ class Arguments:
                     version = self._facts[position][0]
                     if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
                         self._raise_modified(position, unpacked, format_path(frame.path))
-                    tensor = restore_layout(unpacked, self._strides.get(position), version)
+                    strides, base = self._layouts.get(position, _ANY)
+                    tensor = restore_layout(unpacked, strides, version)
                     is_foreign = tensor is unpacked and self._foreign
                     if is_foreign and type(tensor) is torch.Tensor and not tensor.requires_grad:
                         tensor = counted_detach(tensor)  # of which a rerun may exchange the memory
+                    tensor = as_view(tensor, base)
                     handed_out.append((position, tensor, tensor._version if is_foreign else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)

@@ -28,6 +28,7 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch.autograd import node_number, sequence_number
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.modes import FAKE, num_function_modes
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of, version_of
@@ -77,6 +78,7 @@ class Collector:
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
+    @skipped
     def hook(self, loan: Loan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
@@ -150,6 +152,7 @@ class Collector:
         # An alias: FSDP frees a parameter by another storage, and functions do, and the value would be empty.
         return self._detach(tensor) if type(tensor) is not torch.Tensor or is_argument else tensor
 
+    @skipped
     def watching(self, hook: PackHook, lost: Sequence[tuple[torch.Tensor, int]]) -> PackHook:
         """Returns a pack hook for a rerun that may write and read otherwise than forward."""
         # The version of each value is noted, for forward's is higher where a dispatch mode is around the rerun alone: under a

@@ -284,6 +284,7 @@ class FunctionFrame(Frame):
             self.options = dataclasses.replace(self.options, check=check)
         self.modes = None if check.fingerprint is None else modes
 
+    @skipped
     def _open(self) -> None:
         frame, facts, note = self, self.options.check.facts, self.facts.append
         next_number, append = count(_FIRST).__next__, self.numbers.append

@@ -21,6 +21,8 @@ from ckpt_hooks._tensors.copies import (
     Layout,
     alias_with_history,
     as_kind,
+    as_view,
+    base_of,
     copy_of,
     copy_with_history,
     has_storage,
@@ -211,6 +213,7 @@ class TensorNote:
         is_weak = is_parameter and (self.requires_grad or (owner >= 0 and tensor.nbytes > SMALL))
         self.memory = Memory(tensor, is_weak=is_weak) if is_told else None
         self.alias, self._copy = None if is_weak else _alias_of(tensor), None
+        self._base = base_of(tensor)
         if owner >= 0 and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
             self._copy = copy_of(self.alias) if tensor.nbytes <= _MOST_COPIED else None
 
@@ -257,14 +260,14 @@ class TensorNote:
         if alias is None or is_freed(alias):
             raise GoneError
         if not self.has_history:
-            made = as_kind(alias.detach(), self.kind).requires_grad_(self.requires_grad)
+            made = as_view(as_kind(alias.detach(), self.kind), self._base).requires_grad_(self.requires_grad)
         elif self.version < 0 or alias._version == self.version:
-            made = alias_with_history(alias, max(self.version, 0))
+            made = alias_with_history(alias, max(self.version, 0), self._base)
         elif self._copy is not None:
-            made = copy_with_history(self._copy, self.version)
+            made = as_view(copy_with_history(self._copy, self.version), self._base)
         else:
             loan.changed.append((alias, self.version))
-            made = found if is_it and self._is_in_place(found) else alias_with_history(alias, self.version)
+            made = found if is_it and self._is_in_place(found) else alias_with_history(alias, self.version, self._base)
         loan.made[number] = made
         return made
 

@@ -126,25 +126,79 @@ def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return copy
 
 
-def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns an alias which requires grad and is no leaf or view: a stand-in for the result of an operator."""
+def alias_with_history(tensor: torch.Tensor, version: int, base: Base | None = None) -> torch.Tensor:
+    """Returns an alias which requires grad and is no leaf, and a view if there is a base: a stand-in for a result."""
     # Frames keep leaves apart: a leaf in the place of a result would mean one saved tensor less in the rerun. Two operators
     # make the alias, in a fifth of the time of a ``torch.autograd.Function``.
-    alias: torch.Tensor = past_all_modes(tensor, _alias, tensor)
+    alias: torch.Tensor = past_all_modes(tensor, _alias, tensor, base)
     if version > 0:
         set_versions((alias,), (version,))
     return alias
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    leaf = tensor.detach().requires_grad_()
+def _alias(tensor: torch.Tensor, base: Base | None) -> torch.Tensor:
+    if base is None:
+        with torch.enable_grad():
+            return _unviewed(tensor.detach().requires_grad_())
+    whole = _whole(tensor, base).detach().requires_grad_()  # a leaf: what may be written to has no stand-in
     with torch.enable_grad():
-        # An operator whose output shares memory with its input, without being a view to autograd.
-        if is_plain(leaf) and leaf.dim() and leaf.shape[0] and not (leaf.is_conj() or leaf.is_neg()):
-            (alias,) = torch.unsafe_split(leaf, leaf.shape[0])
-        else:
-            alias = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
-    return alias
+        return _part(whole, tensor)
+
+
+def _unviewed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the output of an operator that shares memory with its input, without being a view to autograd."""
+    if not tensor.requires_grad:
+        return tensor.detach()
+    if is_plain(tensor) and tensor.dim() and tensor.shape[0] and not (tensor.is_conj() or tensor.is_neg()):
+        (tensor,) = torch.unsafe_split(tensor, tensor.shape[0])
+        return tensor
+    return _Alias.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
+
+
+#: Where the base of a view is in their memory: shape, strides and offset, and the offset of the view. Empty where a look at
+#: the same memory does not make a view of the base, as of another dtype.
+Base = tuple[Any, ...]
+
+
+def base_of(tensor: torch.Tensor) -> Base | None:
+    """Returns where the base of a view is; None for a tensor that is no view."""
+    base = tensor._base
+    if base is None or not is_dense(tensor):
+        return None
+    if not is_dense(base) or base.dtype is not tensor.dtype:
+        return ()
+    return base.shape, base.stride(), base.storage_offset(), tensor.storage_offset()
+
+
+def as_view(tensor: torch.Tensor, base: Base | None) -> torch.Tensor:
+    """Returns a view with the memory, gradient edge and version of a tensor that is none; the tensor if there is no base."""
+    # Compiled code asks: AOTAutograd detaches a view before it saves it, and Dynamo compares the sizes of its base.
+    if base is None:
+        return tensor
+    view: torch.Tensor = past_all_modes(tensor, _view, tensor, base)
+    if view._version != tensor._version:
+        set_versions((view,), (tensor._version,))
+    return view
+
+
+def _view(tensor: torch.Tensor, base: Base) -> torch.Tensor:
+    with torch.enable_grad():
+        whole = _whole(tensor, base)
+        return _part(tensor if whole is tensor else _unviewed(whole), tensor)
+
+
+def _whole(tensor: torch.Tensor, base: Base) -> torch.Tensor:
+    """Returns a tensor in the place of a base; the given tensor if that is a copy, without the memory around."""
+    if base and base[3] == tensor.storage_offset():
+        try:
+            return tensor.as_strided(*base[:3])
+        except RuntimeError:
+            pass
+    return tensor
+
+
+def _part(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class _Alias(torch.autograd.Function):

@@ -14,13 +14,14 @@ from tests.behaviours.runs import (
     FORMS,
     SILENT,
     UNNOTICED,
+    Run,
     assert_as_eager,
     assert_as_eager_or_error,
     gradients,
     plain,
     runs,
 )
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 
 def weighted(x, mask):
@@ -313,3 +314,65 @@ def test_a_tensor_that_is_an_argument_and_closed_over_is_one_in_a_rerun():
         return gradients(run(lambda x: run(function, x.sin(), table).cos(), x), x)
 
     assert_as_eager(program, ckpt_hooks.checkpoint)
+
+
+# Views
+
+VIEWS = {
+    "a part of a leaf": lambda x: x[:, 1:],
+    "a transposed result": lambda x: x.sin().t(),
+    "one of several": lambda x: x.sin().chunk(2)[1],
+    "a part without grad": lambda x: x.detach()[1:],
+    "the whole": lambda x: x.sin().view_as(x),
+    "a number": lambda x: x.sin().sum().view(1),
+    "no view": lambda x: x.sin(),
+}
+PLACES = {
+    "argument": lambda run, function, view: run(function, view),
+    "in a list": lambda run, function, view: run(lambda views: function(*views), [view]),
+    "closed over": lambda run, function, view: run(lambda one: function(view) + one, torch.ones(())),
+    "in a cell that is emptied": lambda run, function, view: called_and_forgotten(run, function, [view]),
+}
+
+
+def called_and_forgotten(run, function, views):
+    y = run(lambda one: function(views[0]) + one, torch.ones(()))
+    views.clear()
+    return y
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_a_view_in_a_rerun_with_as_large_a_base(view, place):
+    """Compiled code asks: what it saves of a view has no history, and it compares the sizes of the base."""
+
+    def function(h):
+        base = h._base
+        found.append((h._is_view(), None if base is None else (base.shape, base.stride(), base.storage_offset())))
+        return (h * h).exp()
+
+    for form in ("region", "nested"):
+        found, x = Log(), leaf(4, 6)
+        y = place(Run("ours", form), function, view(x))
+        if y.requires_grad:
+            y.sum().backward()
+            assert len(found) > 1
+        assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("form", ["region", "nested"])
+def test_a_view_is_a_view_in_a_rerun_without_the_memory_of_its_base(form):
+    """As hooks bring it back that copy; and a base of another dtype is the view's own memory."""
+
+    def function(h):
+        found.append(h._is_view())
+        return (h * h).exp()
+
+    for hooks in (contextlib.nullcontext, torch.autograd.graph.save_on_cpu):
+        for view in (lambda x: x.sin()[1:], lambda x: torch.complex(x, x).imag, lambda x: torch.complex(x, x).conj()):
+            found, x = Log(), leaf(4, 6)
+            with hooks():
+                y = Run("ours", form)(function, view(x))
+            y.abs().sum().backward()
+            assert len(found) > 1
+            assert set(found) == {True}

@@ -26,6 +26,7 @@ from ckpt_hooks._core.call_sites import site_of
 from ckpt_hooks._core.events import Observer, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Holding, Reason, Saved, address_in, address_of
 from ckpt_hooks._torch.autograd import sequence_number
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import PastFunctionModes, active_fake_mode
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
 from ckpt_hooks._torch.tensors import dense_parts, dry_storages
@@ -136,6 +137,7 @@ class _Lines(TorchFunctionMode):
         self._is_open: Callable[[], bool] = lambda: marks.is_open
         self._range_of, self._note_gradients = marks.range_of, note_gradients
 
+    @skipped
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._is_open() or getattr(func, "__name__", None) == "__get__":  # the latter of an attribute, as ``shape``
             found = func(*args, **(kwargs or {}))
@@ -187,6 +189,7 @@ def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+@skipped
 def watch(marks: Marks) -> Iterator[None]:
     """Marks what happens in a block."""
     # By their names in the outermost called module. Weakly: modules made in the step go when they would, with their memory.
