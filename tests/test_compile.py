@@ -18,6 +18,7 @@ from ckpt_hooks import (
     apply_checkpointing,
     checkpoint,
     checkpoint_chunks,
+    checkpoint_loop,
     checkpoint_module,
     checkpoint_name,
     checkpoint_region,
@@ -134,6 +135,14 @@ def counted(x, labels, factor=1.0):
     return torch.nn.functional.cross_entropy(block(x) * factor, labels, reduction="sum"), len(labels)
 
 
+def local_loss(x):
+    def loss(factor, h, labels):
+        return (h @ w * labels[:, None]).sum() * factor, len(labels)
+
+    function = functools.partial(loss, 2.0)
+    return checkpoint_chunks(function, x, torch.arange(4), chunks=2, chunked="labels", reduce="mean")
+
+
 OPTIONS = {"determinism_check": "none", "debug": True, "early_stop": False, "preserve_rng_state": False, "name": "x"}
 
 FORMS = {
@@ -164,6 +173,13 @@ FORMS = {
     "nested": lambda x: checkpoint(lambda u: checkpoint(function, u, w).sin(), x),
     "sequential": lambda x: checkpoint_sequential(layers, 3, x),
     "loop": loop,
+    "sequential, local functions": lambda x: checkpoint_sequential([lambda h: h @ w, torch.sin, block.part], 2, x),
+    "steps": lambda x: checkpoint_loop(block.part, x, 4, 2),
+    "steps of a local function": lambda x: checkpoint_loop(
+        lambda h: {"h": h["h"] @ w, "t": h["t"] + 1}, {"h": x, "t": 0}, 5, 2
+    )["h"],
+    "steps of a partial function": lambda x: checkpoint_loop(functools.partial(lambda w, h: (h @ w).sin(), w), x, 4, 2),
+    "steps of a module with a policy": lambda x: checkpoint_loop(wrapped, x, 3, 2),
     "checkpoint_module": lambda x: of_module(x),
     "checkpoint_module with a policy": lambda x: of_module_with_a_policy(x),
     "checkpoint_module, recorded": lambda x: of_module_recorded(x),
@@ -175,6 +191,9 @@ FORMS = {
     ),
     "chunks in a frame": lambda x: checkpoint(lambda u: checkpoint_chunks(block, u.sin(), chunks=2, dim=-2), x),
     "chunks in a region": lambda x: checkpoint_region()(lambda u: checkpoint_chunks(block, u.sin(), chunks=2))(x),
+    "chunks of a local function": lambda x: checkpoint_chunks(lambda h, factor: function(h, w) * factor, x, factor=2.0),
+    "chunks of a partial function": lambda x: checkpoint_chunks(functools.partial(torch.mul, other=2.0), x, chunks=2),
+    "chunks of a local loss": local_loss,
     "module in chunks": lambda x: in_chunks(x),
     "module in chunks, recorded": lambda x: in_chunks_recorded(x),
     "region": in_region,

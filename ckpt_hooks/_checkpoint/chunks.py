@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -157,7 +158,8 @@ def checkpoint_chunks(
         (torch.Size([2, 6, 4]), torch.Size([2, 6, 4]))
     """
     how = Chunks(chunks, dim, reduce, chunked, check_rows).checked()
-    region, made = _REGION, cast(Any, function)
+    region = _REGION
+    made: Any = function
     if isinstance(made, _MADE):
         function, region = made.__wrapped__, made._region
     if not callable(function):
@@ -210,9 +212,15 @@ def run_in_chunks(
 
 def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
     try:
-        names = list(signature_of(function).parameters)[:count]
+        names: Sequence[str] = list(signature_of(function).parameters)[:count]
     except (TypeError, ValueError):  # Python's own functions and operators have no signature
         names = []
+    except AttributeError:  # nor has, for Dynamo, a function defined in what it traces
+        inner: Any = function
+        num_bound = 0
+        while type(inner) is functools.partial:
+            inner, num_bound = inner.func, num_bound + len(inner.args)
+        names = inner.__code__.co_varnames[num_bound : inner.__code__.co_argcount][:count]
     if name not in names:
         raise Misuse.NO_NAME.error(name, ValueError, name=name_of_callable(function))
     return names.index(name)

@@ -159,7 +159,7 @@ def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, pa
     """Whether a function, or a module's forward, can be called so, or with more besides, as far as its signature is known."""
     try:
         signature = signature_of(function)
-    except (TypeError, ValueError):  # Python's own functions and operators have none
+    except (AttributeError, TypeError, ValueError):  # Python's own functions and operators have none; local ones in Dynamo
         return True
     try:
         (signature.bind_partial if partly else signature.bind)(*args, **kwargs)
