@@ -2,7 +2,7 @@ r"""Draw peak memory and time of the modes of `train_charlm.py` (needs matplotli
 
 ::
 
-    python examples/train_charlm.py --policy dots_saveable --json > run.json \
+    python examples/train_charlm.py --steps 9 --policy dots_saveable --json > run.json \
         --mode none,torch,torch_selective,checkpoint,selective,region,region:dots_saveable,budget:40MiB
     python examples/plot_modes.py run.json examples/modes.svg
 """
