@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import grad
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing
 from ckpt_hooks._function import words
@@ -69,6 +70,19 @@ def test_a_recompute_draws_the_numbers_of_forward_and_moves_no_stream(draw, form
     results = []
     in_threads(lambda: results.append(run(form, function)))
     assert same(results[0], expected)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_draws_between_which_a_tensor_of_two_draws_twice(form):
+    """How many numbers it takes does not follow from its shape."""
+    two = TwoTensor(torch.ones(5), torch.ones(5))
+
+    def function(x):
+        y = F.dropout(x.sin()).exp()
+        torch.rand_like(two)
+        return F.dropout(y).exp()
+
+    assert same(run(form, function), run(lambda function, x: function(x), function))
 
 
 @pytest.fixture
@@ -225,6 +239,15 @@ def plain_of(function, seed):
     return run(lambda function, x: function(x), function, seed)[1]
 
 
+class Deaf(TwoTensor):
+    """Draws from the default generator whatever it is given, as a ``DTensor`` on the CPU does."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kept = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        return super().__torch_dispatch__(func, types, args, kept)
+
+
 BESIDE = {
     "dropout": lambda x: F.dropout(F.dropout(x.sin()).exp() * torch.rand_like(x)).cos(),
     "the default generator, named": lambda x: (x * torch.rand(3, 4, generator=torch.default_generator)).sin(),
@@ -234,6 +257,7 @@ BESIDE = {
     "a recorded region": lambda x: F.dropout(checkpoint_region()(lambda x: F.dropout(x.sin()).exp())(x)).cos(),
     "a region": lambda x: F.dropout(checkpoint(lambda x: F.dropout(x.sin()).exp(), x)).cos(),
     "backward": lambda x: F.dropout(x.sin() * grad(F.dropout(x.exp()).sum(), x, create_graph=True)[0]).cos(),
+    "a wrapper": lambda x: (Deaf(torch.ones(3, 4), torch.ones(3, 4)).bernoulli_(0.5).b * x.sin()).exp(),
     "nothing": lambda x: x.sin().exp(),
 }
 

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from ckpt_hooks._ambient.streams import Snapshot, default_generator, is_capturing, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
-from ckpt_hooks._torch.modes import address_of_generator
+from ckpt_hooks._torch.modes import FAKE, address_of_generator
 
 from .facts import facts_of
 
@@ -107,13 +107,22 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FAKE)
+
+
+def _is_for_subclass(args: Any) -> bool:
+    """Whether a call draws for a tensor of another class, whose handler may take any generator, and any count of numbers."""
+    # The part of a ``DTensor`` on this rank takes fewer, and on the CPU none from a given generator.
+    return bool(args) and type(args[0]) not in _PLAIN and isinstance(args[0], torch.Tensor)
+
+
 _one_draw = threading.Lock()
 
 
 def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator, *, is_draw: bool) -> Any:
     """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
     form, position = _form_of(operator)
-    if position >= 0:
+    if position >= 0 and (not _is_for_subclass(args) or _given_generator(operator, args, kwargs) is not None):
         return form(*args[:position], **{**kwargs, "generator": generator})
     default = default_generator(generator.device)
     # An operator that is not known to draw may wait for others, collectives among them: no lock.
@@ -201,7 +210,7 @@ class NotedStates:
 
     def note(self, operator: Any, args: Any, kwargs: Any, generator: torch.Generator, before: torch.Tensor) -> Any:
         """Returns the state before a draw, as it is held."""
-        if id(operator) not in _BY_SHAPE or generator is not torch.default_generator:
+        if id(operator) not in _BY_SHAPE or generator is not torch.default_generator or _is_for_subclass(args):
             return before
         series = None if self._series is None else self._series()
         if series is None or len(series.calls) == _LONGEST or _bytes_of(before) != self._after:
