@@ -260,8 +260,8 @@ class Tape:
             store.members.append(_weakref(tensor))
 
     def note_uninitialized(self, tensor: Any) -> None:
-        address = storage_of(tensor) if isinstance(tensor, _Tensor) else None
-        if address is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        address = storage_of(tensor) if isinstance(tensor, _Tensor) and is_dense(tensor) else None
+        if address is None:
             return
         value = self._uninitialized_like(tensor, address)
         value.store.uninitialized = True

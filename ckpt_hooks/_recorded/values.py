@@ -27,8 +27,9 @@ from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts, facts_of
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
 from ckpt_hooks._tensors.held_tensors import HeldTensor
-from ckpt_hooks._torch.tensors import set_versions, storage_of
+from ckpt_hooks._torch.tensors import handles_operators, set_versions, storage_of
 
 
 class Surroundings:
@@ -356,6 +357,8 @@ def counter_of(tables: Tables, tensor: torch.Tensor) -> object:
 def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, surroundings: Surroundings) -> Value | None:
     """Returns the value of such an alias, as a view of another tensor in the storage; None if no tensor there will do."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return None
+    if type(tensor) not in PLAIN_OR_FAKE and handles_operators(tensor):  # a view of a plain tensor has other operators
         return None
     for member in tables.live_members(store):
         value = tables.known.get(id(member))

@@ -151,8 +151,12 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
         tables.make_external(store, f"written to by {func}, which raised")
         raise
     tables.number = op.number = tables.number + 1
-    value = new_value(op.number, store, before.counter, op)
-    value.tensor = before.tensor
+    if out is target:
+        value = new_value(op.number, store, before.counter, op)
+        value.tensor = before.tensor
+    else:  # from the handler of another argument's class, which returns a tensor of that class
+        op.facts, op.is_plain = facts, False
+        value = _after(tape, op, before)
     store.written = True
     if store.uninitialized:
         store.uninitialized, store.members = False, []

@@ -65,6 +65,11 @@ def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: An
         return function(*args)
 
 
+def handles_operators(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class which runs operators in its own way, below autograd."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an empty tensor with the version counter of another tensor, which keeps no memory alive."""
     witness = counted_detach(tensor)
