@@ -81,7 +81,7 @@ def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Ten
         return (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
     strides = tensor.stride() if strides is None else strides
     stored = _stored(tensor.detach(), strides)
-    copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    copy = stored.new_empty_strided(stored.shape, strides)  # of the same class
     copy.copy_(stored)  # where windows overlap, elements which share a place are equal
     if copy.shape != tensor.shape:
         copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)

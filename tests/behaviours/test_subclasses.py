@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import policies
 from tests.behaviours.recorded import Recorded
-from tests.behaviours.runs import Run, assert_as_eager
+from tests.behaviours.runs import SILENT, Run, assert_as_eager, runs
 
 OURS = {
     "region": Recorded(),
@@ -121,5 +122,20 @@ def test_a_wrapper_that_the_function_makes_around_its_memory(run):
         x = torch.randn(4, requires_grad=True)
         y = run(function, x)
         return y, torch.autograd.grad(y.sum(), x)[0]
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=SILENT)
+def test_a_transposed_wrapper_as_an_argument_whose_copy_was_never_written_to(run):
+    """The rerun gets another copy, with strides and version of forward, of the same class."""
+
+    def program(run):
+        x = two_leaves(5, 3)
+        h = (x * 2).t()
+        h.mul_(3)
+        with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            y = run(lambda h: (h * h._version).sin().exp(), h)
+        return gradients_twice(y, x)
 
     assert_as_eager(program, run)
