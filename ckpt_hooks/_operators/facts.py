@@ -180,6 +180,7 @@ class OpFacts:
         "is_random",
         "is_repeatable",
         "is_routing",
+        "is_silent",
         "is_trusted",
         "is_uninitialized",
         "is_view",
@@ -224,6 +225,9 @@ class OpFacts:
         self.replaces_storage = self.name in REPLACES_STORAGE
         # It only tells the allocator of a stream which uses a tensor.
         self.is_mark = operator is RECORD_STREAM
+        # The same, or it tells a layout: there is nothing to bring back.
+        results = [] if schema is None else [str(returned.type) for returned in schema.returns]
+        self.is_silent = kind is Kind.IGNORED and not any("Tensor" in one for one in results)
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         # A result is neither an argument nor a view of one.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
@@ -236,7 +240,7 @@ class OpFacts:
             and not self.has_fresh
         )
         self.alone: OpFacts | None = None  # see :meth:`as_functional`
-        self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
+        self.single = results == ["Tensor"]
         # With the version counter of its input, unlike an alias.
         self.is_view = (
             schema is not None
@@ -291,7 +295,7 @@ class OpFacts:
             or self.is_uninitialized
             or self.is_like
             or self.is_inplace_view
-            or self.is_mark
+            or self.is_silent
             or (self.looks_at_switches and not aten)
         )
 

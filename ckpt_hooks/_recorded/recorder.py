@@ -245,8 +245,8 @@ class Recorder(SelectiveCheckpointContext):
             self._look_closely(facts)
         if facts.is_opaque:
             return writes.run_opaque(tape, func, facts, args, kwargs)
-        if facts.is_mark:
-            return writes.run_marking(tape, facts, args, kwargs)
+        if facts.is_silent:
+            return writes.run_marking(tape, facts, args, kwargs) if facts.is_mark else facts.call(*args, **kwargs)
         if facts.is_uninitialized:
             out = facts.call(*args, **kwargs)
             tape.note_uninitialized(out)

@@ -1,4 +1,4 @@
-"""Tensors of other classes in regions: wrappers of tensors."""
+"""Tensors of other classes in regions: wrappers of tensors, and nested tensors."""
 
 from __future__ import annotations
 
@@ -137,5 +137,22 @@ def test_a_transposed_wrapper_as_an_argument_whose_copy_was_never_written_to(run
         with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
             y = run(lambda h: (h * h._version).sin().exp(), h)
         return gradients_twice(y, x)
+
+    assert_as_eager(program, run)
+
+
+# Nested tensors
+
+
+@everywhere
+@pytest.mark.parametrize("draw", ["dropout", "numbers alike", "filled"])
+def test_nested_tensors(run, draw):
+    """Of the layout which is a wrapper. To be asked for its sizes is no read of it."""
+
+    def program(run):
+        made = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+        x = made.requires_grad_()
+        y = run(lambda x: DRAWS[draw](F.gelu(DRAWS[draw](x.sin()))).cos(), x)
+        return [torch.autograd.grad(y.values().sum(), x, retain_graph=retain)[0].values() for retain in (True, False)]
 
     assert_as_eager(program, run)
