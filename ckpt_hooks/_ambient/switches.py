@@ -356,9 +356,14 @@ _OFF = modes.made_apart(lambda: _read(_DTYPES)) if modes.is_any_autocast_enabled
 
 #: Autocast of every device type; the cache of cast weights is a switch of its own.
 AUTOCAST = _Autocast(modes.is_any_autocast_enabled, [*_ENABLED, *_DTYPES], [*[False] * len(_ENABLED), *_OFF])
-#: Function modes (``torch.overrides.TorchFunctionMode``), and the mode of the default device, which is noted elsewhere besides.
+#: Function modes (``torch.overrides.TorchFunctionMode``), the mode of the default device, which is noted elsewhere besides, and
+#: whether modes and subclasses are asked: in a backward which begins with a subclass, torch asks none.
 FUNCTION_MODES = ThreadState(
-    lambda: modes.num_function_modes() > 0 or modes.global_device_mode() is not None,
-    [Switch((), _read_modes, _write_modes), Switch((), modes.global_device_mode, modes.set_global_device_mode)],
-    [[], None],
+    lambda: modes.num_function_modes() > 0 or modes.global_device_mode() is not None or not modes.are_functions_asked(),
+    [
+        Switch((), _read_modes, _write_modes),
+        Switch((), modes.global_device_mode, modes.set_global_device_mode),
+        Switch((), _c._get_torch_function_state, _c._set_torch_function_state),
+    ],
+    [[], None, _c._TorchFunctionState.ENABLED],
 )

@@ -29,7 +29,7 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, storage_of, version_of
+from ckpt_hooks._torch.tensors import counted_detach, handles_operators, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
@@ -112,7 +112,8 @@ def _save_all(
 
 def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
     """Returns a tensor as saved, or None where autograd refuses to save: the function may just pass such a tensor on."""
-    if tensor.is_inference():
+    # Hooks hand back the content of a subclass that has functions of its own, not its class or attributes.
+    if tensor.is_inference() or not (type(tensor) in _TENSOR_TYPES or handles_operators(tensor)):
         return None
     try:
         return save_tensor(tensor)

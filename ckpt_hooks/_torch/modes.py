@@ -44,6 +44,9 @@ _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_inc
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 
+# Whether function modes and the ``__torch_function__`` of subclasses are asked on this thread.
+are_functions_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
+
 # Pushes and pops a mode without entering it, which changes the state of some.
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack

@@ -1,6 +1,8 @@
-"""Tensors of other classes in regions: wrappers of tensors, and nested tensors."""
+"""Tensors of other classes in regions: wrappers of tensors, nested tensors, and classes with functions of their own."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpt_hooks import policies
 from tests.behaviours.recorded import Recorded
 from tests.behaviours.runs import SILENT, Run, assert_as_eager, runs
+from tests.measure import leaf
 
 OURS = {
     "region": Recorded(),
@@ -20,6 +23,7 @@ OURS = {
     "contexts": Run("ours").selecting([torch.ops.aten.mm.default]),
     "nested calls": Run("ours", "nested"),
 }
+ours = pytest.mark.parametrize("run", OURS.values(), ids=OURS)
 everywhere = pytest.mark.parametrize("run", [*OURS.values(), Run("torch")], ids=[*OURS, "torch"])
 
 
@@ -154,5 +158,58 @@ def test_nested_tensors(run, draw):
         x = made.requires_grad_()
         y = run(lambda x: DRAWS[draw](F.gelu(DRAWS[draw](x.sin()))).cos(), x)
         return [torch.autograd.grad(y.values().sum(), x, retain_graph=retain)[0].values() for retain in (True, False)]
+
+    assert_as_eager(program, run)
+
+
+# Functions of their own
+
+
+class Shortened(torch.Tensor):
+    """Has half the cosine, by a function above autograd."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.Tensor.cos:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = (out / 2).as_subclass(cls)
+        return out
+
+
+def hooks_that_do_nothing():
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def plain(tensor):
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+@ours
+@pytest.mark.parametrize("draw", ["dropout", "dropout in place", "masks"])
+def test_a_backward_that_begins_with_such_a_class(run, draw):
+    """In it torch asks no functions of classes, and a recompute does. Torch's checkpoint does not, and says nothing."""
+
+    def program(run):
+        x, w = leaf(4), torch.randn(4, dtype=torch.float64).as_subclass(Shortened).requires_grad_()
+        y = run(lambda x: DRAWS[draw]((x * w).cos()).sin(), x)
+        y.sum().backward()
+        return plain(y), plain(x.grad), plain(w.grad)
+
+    assert_as_eager(program, run)
+
+
+@ours
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, hooks_that_do_nothing])
+def test_an_argument_of_such_a_class(run, hooks):
+    """Saved-tensor hooks bring back what is in it, and neither class nor attributes."""
+
+    def program(run):
+        x = leaf(4)
+        h = (x * 2).as_subclass(Shortened)
+        h.unit = 3.0
+        with hooks():
+            y = run(lambda h: (h.cos() * h.unit).sin(), h)
+        return plain(y), *torch.autograd.grad(y.as_subclass(torch.Tensor).sum(), x)
 
     assert_as_eager(program, run)
