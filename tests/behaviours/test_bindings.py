@@ -513,6 +513,39 @@ def test_hooks_of_any_kind(kind, way, run):
     assert_as_eager(program, ALL_REGIONS[run])
 
 
+def at_address(number, make):
+    """Returns what is made at an address, if it is free; what is made at others meanwhile is kept."""
+    others = [make()]
+    while id(others[-1]) != number and len(others) < 10_000:
+        others.append(make())
+    return others.pop()
+
+
+@function_regions
+@pytest.mark.parametrize("make", [counting, Slotted])
+@pytest.mark.parametrize("way", ["forward", "hook"])
+def test_another_one_at_the_same_address(way, make, run):
+    """What is noted of a function or object that is gone says nothing of the next one."""
+
+    def program(run):
+        module, found, number = Runs(), [], None
+        module.forward = module.run
+        for _ in range(3):
+            one = make() if number is None else at_address(number, make)
+            number, handle = id(one), module.register_forward_hook(one) if way == "hook" else None
+            if way == "forward":
+                module.forward = one
+            del one
+            found += steps_of(module, run)
+            if way == "hook":
+                handle.remove()
+            else:
+                del module.forward
+        return found
+
+    assert_as_eager(program, run)
+
+
 def hook_without_references(module):
     hook = Slotted()
     hook.owner = module

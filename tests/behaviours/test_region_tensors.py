@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint_region, policies
 from tests import regions
 from tests.behaviours.recorded import Recorded, runs
-from tests.behaviours.runs import Run, assert_as_eager, gradients
+from tests.behaviours.runs import assert_as_eager, gradients
 from tests.measure import leaf
 
 # Layers
@@ -126,72 +125,6 @@ def test_a_subclass_in_a_region_in_a_function_frame():
     x, w = leaf(4), nn.Parameter(torch.randn(4, dtype=torch.float64).as_subclass(Tagged))
     (found,) = torch.autograd.grad(Recorded("inside")(lambda x: (x * w).sin().exp(), x).sum(), x)
     assert torch.equal(found, torch.autograd.grad((x * w).sin().exp().sum(), x)[0])
-
-
-class Scaled(torch.Tensor):
-    """Has a sine of its own, by an attribute."""
-
-    scale = 1.0
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        out = super().__torch_function__(func, types, args, kwargs or {})
-        return out * args[0].scale if func is torch.Tensor.sin else out
-
-
-@pytest.mark.parametrize("run", [Run("ours"), Run("ours", "nested"), Recorded(), Recorded("inside")], ids=lambda run: run.form)
-def test_a_subclass_with_functions_of_its_own_and_attributes(run):
-    """A rerun finds the argument's class and attributes, also in a backward that starts from the subclass."""
-
-    def program(run):
-        torch.manual_seed(0)
-        x = leaf(4).as_subclass(Scaled)
-        x.scale = 3.0
-        y = run(lambda x: x.sin().exp() * x.scale, x)
-        gradients = torch.autograd.grad(y, x, torch.ones_like(y))
-        return [one.detach().as_subclass(torch.Tensor) for one in (y, *gradients)]
-
-    assert all(map(torch.equal, program(run), program(lambda function, x: function(x))))
-
-
-DRAWING = {
-    "dropout": lambda x: F.dropout(F.dropout(x.sin(), 0.4).cos(), 0.4),
-    "dropout in place": lambda x: F.dropout(x.sin(), 0.4, inplace=True).cos(),
-    "mask": lambda x: x.sin() * torch.empty_like(x).bernoulli_(0.6).div_(0.6),
-    "numbers": lambda x: x.sin() * torch.rand_like(x) + torch.empty_like(x).normal_().add_(1).sin_() * x,
-    "beside plain tensors": lambda x: F.dropout(x * F.dropout(torch.ones(3, 4)).exp().mean().item()).exp(),
-}
-WRAPPERS = {
-    "two": lambda: TwoTensor(torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(0, 2, 12).reshape(3, 4)),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)], layout=torch.jagged),
-}
-SELECTIVE = {"a policy": policies.dots_saveable, "all kept": policies.everything_saveable, "none": None}
-
-
-@pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE)
-@pytest.mark.parametrize("form", ["region", "nested", "inside"])
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_wrappers_of_tensors_that_draw_and_write(kind, form, policy):
-    """Fresh memory of a replay is of the class that it was in forward; two backwards, and the numbers drawn after."""
-
-    def parts_of(tensor):
-        return [tensor.a, tensor.b] if kind == "two" else [tensor.values(), tensor.offsets()]
-
-    def program(function, run):
-        torch.manual_seed(3)
-        x = WRAPPERS[kind]().detach().requires_grad_()
-        y = run(function, x)
-        after = torch.get_rng_state()
-        found = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2)]
-        assert {*map(type, (y, *found))} == {type(x)}
-        return [after, *(part for one in (y.detach(), *found) for part in parts_of(one))]
-
-    # Of jagged tensors on a CPU, torch draws those like others alone.
-    functions = DRAWING if kind == "two" else {"numbers": lambda x: (x.sin() * torch.rand_like(x)).exp() * torch.randn_like(x)}
-    for name, function in functions.items():
-        expected = program(function, lambda function, x: function(x))
-        ours = program(function, Recorded(form, policy=policy))
-        assert all(map(torch.equal, ours, expected)), name
 
 
 class Halved(torch.Tensor):
