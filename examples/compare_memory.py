@@ -36,7 +36,7 @@ def front_of(budget: str, options: Options = OPTIONS) -> ParetoFront:
     run = Run("none", text, vocabulary, options)
     tokens, targets = draw_batch(text, options, torch.Generator().manual_seed(options.seed))
     step = lambda _: run.forward_backward(tokens, targets)  # noqa: E731
-    return plan_memory(run.model, step, as_budget(budget), blocks=["blocks.*"]).pareto()
+    return plan_memory(run.model, step, as_budget(budget), blocks=["blocks.*"], cost="operations").pareto()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

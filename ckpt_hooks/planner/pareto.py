@@ -137,7 +137,12 @@ def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:
             else effect_of(profile, entry, (), is_plain=True)
             for entry in profile.entries
         ]
-        again = [entry.ops[at] for entry, effect in zip(profile.entries, effects, strict=True) for at in effect.again]
+        # Torch calls the block again, up to the last operator whose result backward needs, and skips what was kept.
+        again = [
+            entry.ops[at]
+            for entry, effect in zip(profile.entries, effects, strict=True)
+            for at in sorted({*range(max(effect.again, default=-1) + 1)}.difference(keeps(entry)))
+        ]
         cost, seconds = sum(op.cost for op in again), sum(op.seconds for op in again)
         peak = search.ranks.most(peak_of(profile, effects, search.natural))
         return ParetoPoint(name, peak, cost / whole if whole else 0.0, seconds)
