@@ -484,11 +484,28 @@ def test_the_picture_of_a_front(tmp_path):
     assert (tmp_path / "front.svg").stat().st_size < 100_000
     (axes,) = picture.figure.axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "torch.utils.checkpoint",
+        "torch.utils.checkpoint: nothing, products, or half of them kept;\non all blocks, every n-th, or the first n",
         "plans",
         "this plan",
         "budget",
     ]
+
+
+def test_torch_calls_a_block_again_up_to_the_last_operator_needed():
+    """It computes the product in front of a dropout again, of which backward needs the mask alone."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(2)))
+    x = torch.randn(8, 16)
+
+    def step(model):
+        model(x).sum().backward()
+
+    profile, _ = profiled(model, step, ["*"])
+    ops = [op for entry in profile.entries for op in entry.ops]
+    whole, again = (sum(op.cost for op in ops if op.name not in names) for names in ((), ("aten.mul.Tensor",)))
+    points = {point.name: point.recomputed for point in plan_memory(model, step, 0.5, blocks=["*"]).pareto().torch}
+    assert points["nothing kept, all blocks"] == pytest.approx(again / whole)
+    products = sum(op.cost for op in ops if op.name == "aten.addmm.default")
+    assert points["products kept, all blocks"] == pytest.approx((again - products) / whole)
 
 
 def test_everything_in_place_is_restored():
