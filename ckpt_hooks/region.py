@@ -269,8 +269,9 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
         Where ``torch.compile`` traces the ``with`` block and the call of ``checkpoint_region`` in it, the compiler decides how
         to compute activations again, and keeps what the policy names. The other options mean nothing there. In an eager block,
-        results of code which Inductor compiled are kept, under ``torch._inductor.config.wrap_inductor_compiled_regions`` too:
-        the one operator for such code does not say which inputs it overwrites, and empties its list of inputs.
+        results of code which Inductor compiled are kept. Under ``torch._inductor.config.wrap_inductor_compiled_regions`` such
+        code is one operator, ``inductor_compiled_code``, and a policy decides on it; results of code which writes to its
+        inputs, to the statistics of batch norm, say, are kept.
 
     Example:
         >>> import torch

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
+import shutil
+import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.convert_frame import register_bytecode_hook
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ckpt_hooks
 from ckpt_hooks import (
+    CheckpointPolicy,
     checkpoint,
     checkpoint_chunks,
     checkpoint_loop,
@@ -21,8 +27,9 @@ from ckpt_hooks import (
     policies,
     trace,
 )
+from ckpt_hooks._torch import compiling
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.measure import in_turns
+from tests.measure import CountOps, Watch, in_turns
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -215,3 +222,270 @@ def test_a_compiled_function_of_a_view(view, form, dynamic, backwards):
     (expected, graphs), (gradients_found, graphs_found) = found
     assert all_equal(gradients_found, expected)
     assert graphs_found == graphs
+
+
+# Code of Inductor that is one operator
+
+P = CheckpointPolicy
+COMPILED = torch._higher_order_ops.wrap.inductor_compiled_code
+#: Before 2.12 the operator is given a function, of which nothing tells whether it writes to its inputs: the results are kept.
+Code = getattr(torch._higher_order_ops.wrap, "InductorCompiledCallable", None)
+
+
+class Ran(Watch):
+    """Counts how often the operator runs again, and how often a policy would be asked about it."""
+
+    wants_operators = True
+
+    def __init__(self):
+        self.count = self.asked = 0
+
+    def ran(self, region, operator):
+        self.asked += operator.is_asked_about and operator.name == str(COMPILED)
+        self.count += operator.in_recompute and operator.name == str(COMPILED)
+
+
+ANSWERS = {P.MUST_SAVE: 0, P.PREFER_SAVE: 0, P.MUST_CPU_OFFLOAD: 0, P.PREFER_RECOMPUTE: 1, P.MUST_RECOMPUTE: 1}
+SELECTIVE = {
+    "call": lambda f, x, policy: checkpoint(policy=policy)(f)(x),
+    "region": lambda f, x, policy: recorded(f, x, policy=policy),
+    "in a region": lambda f, x, policy: recorded(lambda x: recorded(f, x, policy=policy) * 1, x),
+    "replayed as a whole": lambda f, x, policy: recorded(f, x, policy=policy, replay_whole=True),
+    "replayed one by one": lambda f, x, policy: recorded(f, x, policy=policy, replay_whole=False),
+}
+
+
+def answering(answer, asked):
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return answer if op is COMPILED else P.PREFER_RECOMPUTE
+
+    return policy
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")
+@pytest.mark.parametrize(("answer", "form"), [*zip(ANSWERS, SELECTIVE, strict=True), (P.PREFER_RECOMPUTE, "call")])
+def test_a_policy_decides_on_code_of_inductor(answer, form):
+    """As under torch's selective checkpoint, and bitwise, with a backward that overwrites what was saved for it."""
+    block = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 8))
+    parameters = [weight := nn.Parameter(torch.eye(8)), *block.parameters()]
+    code = torch.compile(lambda x: (x @ weight).sin().exp().cos(), options={"wrap_inductor_compiled_regions": True})
+    run, asked = SELECTIVE[form], {}
+
+    def function(x):
+        return (code(block(x)) * 2).add_(1).sin()
+
+    def of_torch(function, x):
+        policy = answering(answer, asked.setdefault("torch", []))
+        contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+    expected = gradients(plainly, function, parameters, 4, 8, backwards=1)
+    with Ran() as ran:
+        found = gradients(
+            lambda f, x: run(f, x, answering(answer, asked.setdefault("ours", []))), function, parameters, 4, 8, backwards=1
+        )
+    assert all_equal(found, expected)
+    assert ran.count == (ANSWERS[answer] if Code else 0)
+    assert ran.asked == 1
+    gradients(of_torch, function, parameters, 4, 8, backwards=1)
+    assert asked["ours"].count(COMPILED) == asked["torch"].count(COMPILED) == 1
+
+
+GENERATED = "torch._inductor.runtime.compile_tasks.made"
+
+
+def as_code(function, *examples, module=GENERATED):
+    """Returns a function that calls another one as code of Inductor's is called: without gradients, by the operator."""
+    graph = make_fx(function)(*examples)
+
+    def call(inputs):
+        given = [*inputs]
+        inputs.clear()
+        return function(*given)
+
+    call.__module__ = module
+    code = Code(call, graph) if Code else call
+
+    def run(*inputs):
+        with torch.no_grad():
+            return COMPILED(code, [*inputs])
+
+    return run
+
+
+def of_a_result(x):
+    """Its input is another one afterwards."""
+    code = as_code(lambda h: (h.sin() * 3,), x.detach())
+    h = x.detach() * 1
+    (one,) = code(h)
+    h.mul_(2)
+    (other,) = code(h)
+    h.add_(1)
+    return (x * one).exp() * (x * other).sin() * h
+
+
+def that_draws(x):
+    code = as_code(lambda h: (torch.rand_like(h) * h, torch.rand(8)), x.detach())
+    one, other = code(x.detach())
+    return (x * one * torch.rand_like(x)).exp() * (x * other).sin()
+
+
+TABLE = torch.linspace(-1, 1, 64).reshape(8, 8)
+
+
+def that_returns_an_input(x):
+    code = as_code(lambda h: (h.sin(), h, h.t(), 3, None), x.detach())
+    one, same, turned, number, _ = code(x.detach() * 1)
+    _, _, outside, _, _ = code(TABLE)
+    return (x * one).exp() * (x * same).sin() * (x * turned.t()).cos() * (x * outside).sin() * number
+
+
+def that_writes(x):
+    """It is not to run again, whatever a policy says."""
+    total = torch.zeros(8)
+
+    def add(h, total):
+        total.add_(h.sum(0).sin())
+        return (h * total,)
+
+    code = as_code(add, x.detach(), torch.zeros(8))
+    (one,) = code(x.detach(), total)
+    (other,) = code(x.detach().cos(), total)
+    return (x * one).exp() * (x * other).sin() * total
+
+
+def in_a_function(x):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            (result,) = code(h)
+            ctx.save_for_backward(result)
+            return result * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0].cos()
+
+    code = as_code(lambda h: (h * 2,), x.detach())
+    return Double.apply(x.sin()).exp()
+
+
+def that_returns_a_constant(x):
+    """Each run returns the same memory, which the program writes to."""
+    table = torch.ones(8)
+    code = as_code(lambda h: (h.sin(), table), x.detach())
+    one, same = code(x.detach())
+    y = (x * one * same.clone()).exp()
+    same.mul_(2)
+    return y * same
+
+
+def on_two_devices(x):
+    """Nothing tells which generator it draws from."""
+    code = as_code(lambda h: (h.sin() * torch.rand(8), torch.ones(2, device="meta")), x.detach())
+    return (x * code(x.detach())[0]).exp()
+
+
+def that_was_not_generated(x):
+    """As a CUDA graph, which writes to the memory that it returned in its next run."""
+    code = as_code(lambda h: (h.sin(),), x.detach(), module="torch._inductor.compile_fx")
+    return (x * code(x.detach())[0]).exp()
+
+
+#: Programs, and how often code runs again for one backward.
+OF_CODE = {
+    of_a_result: 2,
+    that_draws: 1,
+    that_returns_an_input: 2,
+    that_writes: 0,
+    in_a_function: 0,
+    that_returns_a_constant: 0,
+    on_two_devices: 0,
+    that_was_not_generated: 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "form", "answer"), in_turns(OF_CODE, SELECTIVE, [P.PREFER_RECOMPUTE, P.MUST_RECOMPUTE, P.MUST_SAVE])
+)
+def test_code_of_inductor_that_runs_again(program, form, answer):
+    asked, times = [], OF_CODE[program] if Code and ANSWERS[answer] else 0
+    expected = gradients(plainly, program, [], 8, 8)
+    after = torch.get_rng_state()
+    with Ran() as ran:
+        found = gradients(lambda f, x: SELECTIVE[form](f, x, answering(answer, asked)), program, [], 8, 8)
+    assert all_equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert ran.count == 2 * times
+    assert COMPILED in asked or program is in_a_function
+
+
+def test_a_graph_of_a_device_is_no_code_that_runs_again():
+    """Nor is code of which a part was captured. What copies inputs that are not aligned is looked through."""
+    from torch._inductor.compile_fx import cudagraphify
+    from torch._inductor.utils import align_inputs_from_check_idxs
+
+    def code(inputs):
+        return inputs
+
+    class Runner:
+        __module__ = GENERATED
+        partitions = ()
+
+        def call(self, inputs):
+            return inputs
+
+    code.__module__ = Runner.call.__module__ = GENERATED
+    captured = cudagraphify(code, device_index=0, stack_traces=[], is_backward=False, is_inference=False)
+    partly = Runner()
+    partly.partitions = [code, captured]
+    aligned = [align_inputs_from_check_idxs(one, [0], set()) for one in (code, captured)]
+    found = [compiling._is_generated(one) for one in (code, Runner().call, captured, partly.call, *aligned)]
+    assert found == [True, True, False, False, True, False]
+
+
+def is_seen():
+    return torch.utils._python_dispatch._is_in_torch_dispatch_mode
+
+
+def test_code_is_an_operator_in_regions_alone():
+    """Whether a region ends by an error, on two threads that overlap, with a trace around, or a mode of the user's."""
+    x = torch.randn(4, requires_grad=True)
+    seen = []
+
+    def failing(x):
+        seen.append(is_seen())
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        recorded(failing, x)
+    seen.append(is_seen())
+    with trace(operators=True):
+        recorded(torch.sin, x).sum().backward()
+    seen.append(is_seen())
+    inside, leave = threading.Event(), threading.Event()
+
+    def waiting(x):
+        inside.set()
+        assert leave.wait(10)
+        seen.append(is_seen())
+        return x.sin()
+
+    thread = threading.Thread(target=recorded, args=(waiting, x))
+    thread.start()
+    assert inside.wait(10)
+    recorded(torch.sin, x)
+    leave.set()
+    thread.join()
+    seen.append(is_seen())
+    with CountOps():
+        thread = threading.Thread(target=recorded, args=(torch.sin, x))
+        thread.start()
+        thread.join()
+        seen.append(is_seen())
+        recorded(torch.sin, x)
+        seen.append(is_seen())
+    seen.append(is_seen())
+    assert seen == [True, False, False, True, False, True, True, False]

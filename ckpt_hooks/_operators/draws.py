@@ -60,7 +60,8 @@ def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     if device is None:
         if args and isinstance(args[0], torch.Tensor):
             return args[0].device
-        device = next((value.device for value in args if isinstance(value, torch.Tensor)), "cpu")
+        inner = (one for value in args for one in (value if type(value) is list else (value,)))
+        device = next((one.device for one in inner if isinstance(one, torch.Tensor)), "cpu")
     return torch.device(device)
 
 

@@ -9,6 +9,7 @@ import copy
 import enum
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
+from ckpt_hooks._torch.compiling import graph_of
 from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
 # Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this one need it.
@@ -106,6 +108,9 @@ BUFFERED_MASKS = frozenset({"_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_r
 #: Operators of operators which only compute an output. Others may write to their arguments.
 PURE_HIGHER_ORDER = frozenset({"flex_attention"})
 
+#: The operator by which Inductor calls its code, under ``wrap_inductor_compiled_regions``.
+COMPILED = "inductor_compiled_code"
+
 
 class Kind(enum.Enum):
     """The actions open to a recompute for an operator: a view or a write is not done by returning a kept output."""
@@ -169,6 +174,7 @@ class OpFacts:
         "has_shape_from_data",
         "is_asked_about",
         "is_collective",
+        "is_compiled",
         "is_detach",
         "is_fast",
         "is_fresh",
@@ -216,10 +222,13 @@ class OpFacts:
         arguments = [] if schema is None else schema.arguments
         types = [str(argument.type) for argument in arguments]
         positions = tuple(index for index, one in enumerate(types) if one in ("Tensor", "Optional[Tensor]"))
+        self.is_compiled = schema is None and self.full_name == COMPILED
         # Positions of lists of tensors; of tensors, for each number of positional arguments; names of both.
         self.lists = tuple(index for index, one in enumerate(types) if "Tensor" in one and index not in positions)
         self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
+        if self.is_compiled:
+            self.lists = (1,)  # behind the code; there is no schema
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
         # A written tensor may be in another storage afterwards.
@@ -251,13 +260,14 @@ class OpFacts:
         )
         self.is_never_kept = kind in (Kind.VIEW, Kind.ALIASES)
         # An output can stand in for another run, so policies are asked.
-        self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and not self.is_opaque)
+        is_known = not self.is_opaque or self.is_compiled
+        self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and is_known)
         self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
         self.has_effect = kind is Kind.EFFECT
         # ``tensor.data`` runs ``detach`` too, and has a version of its own.
         self.is_detach = self.name == "detach" and self.is_view
         self.draws = torch.Tag.nondeterministic_seeded in tags
-        self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or self.draws
+        self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or self.draws or self.is_compiled
         self.is_uninitialized = aten and self.name in UNINITIALIZED
         # It reads only the shape of its first argument.
         self.is_like = aten and self.name in LIKE
@@ -315,6 +325,10 @@ class OpFacts:
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
         """Returns the arguments of a call known to be written to; all arguments of an opaque operator."""
         return [args, kwargs] if self.is_opaque else [written.of(args, kwargs) for written in self.written]
+
+    def given(self, args: Any) -> Any:
+        """Returns the arguments of a call, to look at when it has run: compiled code empties the list of its inputs."""
+        return (args[0], [*args[1]], *args[2:]) if self.is_compiled else args
 
     def unread(self, args: Sequence[Any]) -> Sequence[int]:
         """Returns the positions of tensors that a call writes to, and of whose old content no result depends."""
@@ -476,6 +490,68 @@ def facts_of(operator: Any) -> OpFacts:
     if found is None:
         found = KNOWN[id(operator)] = OpFacts(operator)
     return found
+
+
+class CodeFacts(NamedTuple):
+    """What there is to know of code of Inductor's."""
+
+    written: frozenset[int] | None  # the places of inputs that it writes to; None where unknown, or where it has other effects
+    devices: frozenset[torch.device]  # on which it makes tensors without a look at its inputs
+
+
+_UNKNOWN = CodeFacts(None, frozenset())
+_known_code: weakref.WeakKeyDictionary[Any, CodeFacts] = weakref.WeakKeyDictionary()
+#: Where functions of a graph are from that are no operators: arithmetic of sizes, and parts of results.
+_OF_NUMBERS = frozenset({"_operator", "builtins", "math"})
+
+
+def facts_of_code(compiled: Any) -> CodeFacts:
+    graph = graph_of(compiled)
+    if graph is None:
+        return _UNKNOWN
+    found = _known_code.get(compiled)
+    if found is None:
+        nodes = list(graph.nodes)
+        given = itertools.chain.from_iterable((*node.args, *node.kwargs.values()) for node in nodes)
+        found = CodeFacts(_find_written(nodes), frozenset(one for one in given if isinstance(one, torch.device)))
+        _known_code[compiled] = found
+    return found
+
+
+def _find_written(nodes: Sequence[Any]) -> frozenset[int] | None:
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    found = set()
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if node.op == "output":
+            if any(_base_of(one).op == "get_attr" for one in node.all_input_nodes):
+                return None  # memory that each run returns, and that the program may write to
+            continue
+        if type(node.target) is not OVERLOAD:
+            if getattr(node.target, "__module__", None) not in _OF_NUMBERS:
+                return None
+            continue
+        facts = facts_of(node.target)
+        if facts.is_opaque or facts.is_inplace_view or facts.has_effect or facts.is_collective:
+            return None
+        for written in facts.written:
+            target = _base_of(written.of(node.args, node.kwargs))
+            if target in inputs:
+                found.add(inputs.index(target))
+            elif getattr(target, "op", "") != "call_function":  # a list of tensors, or a constant
+                return None
+    return frozenset(found)
+
+
+def _base_of(node: Any) -> Any:
+    """Returns what a node of a graph is a view of, as far as operators tell."""
+    while getattr(node, "op", "") == "call_function":
+        facts = facts_of(node.target) if type(node.target) is OVERLOAD else None
+        if not (facts is None or facts.is_view or facts.is_never_kept):
+            break
+        node = node.args[0]
+    return node
 
 
 def same_operator(one: Any, other: Any) -> bool:

@@ -173,12 +173,14 @@ class OperatorWatch(QuietDispatchMode):
         kwargs, observers = kwargs or {}, watch.observers
         is_again = self._replayed is not None or is_recomputing()
         is_cast_again = facts.kind is Kind.CAST and is_kept_anyway(args[0])  # of a parameter: autocast keeps it for a while
+        given = facts.given(args)
         begun = thread_seconds()
         output = func(*args, **kwargs) if kwargs else func(*args)
         seconds = thread_seconds() - begun if any(observer.wants_durations for observer in observers) else None
         count_writes(func, args)
-        inputs = _tensors_in((args, kwargs))
-        written = set(map(id, _tensors_in(facts.written_in(args, kwargs))))
+        inputs = _tensors_in((given, kwargs))
+        written = set(map(id, _tensors_in(facts.written_in(given, kwargs))))
+        is_compiled = is_compiled_code_running() and not facts.is_compiled
         is_asked_in_task = not is_again and graph_task_id() == watch.task
         ran = Operator(
             name=facts.full_name,
@@ -186,7 +188,7 @@ class OperatorWatch(QuietDispatchMode):
             outputs=tuple(info_of(tensor, observers) for tensor in _tensors_in(output)),
             site=None if self._replayed is not None else site_of(sys._getframe(1)),
             in_recompute=is_again,
-            is_asked_about=facts.is_asked_about and is_asked_in_task and not (is_cast_again or is_compiled_code_running()),
+            is_asked_about=facts.is_asked_about and is_asked_in_task and not (is_cast_again or is_compiled),
             is_view=facts.is_view or facts.is_never_kept,
             writes=tuple(position for position, tensor in enumerate(inputs) if id(tensor) in written),
             reads_shape_only=(facts.is_like or facts.is_uninitialized) and bool(inputs),

@@ -7,17 +7,19 @@ through :mod:`.writes`.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.switches import read_common, read_fast
 from ckpt_hooks._core.holdings import BY_POLICY
-from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
+from ckpt_hooks._core.modes import count_writes, is_compiled_code_running, only_quiet_modes
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.draws import drops_nothing
 from ckpt_hooks._operators.facts import KNOWN, Kind, OpFacts, facts_of
@@ -26,6 +28,7 @@ from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import bound
+from ckpt_hooks._torch.modes import be_seen_by_modes, is_seen_by_modes
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address
 from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE, SelectiveCheckpointContext
 
@@ -39,6 +42,11 @@ _Tensor = torch.Tensor
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
 _CAST = Kind.CAST
+
+_INDUCTOR = "torch._inductor"
+#: The recorders at work on any thread, and whether compiled code was an operator before the first of them.
+_recorders: set[weakref.ref[Recorder]] = set()
+_was_seen = False
 
 
 class Recorder(SelectiveCheckpointContext):
@@ -56,9 +64,23 @@ class Recorder(SelectiveCheckpointContext):
         tape.current = capture_current()
         self._look()
 
+    def __enter__(self) -> Self:
+        global _was_seen
+        if _INDUCTOR in sys.modules:  # which ``torch.compile`` has loaded; to look costs 1% of a chain's step less
+            if not _recorders:
+                _was_seen = is_seen_by_modes()
+            _recorders.add(weakref.ref(self, _recorders.discard))
+            be_seen_by_modes(True)
+        super().__enter__()
+        return self
+
     def abandoned(self) -> None:
         super().abandoned()
         vars(self._tape).pop("recorder", None)
+        if _recorders:
+            _recorders.discard(weakref.ref(self))
+            if not _recorders:
+                be_seen_by_modes(_was_seen or not only_quiet_modes())
 
     def _look(self) -> None:
         """Notes the present surroundings of operators."""
@@ -231,8 +253,12 @@ class Recorder(SelectiveCheckpointContext):
         return out
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        tape = self._tape
-        if self._without_grad and is_compiled_code_running():
+        tape, given = self._tape, args
+        if facts.is_compiled and self._call is None:
+            if graph_task_id() != tape.task:  # a backward, which may overwrite what was saved for it
+                return facts.call(*args, **kwargs)
+            given = facts.given(args)
+        elif self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and not facts.written and graph_task_id() != tape.task:
             # A backward in the middle of forward. It adds to gradients that it finds there, in the rerun of the frame around
@@ -243,7 +269,7 @@ class Recorder(SelectiveCheckpointContext):
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
             self._look_closely(facts)
-        if facts.is_opaque:
+        if facts.is_opaque and (given is args or not writes.may_run_again(args, kwargs)):
             return writes.run_opaque(tape, func, facts, args, kwargs)
         if facts.is_silent:
             return writes.run_marking(tape, facts, args, kwargs) if facts.is_mark else facts.call(*args, **kwargs)
@@ -253,18 +279,19 @@ class Recorder(SelectiveCheckpointContext):
             return out
         if facts.written and not facts.is_inplace_view:
             return writes.run_writing(tape, func, facts, args, kwargs)
-        op, values = op_of(tape, facts, args, kwargs)
+        op, values = op_of(tape, facts, given, kwargs)
         if facts.is_inplace_view:
             return writes.run_inplace_view(tape, op, facts, args, kwargs)
         out = run(tape, op, func, facts, args, kwargs)
         if facts.has_shape_from_data:
             op.shapes = shapes_of(out)
-        decision = RECOMPUTE if facts.is_view and tape.decisions is None else decide(tape, facts, args, kwargs, out)
+        decision = RECOMPUTE if facts.is_view and tape.decisions is None else decide(tape, facts, given, kwargs, out)
         made = tape.note(op, values, out, decision)
         if decision != RECOMPUTE:
-            if facts.has_effect:
+            if facts.has_effect or facts.is_compiled:
                 for value in made:
                     if value.saved is None:  # another face of an argument: to have that again, the operator would run again
-                        tape.tables.make_external(value.store, f"returned by {func}, which has an ordered effect")
+                        tape.tables.make_external(value.store, f"returned by {func}, which is not to run again")
+                        tape.tables.known.pop(id(value.tensor()), None)
             tape.cut(op, made)
         return out

@@ -23,7 +23,8 @@ from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import Why
-from ckpt_hooks._operators.facts import Kind, OpFacts, Written
+from ckpt_hooks._operators.draws import device_of
+from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of_code
 from ckpt_hooks._tensors.containers import instances_in, tensors_in
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, Lost
@@ -356,18 +357,29 @@ def after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, t
         store.handles = [*(store.handles or ()), weakref.ref(handle)]
 
 
+def may_run_again(args: Any, kwargs: Any) -> bool:
+    """Whether a run of code of Inductor's can be repeated: it writes to no input, and draws on one device at most."""
+    code = facts_of_code(args[0])
+    devices = {device_of(args, kwargs), *code.devices, *(one.device for one in args[1] if isinstance(one, _Tensor))}
+    return code.written == frozenset() and len(devices) == 1
+
+
 def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator with unknown effects: any of its arguments may be written to, and its results are kept."""
-    tensors = tensors_in((args, kwargs))
+    given = facts.given(args)
+    inputs = tensors = tensors_in((given, kwargs))
+    if facts.is_compiled and (places := facts_of_code(args[0]).written) is not None:
+        tensors = [given[1][place] for place in places]
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
     if facts.kind is Kind.SAVEABLE:  # it only reads
         out = facts.call(*args, **kwargs)
     else:
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
-        decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
+        decide(tape, facts, given, kwargs, out)  # which changes nothing: it is kept in any case
     for tensor in instances_in(out, _Tensor):
-        tape.note_external(tensor, f"returned by {func}")
+        if not (facts.is_compiled and any(tensor is one for one in inputs)):
+            tape.note_external(tensor, f"returned by {func}")
     return out
 
 

@@ -44,6 +44,25 @@ def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn:
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
+#: The modules of code that Inductor generates (``torch/_inductor/codecache.py``).
+_GENERATED = "torch._inductor.runtime.compile_tasks."
+
+
+def graph_of(compiled: Any) -> Any:
+    """Returns the graph of Inductor's code, as ``inductor_compiled_code`` gets it since 2.12; None if unknown."""
+    graph = getattr(getattr(compiled, "original_gm", None), "graph", None)
+    return graph if graph is not None and _is_generated(compiled.compiled_callable) else None
+
+
+def _is_generated(call: Any) -> bool:
+    # A CUDA graph's next run writes to the memory that it returned. It wraps the code, or each partition, in functions of other
+    # modules. So does what copies inputs that are not aligned, which is told by its name.
+    if getattr(call, "__qualname__", "") == "align_inputs_from_check_idxs.<locals>.run":
+        call = call.__closure__[call.__code__.co_freevars.index("model")].cell_contents
+    parts = getattr(getattr(call, "__self__", None), "partitions", ())
+    return all(str(getattr(part, "__module__", "")).startswith(_GENERATED) for part in (call, *parts))
+
+
 def num_traced_nodes() -> int:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -20,6 +20,19 @@ dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
+# The flag by which Inductor's code, under ``wrap_inductor_compiled_regions``, asks whether to be called by an operator: whether
+# some thread is under a mode (``torch/_inductor/output_code.py``). Modes that are pushed past their ``__enter__`` leave it.
+_python_dispatch = torch.utils._python_dispatch
+
+
+def is_seen_by_modes() -> bool:
+    return bool(getattr(_python_dispatch, "_is_in_torch_dispatch_mode", False))
+
+
+def be_seen_by_modes(is_seen: bool) -> None:
+    _python_dispatch._is_in_torch_dispatch_mode = is_seen
+
+
 # Whether torch traces by a dispatch mode (fake, functional, proxy), which has a place of its own on the stack; and a tensor of
 # such a trace, in which there is nothing.
 is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731

@@ -193,7 +193,7 @@ class Decisions:
                 decision_of(context.consult(self._asks, facts.operator, args, kwargs, output, None), facts.operator)
             return RECOMPUTE
         if known == ASK:
-            if is_compiled_code_running():
+            if is_compiled_code_running() and not facts.is_compiled:
                 return SAVE if facts.has_effect else RECOMPUTE
             index = self._num_asked
             self._num_asked = index + 1
