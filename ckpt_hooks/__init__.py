@@ -32,6 +32,7 @@ if _TYPE_CHECKING:
     from ._checkpoint.sequential import checkpoint_loop, checkpoint_sequential
     from ._core.frame import is_recomputing
     from ._core.scopes import GraphExecGroup
+    from ._core.self_check import set_self_check
     from ._function.options import noop_context_fn
     from .device_states import DefaultDeviceType, get_device_states, set_device_states
     from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
@@ -89,6 +90,7 @@ __all__ = [
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "set_self_check",
     "span",
     "trace",
     "track_rng",
@@ -106,6 +108,7 @@ _PLACES = {
         "._checkpoint.sequential": "checkpoint_loop checkpoint_sequential",
         "._core.frame": "is_recomputing",
         "._core.scopes": "GraphExecGroup",
+        "._core.self_check": "set_self_check",
         "._function.options": "noop_context_fn",
         ".device_states": "DefaultDeviceType get_device_states set_device_states",
         ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",

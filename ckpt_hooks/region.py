@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from ._core.frame import stack
 from ._core.holdings import Holding
 from ._core.hooks import ThreadMark, close, mark_thread, rewind
 from ._core.misuse import Misuse, NeedsParentheses, check_curried, check_is, described_as, name_of_callable, unknown_error
+from ._core.self_check import place_of_line
+from ._core.self_check import settings as self_check
 from ._function.options import (
     UNRUN,
     Form,
@@ -335,7 +338,9 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
                 if is_any_transform_active():
                     warn_of_transform(stacklevel=3)
                 elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-                    entry.frame = RecordedFrame(self._name, self._policy, **self._options)
+                    is_checked = self_check.level and self._options.get("preserve_rng_state", True)
+                    place = place_of_line(sys._getframe(1)) if is_checked else None
+                    entry.frame = RecordedFrame(self._name, self._policy, place=place, **self._options)
                     entry.frame.__enter__()
                     self._latest, self._externals = weakref.ref(entry.frame), entry.frame.externals
         except BaseException as error:

@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ._core.call_sites import warn_user
 from ._core.misuse import checked_flag
+from ._core.self_check import Place, place_of
+from ._core.self_check import settings as self_check
 from ._function.options import (
     ContextPair,
     PolicyContext,
@@ -104,11 +106,17 @@ def frame_under_policy(
         offload_from=options.offload_from,
         debug=options.debug,
         compares_values=options.check.fingerprint is not None,
+        place=_place_of(unwrapped(function) if module is None else module, options),
         around_replays=around,
         at_end=functools.partial(_look_for_weights, module, hooks) if module is not None and hooks else None,
         module=module,
     )
     return frame if inside is None else within(frame, inside), None
+
+
+def _place_of(function: Any, options: RegionOptions) -> Place | None:
+    is_checked = options.check.is_sampled and options.preserve_rng_state and self_check.level
+    return place_of(function, None) if is_checked else None
 
 
 #: The code of hooks that took parameters away after a forward under a policy.

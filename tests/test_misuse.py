@@ -198,6 +198,7 @@ CASES = {
         lambda results, known: ckpt_hooks.saved_tensors_report(results, known=known),
     ),
     "DefaultDeviceType.set_device_type": Case(ckpt_hooks.DefaultDeviceType.set_device_type, lambda: {"device": "cpu"}),
+    "set_self_check": Case(ckpt_hooks.set_self_check, lambda: {"level": "error"}, entered(ckpt_hooks.set_self_check)),
     "get_device_states": Case(lambda arg: None, lambda: {"arg": x()}, lambda arg: ckpt_hooks.get_device_states(arg)),
     "set_device_states": Case(
         ckpt_hooks.set_device_states, lambda: {"devices": [], "states": [torch.get_rng_state()], "device_type": "cpu"}

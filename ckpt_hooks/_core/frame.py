@@ -96,6 +96,7 @@ class Frame(abc.ABC):
     )
 
     kind: ClassVar[str]  # "function" or "recorded"
+    draws_anew: bool  # whether a recompute draws other random numbers than forward
     release: Callable[[], None]  # makes the pack hook let go of the frame; set during forward
 
     def __init__(
@@ -206,6 +207,15 @@ class FrameStack(threading.local):
 
 
 stack = FrameStack()
+
+
+def is_drawn_anew(frame: Frame | None) -> bool:
+    """Whether recomputes of a frame, or of a frame around, draw other random numbers than forward."""
+    while frame is not None:
+        if frame.draws_anew:
+            return True
+        frame = frame.parent
+    return False
 
 
 def is_recomputing() -> bool:

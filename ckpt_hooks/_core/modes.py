@@ -16,6 +16,7 @@ from typing_extensions import ParamSpec, Self
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import (
     dispatch_mode_at,
+    function_mode_at,
     is_tracing_mode,
     num_dispatch_modes,
     num_function_modes,
@@ -187,22 +188,46 @@ def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     # To leave the dispatcher's keys for modes out would be quicker, and would leave out handlers of tensor subclasses as well.
     if not (num_dispatch_modes() or num_function_modes()):
         return function(*args, **kwargs)
-    dispatch = [pop_dispatch_mode(None) for mode in list(_active_modes()) if not is_tracing_mode(mode)]
-    functions = [pop_function_mode() for _ in range(num_function_modes())]
-    devices = [
-        mode for mode in reversed(functions) if type(mode).__module__ == "torch.utils._device"
-    ]  # not imported yet, maybe
-    for mode in devices:
-        push_function_mode(mode)
+    dispatch, functions = _modes_to_leave(), list(_active_function_modes())
+    devices = [mode for mode in functions if type(mode).__module__ == "torch.utils._device"]  # not imported yet, maybe
     try:
+        _set_modes([], devices)
         return function(*args, **kwargs)
     finally:
-        for _ in devices:
-            pop_function_mode()
-        for mode in reversed(functions):
-            push_function_mode(mode)
-        for mode in reversed(dispatch):
-            push_dispatch_mode(mode)
+        try:
+            _set_modes(dispatch, functions)
+        except BaseException:  # such as Ctrl-C
+            _set_modes(dispatch, functions)
+            raise
+
+
+def _modes_to_leave() -> list[Any]:
+    return [mode for mode in _active_modes() if not is_tracing_mode(mode)]
+
+
+def _active_function_modes() -> Iterator[Any]:
+    return map(function_mode_at, range(num_function_modes()))
+
+
+def _set_modes(dispatch: Sequence[Any], functions: Sequence[Any]) -> None:
+    """Makes the modes of this thread these, whatever they are; torch's modes for tracing stay."""
+    now = _modes_to_leave()
+    same = _num_same(now, dispatch)
+    for _ in now[same:]:
+        pop_dispatch_mode(None)
+    for mode in dispatch[same:]:
+        push_dispatch_mode(mode)
+    now = list(_active_function_modes())
+    same = _num_same(now, functions)
+    for _ in now[same:]:
+        pop_function_mode()
+    for mode in functions[same:]:
+        push_function_mode(mode)
+
+
+def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a is not b)
+    return next(differ, min(len(one), len(other)))
 
 
 def modes_in_words(forward: Collection[str], now: Collection[str]) -> str:

@@ -46,7 +46,10 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
     if collector.without_grad != frame.without_grad:
         _compare_grad(collector)
     if check.fingerprint is not None and not is_without_values():
-        _compare_values(collector, check.fingerprint)
+        if frame.sampled is not None:
+            _compare_sampled(collector)
+        else:
+            _compare_values(collector, check.fingerprint)
     # A doubtful value is asked for alone: a rerun for one value ends before the modification.
     return values + [MISSING] * num_doubtful
 
@@ -99,6 +102,26 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
         before, now = (f"{what} with fingerprint {_short(one[index])}" for one in (expected, found))
         message = "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
         raise _error(collector, f"{message}tensor at position {index}: {what}\n", index, before, now)
+
+
+def _compare_sampled(collector: Collector) -> None:
+    from ckpt_hooks._tensors.determinism import may_be_unfilled
+    from ckpt_hooks._tensors.samples import others
+
+    frame, values = collector.frame, collector.values
+    if collector.moved_otherwise:  # which is looked into next
+        return
+    frame.sampled.passed()
+    with torch.no_grad():
+        for index in others(frame.fingerprints, values):
+            value = values[index]
+            if index in collector.without_grad and may_be_unfilled(node_of(frame, index), value):
+                continue
+            what = describe(value.shape, value.dtype, value.device)
+            message = "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
+            found = f"{what} with other values"
+            frame.sampled.settle(_error(collector, f"{message}tensor at position {index}: {what}\n", index, what, found))
+            return
 
 
 def _first_difference(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from itertools import count
 from sys import getrefcount
@@ -21,13 +22,15 @@ from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.streams import Position, seed_masks_anew, where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.events import DEFAULTS, Settings
-from ckpt_hooks._core.frame import Frame, Label, Mark, mutated_leaf, overlap_error, places_of, stack
+from ckpt_hooks._core.frame import Frame, Label, Mark, is_drawn_anew, mutated_leaf, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame, unpack_kept
 from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
+from ckpt_hooks._core.self_check import Place, place_of
+from ckpt_hooks._core.self_check import settings as self_check
 from ckpt_hooks._function.options import NOTHING, check_of
 from ckpt_hooks._torch.autograd import (
     graph_exec_group,
@@ -49,6 +52,7 @@ from .journal import Journal, journal_of
 from .options import (
     ContextPair,
     RegionOptions,
+    both,
     module_of,
     name_of_function,
     suppressed_error,
@@ -161,6 +165,7 @@ class FunctionFrame(Frame):
         "numbers",
         "options",
         "positions",
+        "sampled",
         "state",
         "variables",
         "without_grad",
@@ -195,6 +200,7 @@ class FunctionFrame(Frame):
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None  # an error of a rerun, with more words
         self.modes: list[str] | None = None  # names of the user's dispatch modes around forward, where values are compared
         self.state: Journal | None = None
+        self.sampled: Any = None  # of the self-check, in the passes that it compares
         self.collector: Any = None  # of the running rerun
         self.marks: list[Mark] = []  # of the regions inside, in forward
         # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether it works
@@ -249,6 +255,12 @@ class FunctionFrame(Frame):
             self.ambient = _ambient.capture(preserve_rng_state=preserve_rng_state, generators=generators)
             self.current = capture_current()
             if preserve_rng_state:
+                if self.options.check.is_sampled and self.watch is None and self_check.level:
+                    place = place_of(
+                        self.function, state.trees[0].history.places if state is not None and state.trees else None
+                    )
+                    if place.is_due() and not is_drawn_anew(self.parent):
+                        self._sample(place)
                 self.positions = {}
                 if state is not None and (recurrent := [layer for tree in state.trees for layer in tree.recurrent]):
                     seed_masks_anew(recurrent)
@@ -277,12 +289,21 @@ class FunctionFrame(Frame):
         # Such a mode is not entered again for a rerun, since a counting mode would count twice; one may change results.
         check, modes = self.options.check, users_modes()
         if is_without_values():  # while torch traces
-            check = dataclasses.replace(check, fingerprint=None)
+            check = dataclasses.replace(check, fingerprint=None, is_sampled=False)
         elif modes and check.fingerprint is None and check is not NOTHING:
             check = check_of("values")
         if check is not self.options.check:
             self.options = dataclasses.replace(self.options, check=check)
         self.modes = None if check.fingerprint is None else modes
+
+    def _sample(self, place: Place) -> None:
+        """Has the self-check compare the values of this pass."""
+        from ckpt_hooks._tensors.samples import Sampled, sample_of
+
+        self.sampled = Sampled(place)
+        self.options = dataclasses.replace(self.options, check=dataclasses.replace(self.options.check, fingerprint=sample_of))
+        watched = nullcontext(), self.sampled.watch
+        self.contexts = watched if self.contexts is None else both(self.contexts, watched)
 
     @skipped
     def _open(self) -> None:
@@ -339,7 +360,7 @@ class FunctionFrame(Frame):
         if fingerprint is not None:
             from ckpt_hooks._tensors.determinism import Fingerprints
 
-            # Tensors to which an operator writes after it has saved them are not compared.
+            # Tensors to which forward writes after an operator has saved them are not compared.
             contents = None if self.state is None else self.state.contents
             fingerprints = Fingerprints(fingerprint, () if contents is None else contents.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
@@ -425,6 +446,10 @@ class FunctionFrame(Frame):
         return places
 
     # ------------------------------------------------------------------------------------------------------------- backward
+
+    @property
+    def draws_anew(self) -> bool:  # type: ignore[override]
+        return not self.options.preserve_rng_state
 
     def open_pass(self, index: int) -> Pass:
         """Returns this frame's pass in the scope of this thread; recomputes if there is none yet (Rule 3)."""

@@ -50,13 +50,14 @@ class Check:
     # is wrong, and plain autograd raises as well.
     facts: Callable[[Any], Any]
     fingerprint: Callable[[torch.Tensor], Any] | None = None  # None: no values
+    is_sampled: bool = False  # whether the self-check compares values in some passes
 
 
 METADATA = operator.attrgetter("shape", "dtype", "device", "_version")
 
 NOTHING = Check(operator.attrgetter("_version"))
 
-_CHECKS = {"default": Check(METADATA), "none": NOTHING}
+_CHECKS = {"default": Check(METADATA, is_sampled=True), "metadata": Check(METADATA), "none": NOTHING}
 
 
 def check_of(determinism_check: Any) -> Check:
@@ -70,9 +71,13 @@ def check_of(determinism_check: Any) -> Check:
     elif callable(determinism_check):
         check_signature(determinism_check, "determinism_check", "tensor")
         return Check(METADATA, determinism_check)
-    wanted = "one of 'default', 'none', 'values', or a function of a tensor"
+    wanted = "one of 'default', 'metadata', 'none', 'values', or a function of a tensor"
     raise wrong(
-        determinism_check, "determinism_check", wanted, "Leave it out for 'default', which reads no values.", ValueError
+        determinism_check,
+        "determinism_check",
+        wanted,
+        "Leave it out for 'default', which compares values in some passes.",
+        ValueError,
     )
 
 

@@ -95,7 +95,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                             changed = [*loan.journal.changed(loan), *lost, *loan.changed]
                     args, kwargs = arguments.build(tensors, loan)
                     hook = collector.hook(loan, may_return=watch is None, watches_draws=borrows)
-                    if changed or lost or num_dispatch_modes():
+                    if changed or lost or frame.sampled is not None or num_dispatch_modes():
                         hook = collector.watching(hook, lost)
                     _call(frame, loan, args, kwargs, hook, changed)
                 finally:

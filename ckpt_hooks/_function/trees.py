@@ -20,6 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from ckpt_hooks._core.self_check import Places
 from ckpt_hooks._torch.tensors import storage_address
 
 from .contents import WRITES, Group, is_small_on_host
@@ -153,6 +154,7 @@ class History:
         self.num_forwards = 0  # whole ones since the first, or since a change of flags
         self.changes: bool = before is not None and before.changes  # whether they change what modules bind
         self.writes_parameters: bool = before is not None and before.writes_parameters
+        self.places: Places = {}
 
 
 class Tree:

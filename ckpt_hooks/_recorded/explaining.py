@@ -24,6 +24,7 @@ from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes
 from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
 from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, may_be_unfilled
+from ckpt_hooks._tensors.samples import Sampled, differs, sample_of
 from ckpt_hooks._torch.autograd import current_node, sequence_number
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError, DeterminismError
@@ -145,11 +146,12 @@ def _fingerprint_in_words(fingerprint: Any) -> str:
 
 
 class ComparedValues:
-    __slots__ = ("_fingerprints", "_numbers", "_taken", "_without_grad", "modes")
+    __slots__ = ("_fingerprints", "_gives_up", "_numbers", "_sampled", "_taken", "_without_grad", "modes")
 
-    def __init__(self, modes: Sequence[str]) -> None:
+    def __init__(self, modes: Sequence[str], sampled: Sampled | None = None) -> None:
         self.modes = modes  # names of the modes around the outermost region
-        self._fingerprints = Fingerprints(_fingerprint, ())
+        self._sampled, self._gives_up = sampled, False  # of the self-check
+        self._fingerprints = Fingerprints(_fingerprint if sampled is None else sample_of, ())
         self._taken = self._fingerprints.taken
         self._numbers: list[int] = []  # numbers of values
         self._without_grad: set[int] = set()
@@ -174,18 +176,26 @@ class ComparedValues:
         """Ends forward; the pack hook drops the fingerprints."""
         self._fingerprints.close()
 
+    def give_up(self) -> None:
+        """Compares nothing in the self-check: lines inside draw anew."""
+        self._gives_up = self._sampled is not None
+
     def compare(self, handle: Handle, tensor: torch.Tensor) -> None:
         index, value = handle.index, handle.value
         # Not compared are kept tensors, and those written to without a count of the version: plain autograd takes these as
         # they are.
         if value.saved is not None or value.number != self._numbers[index] or is_without_values():
             return
-        expected = self._taken[index]
-        if expected is None:
+        expected, sampled = self._taken[index], self._sampled
+        if expected is None or self._gives_up:
             return
+        if sampled is not None:
+            sampled.passed()
         with torch.no_grad():
-            found = past_modes(_fingerprint, tensor)
-            if past_modes(first_difference, [expected], [found]) is None:
+            if sampled is not None and not differs(expected, tensor):
+                return
+            found = None if sampled is not None else past_modes(_fingerprint, tensor)
+            if sampled is None and past_modes(first_difference, [expected], [found]) is None:
                 return
         node = current_node()
         if index in self._without_grad and may_be_unfilled(node, tensor):
@@ -193,14 +203,21 @@ class ComparedValues:
         grad_fn = None if node is None else node.name()
         region = format_path(handle.frame.path)
         saved_by = "" if node is None else f" It was saved by {grad_fn}."
-        raise DeterminismError(
-            f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
-            f"tensor at position {index}: {describe_tensor(tensor)}\nAn operator does not do the same each time, or a mode "
-            "around the region changes results: have its output kept by a policy, or enter the mode inside the region."
-            f"{saved_by}{modes_in_words(self.modes, users_modes())}",
-            region=region,
-            index=index,
-            expected=_fingerprint_in_words(expected),
-            found=_fingerprint_in_words(found),
-            grad_fn=grad_fn,
-        )
+        words = f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
+        words += f"tensor at position {index}: {describe_tensor(tensor)}\n"
+        if sampled is not None:
+            before, now = f"{describe_tensor(tensor)} of forward", "other values"
+            words += (
+                "No operator wrote what has changed (NumPy, DLPack, `.data` or a kernel by pointer did), or an operator does "
+                f"not do the same each time: have its output kept by a policy.{saved_by}"
+            )
+        else:
+            before, now = map(_fingerprint_in_words, (expected, found))
+            words += (
+                "An operator does not do the same each time, or a mode around the region changes results: have its output kept "
+                f"by a policy, or enter the mode inside the region.{saved_by}{modes_in_words(self.modes, users_modes())}"
+            )
+        error = DeterminismError(words, region=region, index=index, expected=before, found=now, grad_fn=grad_fn)
+        if sampled is None:
+            raise error
+        sampled.settle(error)

@@ -14,15 +14,17 @@ import torch
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import current_settings
-from ckpt_hooks._core.frame import Frame, mutated_leaf, overlap_error, stack
+from ckpt_hooks._core.frame import Frame, is_drawn_anew, mutated_leaf, overlap_error, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
+from ckpt_hooks._core.self_check import Place
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._tensors.copies import copies_of, is_plain
+from ckpt_hooks._tensors.samples import Sampled
 from ckpt_hooks._tensors.transfers import hooks_for_inputs
 from ckpt_hooks._torch.autograd import Hooks, graph_exec_group, graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
@@ -130,10 +132,11 @@ class RecordedFrame(Replayable):
         "_compares_values",
         "_debug",
         "_decisions",
-        "_draws_anew",
+        "draws_anew",
         "_has_lines",
         "_offload_from",
         "_operator_watch",
+        "_place",
         "_recorder",
         "_respect_hooks",
         "compared",
@@ -160,6 +163,7 @@ class RecordedFrame(Replayable):
         offload_from: int | None = None,
         debug: bool = False,
         compares_values: bool = False,
+        place: Place | None = None,
         around_replays: AbstractContextManager[Any] | None = None,
         at_end: Callable[[Tape], None] | None = None,
         module: torch.nn.Module | None = None,
@@ -180,7 +184,7 @@ class RecordedFrame(Replayable):
         self.is_split: bool = split_backward if outer is None else outer.is_split
         self._debug = debug if settings.debug is None else settings.debug
         self._has_lines = False  # whether the lines of operators are this frame's own, and not the outer one's
-        self._compares_values, self.around_replays = compares_values, around_replays
+        self._compares_values, self._place, self.around_replays = compares_values, place, around_replays
         self._at_end = at_end  # is called with the tape of an outermost frame before the tape is closed
         # Compares the frame's values, on request, or if a dispatch mode of the user's is around the outermost region.
         self.compared: ComparedValues | None = None
@@ -189,7 +193,7 @@ class RecordedFrame(Replayable):
         self._decisions = None if policy is None else Decisions(policy)
         self._respect_hooks = respect_hooks
         self.whole = replay_whole
-        self._draws_anew, self._offload_from = not preserve_rng_state, offload_from
+        self.draws_anew, self._offload_from = not preserve_rng_state, offload_from
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape  # the frame's tape; None after the end
 
@@ -230,12 +234,20 @@ class RecordedFrame(Replayable):
         pack, release = self._packing(tape)
         if self.lines is not None:
             pack = self.lines.packing(pack)
+        place, around = self._place, outer if self.draws_anew else None
+        while around is not None:
+            if around.compared is not None:
+                around.compared.give_up()
+            around = around.outer
         if tape.users_modes or self._compares_values:
             compared = self.compared = ComparedValues(tape.users_modes)
             push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
+        elif place is not None and self.watch is None and place.is_due() and not (is_without_values() or is_drawn_anew(self)):
+            compared = self.compared = ComparedValues((), Sampled(place))
+            push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
         else:
             push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
-        tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
+        tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self.draws_anew
         tape.start, tape.held.handles = self.start, self.handles
         self.release = release
         stack.innermost = self
@@ -273,7 +285,7 @@ class RecordedFrame(Replayable):
                 close(error, tape.close, partial(self._tell, tape, error))  # hooks of the user's, and of a rerun around
             return
         if outer is not None:
-            tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
+            tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer.draws_anew
             tape.start, tape.held.handles = outer.start, outer.handles
         if self.watch is not None or self._decisions is not None:
             close(error, partial(self._tell, tape, error))

@@ -5,7 +5,11 @@ Fingerprints which are tensors stay on their device and are compared at once, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import functools
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import nested_parts, parts_of, storage_of
+from ckpt_hooks._torch.tensors import DISABLED_DISPATCH, nested_parts, parts_of, storage_of
 
 from .copies import bits_of
 
@@ -99,6 +103,104 @@ def hash_in_order(tensor: torch.Tensor) -> int:
     return int(found)
 
 
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Whether a class takes operators itself, and does not say what its tensors are made of."""
+    is_plain = type(tensor).__torch_dispatch__ is DISABLED_DISPATCH
+    return not (is_plain or isinstance(tensor, FAKE) or is_traceable_wrapper_subclass(tensor))
+
+
+def ordered_hash_of(tensor: torch.Tensor) -> Any:
+    return hash_in_order(tensor) if _has_bits(tensor) else _of_parts(ordered_hash_of, tensor)
+
+
+# Projections, by which values may differ a little
+
+_COLUMNS, _ROWS = 1 << 10, 1 << 10  # of a piece: 4 MB of float32
+_PERIOD = 509  # of rows with signs of their own
+
+
+@functools.cache
+def _signs(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns four pseudo-random signs for each column and each row; none of torch's generators moves."""
+    draws = random.Random(0)
+    rows = [[draws.choice((-1.0, 1.0)) for _ in range(4)] for _ in range(_COLUMNS + _PERIOD)]
+    columns, rows = rows[:_COLUMNS], rows[_COLUMNS:]
+    repeated = [rows[at % _PERIOD] for at in range(_PERIOD + _ROWS)]
+    with torch.inference_mode(False):
+        return torch.tensor(columns, dtype=dtype, device=device), torch.tensor(repeated, dtype=dtype, device=device)
+
+
+def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cuts a tensor into flat pieces in the order of its elements, all but the last one of whole rows."""
+    size, most = tensor.numel(), _COLUMNS * _ROWS
+    if tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), most)
+    elif size <= most:
+        yield tensor.reshape(-1)
+    elif len(tensor) == 1:
+        yield from _pieces_of(tensor[0])
+    else:
+        inner = size // len(tensor)
+        step = _COLUMNS // math.gcd(inner, _COLUMNS)
+        for part in torch.split(tensor, step * max(1, most // (step * inner))):
+            yield from _pieces_of(part) if step == 1 else torch.split(part.reshape(-1), most)
+
+
+def _add_projections(total: torch.Tensor, piece: torch.Tensor, start: int) -> None:
+    columns, rows = _signs(piece.device, piece.dtype)
+    whole = len(piece) // _COLUMNS
+    total[0] += torch.linalg.vector_norm(piece).to(total.dtype) ** 2
+    if whole:
+        found = piece[: whole * _COLUMNS].view(whole, _COLUMNS) @ columns
+        total[1:] += (found * rows[start : start + whole]).sum(0, dtype=total.dtype)
+    if rest := len(piece) % _COLUMNS:
+        total[1:] += (piece[-rest:] @ columns[:rest] * rows[start + whole]).to(total.dtype)
+
+
+def projections_of(tensor: torch.Tensor) -> Any:
+    """Returns the squared norm of a tensor and four projections on signs, of the same elements in any layout."""
+    # Norms alone tell nothing: those of two independent tensors of a million numbers differ by 2e-5.
+    if not _has_bits(tensor):
+        return _of_parts(projections_of, tensor)
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = tensor.resolve_neg()
+    device, dtype = tensor.device, torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    total = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
+        _add_all(total, tensor, dtype, is_finite=device.type == "cpu")
+        if device.type == "cpu" and not total.isfinite().all():  # an accelerator would have to be waited for
+            _add_all(total.zero_(), tensor, dtype, is_finite=False)
+    return total if device.type != "cpu" else total.tolist()
+
+
+def _add_all(total: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype, *, is_finite: bool) -> None:
+    row = 0
+    for piece in _pieces_of(tensor):
+        numbers = piece.to(dtype)
+        if not is_finite:
+            numbers = numbers.nan_to_num(1.0, 2.0, -2.0).clamp(-1e15, 1e15)
+        _add_projections(total, numbers, row % _PERIOD)
+        row += len(piece) // _COLUMNS
+
+
+def are_close(expected: Any, found: Any, dtype: torch.dtype) -> bool:
+    """Whether projections differ by no more than additions in another order explain; waits for a device."""
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        expected, found = torch.stack([expected, found]).tolist()
+    if not (isinstance(expected, list) and isinstance(found, list)):
+        return bool(expected == found)
+    if len(expected) != 5 or not all(isinstance(one, float) for one in expected):  # of parts
+        return len(expected) == len(found) and all(
+            are_close(one, other, dtype) for one, other in zip(expected, found, strict=True)
+        )
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)  # comparisons flip where numbers are near
+    most = 5e-2 if is_exact else max(1e-3, 4 * torch.finfo(dtype).eps)
+    norm = math.sqrt(max(expected[0], found[0]))
+    return all(abs(one - other) <= most * norm for one, other in zip(expected[1:], found[1:], strict=True))
+
+
 # Comparing
 
 
@@ -147,6 +249,11 @@ def _is_random_state(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.int64, torch.uint64) or tensor.dim() == 0
 
 
+def _is_bytes_or_statistics(tensor: torch.Tensor) -> bool:
+    # Statistics are saved as well, and updated by the same operator; of no account in training.
+    return tensor.dtype is torch.uint8 or tensor.dim() == 1
+
+
 def _is_bytes(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.uint8
 
@@ -161,7 +268,8 @@ _NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm", "BatchNormWith
 _UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {
     **dict.fromkeys(("MkldnnRnnLayer", "CtcLoss", _RRELU), _is_any),
     **dict.fromkeys((*_FUSED, *(f"ScaledDotProduct{name}" for name in _FUSED)), _is_random_state),
-    **dict.fromkeys(("CudnnRnn", "MiopenRnn", *_NORMS), _is_bytes),
+    **dict.fromkeys(("CudnnRnn", "MiopenRnn"), _is_bytes),
+    **dict.fromkeys(_NORMS, _is_bytes_or_statistics),
 }
 
 
@@ -188,11 +296,12 @@ def _node_at_work(tensor: torch.Tensor) -> Any:
 class Fingerprints:
     """Fingerprints of tensors saved in forward, each taken past all modes, once the value is complete."""
 
-    __slots__ = ("_fingerprint", "_is_unfilled", "_left_out", "_sequence", "_unfilled", "_waiting", "taken")
+    __slots__ = ("_fingerprint", "_is_unfilled", "_late", "_left_out", "_sequence", "_unfilled", "_waiting", "taken")
 
     def __init__(self, fingerprint: Callable[[torch.Tensor], Any], left_out: Collection[int | None]) -> None:
         self._fingerprint = fingerprint
-        self._left_out = left_out
+        self._left_out = left_out  # storages to which operators may write at any time in forward
+        self._late: list[tuple[int, torch.Tensor, int]] = []
         self._waiting: list[tuple[int, torch.Tensor, int]] = []
         self._sequence = self._unfilled = -1
         self._is_unfilled: Callable[[torch.Tensor], bool] = _is_any
@@ -202,7 +311,8 @@ class Fingerprints:
         """Takes the fingerprint of a saved tensor, now or later; a kept tensor leaves nothing to compare."""
         if self._waiting and self._sequence != sequence_number():
             self.finish()
-        if self._left_out and storage_of(tensor) in self._left_out:
+        if self._left_out and storage_of(tensor) in self._left_out and not kept:
+            self._late.append((len(self.taken), tensor, tensor._version))
             self.taken.append(None)
         elif kept or tensor.requires_grad:
             is_unfilled = _unfilled_by(_node_at_work(tensor))
@@ -223,5 +333,7 @@ class Fingerprints:
         self._waiting.clear()
 
     def close(self) -> None:
+        self.finish()
+        self._waiting, self._sequence = self._late, -2  # no node's
         self.finish()
         self.taken = []  # the frame has them, and the pack hook keeps this object alive

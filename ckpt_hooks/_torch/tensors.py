@@ -15,6 +15,9 @@ from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 # ``NotImplementedError`` for tensors without one. Goes when the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
+# What a class of tensors has for ``__torch_dispatch__`` that does not take operators itself.
+DISABLED_DISPATCH: Any = torch.Tensor.__torch_dispatch__
+
 # A context: operators go past autograd, and past the counting of versions and the tracking of views.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 

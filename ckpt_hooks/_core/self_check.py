@@ -1,0 +1,161 @@
+"""The self-check: which passes of a place compare what a recompute computes with what forward computed.
+
+State of Python that no rerun finds can be chased for ever. A comparison at doubling distances tells of each kind in the first
+steps, whether or not anything else knows the kind.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+import weakref
+from typing import Any, Literal
+
+from torch.nn import Module
+
+from .misuse import wrong
+
+Level = Literal["error", "warn", False]
+
+_LEVELS: dict[str, Level] = {"error": "error", "warn": "warn", "0": False}
+#: From this pass on a difference is a warning: a sample must not end a long run.
+LATE = 64
+#: Places of a function by the numbers and strings in its closure; with others the function is one place.
+_MOST_PLACES = 64
+#: Of a place that many modules share, so many passes are compared in a row.
+_ALL_OF_SHARED = 16
+
+
+def _from_environment() -> Level:
+    value = os.environ.get("CKPT_HOOKS_SELF_CHECK", "error")
+    if value not in _LEVELS:
+        raise ValueError(f"CKPT_HOOKS_SELF_CHECK is {value!r}. It may be error, warn, or 0 for no check.")
+    return _LEVELS[value]
+
+
+class _Settings:
+    level: Level = _from_environment()
+
+
+settings = _Settings()
+
+
+class set_self_check:  # noqa: N801 -- used like a function
+    """Sets what regions do where a recompute computes other values than forward did.
+
+    In passes 1, 2, 4, 8, ... of each module or function a region compares the values that its recompute brings back with those
+    of forward. The setting holds for all threads, from the call on, or for a ``with`` block. The environment variable
+    ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn``, or ``0``) sets it at the start.
+
+    Args:
+        level: ``"error"`` (the default) raises a :class:`ckpt_hooks.DeterminismError` up to pass 64 of a module or function,
+            and warns once after that. ``"warn"`` always warns. False compares nothing.
+
+    Raises:
+        ValueError: If ``level`` is something else.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint, set_self_check
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with set_self_check("warn"):
+        ...     checkpoint(torch.sin, x).sum().backward()
+    """
+
+    def __init__(self, level: Level) -> None:
+        if not (level is False or (isinstance(level, str) and level in ("error", "warn"))):
+            raise wrong(level, "level", "'error', 'warn' or False", "Leave the call out for 'error'.", ValueError)
+        self._before, settings.level = settings.level, level
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        settings.level = self._before
+
+
+class Place:
+    """The passes of one module, function or line, of which some are compared."""
+
+    __slots__ = ("_due", "_is_shared", "_owner", "has_warned", "num_parts", "number")
+
+    def __init__(self, owner: Any, *, is_shared: bool = False) -> None:
+        self.number, self._due, self.has_warned, self.num_parts = 0, 1, False, 0
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._is_shared = is_shared  # by modules that nothing tells apart
+
+    def is_of(self, owner: Any) -> bool:
+        return self._owner is None or self._owner() is owner
+
+    def is_due(self) -> bool:
+        """Counts a pass, and returns whether its recompute is compared."""
+        # Due until a recompute was compared: some forwards have no backward.
+        number = self.number = self.number + 1
+        return number >= self._due
+
+    def compared(self) -> None:
+        bits = self.number.bit_length()
+        self._due = 1 << bits  # the next power of two
+        if self._is_shared:  # by twelve layers, say, of which powers of two would meet a few
+            self._due = self.number + 1 if self.number < _ALL_OF_SHARED else self._due + bits
+
+
+Places = dict[Any, Place]
+#: Of functions that reach no module, of modules under policies and of lines, by their identity.
+_places: Places = {}
+
+
+def place_of(function: Any, places: Places | None) -> Place:
+    """Returns the place of a function, among those of the first module that it reaches, if any."""
+    owner: Any = function
+    is_shared = False
+    if isinstance(function, Module):
+        if places is not None:  # the module's own
+            return places.get(None) or places.setdefault(None, Place(None))
+        key: Any = id(function)
+    else:
+        inner = getattr(function, "__func__", function)
+        owner = getattr(inner, "__code__", None)
+        if owner is None:  # an object, maybe a new one each time
+            owner, is_shared = type(inner), places is None
+        key = id(owner)
+        if (closure := getattr(inner, "__closure__", None)) is not None:
+            key = _with_atoms(key, closure)
+    return _place_at(key, owner, _places if places is None else places, is_shared=is_shared)
+
+
+def place_of_line(frame: types.FrameType | None) -> Place:
+    """Returns the place of the innermost line outside of this package."""
+    # Which module the line works for is in a variable, and to read the variables of a frame holds them.
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "ckpt_hooks":
+        frame = frame.f_back
+    if frame is None:
+        return Place(None)
+    return _place_at((id(frame.f_code), frame.f_lasti), frame.f_code, _places, is_shared=True)
+
+
+def _place_at(key: Any, owner: Any, places: Places, *, is_shared: bool) -> Place:
+    found = places.get(key)
+    if found is None or not found.is_of(owner):
+        if type(key) is tuple and not is_shared:
+            whole = _place_at(key[0], owner, places, is_shared=False)
+            if whole.num_parts >= _MOST_PLACES:
+                return whole
+            whole.num_parts += 1
+        found = places[key] = Place(owner, is_shared=is_shared)
+    return found
+
+
+def _with_atoms(key: int, closure: Any) -> Any:
+    # ``lambda h: self.layers[index](h)`` runs another layer for each number.
+    atoms = []
+    for cell in closure:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        if type(value) in (int, str):
+            atoms.append(value)
+    return (key, *atoms) if atoms else key

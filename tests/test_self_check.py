@@ -1,0 +1,456 @@
+"""The self-check: whatever state a recompute finds otherwise than forward is right, or an error in the first steps."""
+
+import array
+import collections
+import contextlib
+import ctypes
+import functools
+import io
+import itertools
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import types
+import warnings
+import weakref
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import ckpt_hooks
+from ckpt_hooks import DeterminismError, checkpoint, checkpoint_module, set_self_check
+
+
+class Scaled(nn.Module):
+    """Multiplies what lies between two layers by a number that a function reads."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.read = [types.MappingProxyType({"read": read})]  # where no walk looks
+
+    def forward(self, x):
+        return self.b(self.a(x) * self.read[0]["read"]())
+
+
+# Holders of state: each makes two functions, one that reads a number, and one that changes it.
+
+
+class Slots:
+    __slots__ = ("value",)
+
+
+class Meta(type):
+    value = 1.0
+
+
+class Classed(metaclass=Meta):
+    value = 1.0
+
+
+class OfLibrary(contextlib.AbstractContextManager):
+    value = 1.0
+
+    def __exit__(self, *exc_info):
+        pass
+
+
+class Node:
+    pass
+
+
+_GLOBAL = 1.0
+
+
+def _read_global():
+    return _GLOBAL
+
+
+def a_global():
+    def change():
+        global _GLOBAL
+        _GLOBAL += 1
+
+    return lambda: _read_global(), change
+
+
+def attribute_of(holder, name="value", first=1.0):
+    def make():
+        found = holder()
+        setattr(found, name, first)
+
+        def change():
+            setattr(found, name, getattr(found, name) + 1)
+
+        return lambda: getattr(found, name), change
+
+    return make
+
+
+def entry_of(make_holder, key):
+    def make():
+        holder = make_holder()
+
+        def change():
+            holder[key] = holder[key] + 1
+
+        return lambda: float(holder[key]), change
+
+    return make
+
+
+def environment():
+    os.environ["CKPT_HOOKS_TEST"] = "1"
+
+    def change():
+        os.environ["CKPT_HOOKS_TEST"] = str(int(os.environ["CKPT_HOOKS_TEST"]) + 1)
+
+    return lambda: float(os.environ["CKPT_HOOKS_TEST"]), change
+
+
+def iterator():
+    numbers = itertools.count(1)
+    latest = [next(numbers)]
+
+    def change():
+        latest[0] = next(numbers)
+
+    return lambda: float(latest[0]), change
+
+
+def stream():
+    text = io.StringIO("".join(f"{number}\n" for number in range(1, 100)))
+    return lambda: float(text.getvalue().splitlines()[text.tell() // 2]), lambda: text.read(2)
+
+
+def waiting():
+    numbers = queue.Queue()
+    numbers.put(1.0)
+    return lambda: numbers.queue[0], lambda: numbers.put(numbers.get() + 1)
+
+
+def cached():
+    @functools.lru_cache
+    def read():
+        return float(next(numbers))
+
+    numbers = itertools.count(1)
+    return read, read.cache_clear
+
+
+def weakly_held():
+    node = Node()
+    node.value = 1.0
+    refer = weakref.ref(node)
+
+    def change(node=node):
+        node.value += 1
+
+    return lambda: refer().value, change
+
+
+def far_away():
+    deep = [1.0]
+    outer = deep
+    for _ in range(12):
+        outer = [outer]
+
+    def read():
+        found = outer
+        while isinstance(found[0], list):
+            found = found[0]
+        return found[0]
+
+    def change():
+        deep[0] += 1
+
+    return read, change
+
+
+def default_of_function():
+    def read(value=1.0):
+        return value
+
+    def change():
+        read.__defaults__ = (read.__defaults__[0] + 1,)
+
+    return read, change
+
+
+def generator():
+    def numbers():
+        for number in itertools.count(1):
+            for _ in range(1000):
+                yield float(number)
+                if moved:
+                    moved.clear()
+                    break
+
+    moved, made = [], numbers()
+    return lambda: next(made), lambda: moved.append(True)
+
+
+HOLDERS = {
+    "a global of a called function": a_global,
+    "an imported module": attribute_of(lambda: types.ModuleType("configuration")),
+    "a class": attribute_of(lambda: type("Made", (), {})),
+    "a metaclass": attribute_of(lambda: Meta),
+    "slots": attribute_of(Slots),
+    "an object of a library's class": attribute_of(OfLibrary),
+    "a namespace": attribute_of(types.SimpleNamespace),
+    "a thread's own": attribute_of(threading.local),
+    "a parameter": attribute_of(lambda: nn.Parameter(torch.zeros(1))),
+    "a function": attribute_of(lambda: lambda: None),
+    "a function's default": default_of_function,
+    "a NumPy array": entry_of(lambda: numpy.ones(1), 0),
+    "an array": entry_of(lambda: array.array("d", [1.0]), 0),
+    "bytes": entry_of(lambda: bytearray(b"\1"), 0),
+    "memory of C": entry_of(lambda: (ctypes.c_double * 1)(1.0), 0),
+    "a dict keyed by objects": entry_of(lambda: {Classed: 1.0}, Classed),
+    "a counter": entry_of(lambda: collections.Counter({Classed: 1}), Classed),
+    "a chain of dicts": entry_of(lambda: collections.ChainMap({Classed: 1.0}), Classed),
+    "the environment": environment,
+    "an iterator": iterator,
+    "a generator": generator,
+    "a stream of text": stream,
+    "a queue": waiting,
+    "a cache": cached,
+    "a weak reference": weakly_held,
+    "a list far away": far_away,
+}
+
+FORMS = {
+    "checkpoint": lambda module: functools.partial(checkpoint, module),
+    "of a lambda": lambda module: functools.partial(checkpoint, lambda x: module(x)),
+    "of a method": lambda module: functools.partial(checkpoint, module.forward),
+    "a module": checkpoint_module,
+}
+
+
+def train(make, form, *, when):
+    """Returns gradients of some steps; state changes between forward and backward, or as forward reads it."""
+    torch.manual_seed(0)
+    read, change = make()
+
+    def read_and_change():
+        value = read()
+        change()
+        return value
+
+    module = Scaled(read_and_change if when == "in forward" else read)
+    call, gradients = form(module), []
+    for _ in range(4):
+        result = call(torch.randn(3, 4, requires_grad=True)).sum()
+        if when == "between":
+            change()
+        result.backward()
+        gradients += [one.grad.clone() for one in module.parameters()]
+    return gradients
+
+
+@pytest.mark.parametrize("when", ["between", "in forward"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_no_kind_of_state_is_silent(holder, form, when):
+    expected = train(HOLDERS[holder], lambda module: module, when=when)
+    try:
+        found = train(HOLDERS[holder], FORMS[form], when=when)
+    except DeterminismError:
+        return
+    assert all(map(torch.equal, found, expected))
+
+
+def of_numpy(layer=None):
+    return torch.from_numpy(numpy.random.rand(4)).float()
+
+
+def noisy(make=of_numpy):
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    return lambda x: last(first(x) * make())
+
+
+def step(function, **options):
+    x = torch.randn(3, 4, requires_grad=True)
+    (checkpoint(**options)(function)(x) if options else checkpoint(function, x)).sum().backward()
+
+
+def test_the_error_says_what_to_do():
+    with pytest.raises(DeterminismError, match=r"self-check in pass 1 .*track_rng.*checkpoint_region.*\"metadata\""):
+        step(noisy())
+    with pytest.raises(DeterminismError, match="MulBackward"):
+        step(noisy())
+
+
+@pytest.mark.parametrize("check", ["metadata", "none"])
+def test_a_region_can_do_without(check):
+    for _ in range(4):
+        step(noisy(), determinism_check=check)
+
+
+def test_random_numbers_drawn_anew_are_no_difference():
+    for _ in range(4):
+        step(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)), preserve_rng_state=False)
+
+
+def told_in(function, count):
+    """Returns the passes in which errors came, and those in which warnings came."""
+    errors, warned = [], []
+    for number in range(1, count + 1):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            try:
+                step(function)
+            except DeterminismError:
+                errors.append(number)
+        if found:
+            warned.append(number)
+    return errors, warned
+
+
+def test_passes_at_doubling_distances_are_compared_and_late_ones_warn():
+    assert told_in(noisy(), 130) == ([1, 2, 4, 8, 16, 32], [64])
+
+
+def test_a_warning_comes_once():
+    with set_self_check("warn"):
+        assert told_in(noisy(), 20) == ([], [1])
+
+
+def test_the_check_can_be_off():
+    set_self_check(False)
+    try:
+        assert told_in(noisy(), 4) == ([], [])
+        with set_self_check("error"):
+            assert told_in(noisy(), 4) == ([1, 2, 4], [])
+        assert told_in(noisy(), 4) == ([], [])
+    finally:
+        set_self_check("error")
+
+
+@pytest.mark.parametrize("level", ["error", "warn", "0"])
+def test_the_environment_sets_the_level(level):
+    program = (
+        "import numpy, torch, warnings; from ckpt_hooks import checkpoint; warnings.simplefilter('error')\n"
+        "x = torch.ones(3, requires_grad=True)\n"
+        "checkpoint(lambda x: x.sin() * torch.from_numpy(numpy.random.rand(3)), x).sum().backward()"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "CKPT_HOOKS_SELF_CHECK": level}, capture_output=True, text=True
+    )
+    assert (found.returncode == 0) == (level == "0"), found.stderr
+    assert {"error": "ckpt_hooks.errors.DeterminismError: ", "warn": "UserWarning: region", "0": ""}[level] in found.stderr
+
+
+def test_a_wrong_level_is_an_error():
+    for level in ("of", True, None, 0):
+        with pytest.raises(ValueError, match="level"):
+            set_self_check(level)
+
+
+def test_a_change_of_flags_begins_anew():
+    module = Scaled(lambda: float(numpy.random.rand()))
+    assert told_in(module, 7)[0] == [1, 2, 4]
+    module.eval()
+    assert told_in(module, 3)[0] == [1, 2]
+
+
+def test_a_check_stays_due_until_a_recompute_was_compared():
+    function = noisy()
+    with pytest.raises(DeterminismError, match="pass 3"):
+        for _ in range(3):
+            result = checkpoint(function, torch.randn(3, 4, requires_grad=True))
+        result.sum().backward()
+
+
+def test_layers_by_one_lambda_are_places_of_their_own():
+    layers = [Scaled(of_numpy if number == 2 else lambda: 1.0) for number in range(12)]
+    x = torch.randn(3, 4, requires_grad=True)
+    for layer in layers:
+        x = checkpoint(lambda h: layer(h), x)
+    with pytest.raises(DeterminismError):
+        x.sum().backward()
+
+
+def test_partials_and_objects_are_places():
+    class Call:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, x):
+            return self.function(x)
+
+    for function in (functools.partial(Scaled(of_numpy)), Call(Scaled(of_numpy)), Call(noisy())):
+        assert told_in(function, 5)[0] == [1, 2, 4]
+    # Objects of a class may be new ones in each step.
+    assert told_in(Call(lambda x: (x.sin() * of_numpy()).cos()), 20)[0] == [*range(1, 17)]
+
+
+def test_another_order_of_additions_is_no_difference():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def gather(x):
+        rows = torch.randint(0, 50, (len(x),))
+        return last(torch.zeros(50, 8).index_put((rows,), first(x), accumulate=True))[rows]
+
+    try:
+        for _ in range(8):
+            checkpoint(gather, torch.randn(20000, 8, requires_grad=True)).square().sum().backward()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("noise", "is_told"), [(1e-6, False), (1e-2, True)])
+def test_differences_are_told_by_their_size(noise, is_told):
+    draws = random.Random(0)
+
+    def differ(x):
+        h = x.sin()
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(draws.randrange(1 << 30))
+            h.data += noise * h.norm() / h.numel() ** 0.5 * torch.randn(h.shape, generator=generator)
+        return h.cos()
+
+    def passes():
+        checkpoint(types.MappingProxyType({0: differ})[0], torch.randn(64, 64, requires_grad=True)).sum().backward()
+
+    if is_told:
+        with pytest.raises(DeterminismError):
+            passes()
+    else:
+        passes()
+
+
+def test_bits_count_where_deterministic_algorithms_are_asked_for():
+    draws = [0.0]
+
+    def differ(x):
+        draws[0] += 1
+        return (x.sin() * (1 + 1e-6 * types.MappingProxyType({0: draws})[0][0])).cos()
+
+    holder = types.MappingProxyType({0: differ})
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(DeterminismError):
+            checkpoint(lambda x: holder[0](x), torch.randn(64, 64, requires_grad=True)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_memory_that_nobody_filled_is_a_warning_once():
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    contents = itertools.count()
+
+    def pad(x):
+        h = x.new_empty(len(x) + 4, 4)
+        h[len(x) :].data.fill_(float(next(contents)))  # what happens to be there
+        h[: len(x)] = first(x)
+        return last(h)[: len(x)]
+
+    assert told_in(pad, 4) == ([], [1])
