@@ -158,6 +158,26 @@ def saves_another_shape():
     changing(lambda x: x.sin().cos().exp(), lambda x: x[:2].float().sin().cos().exp())
 
 
+@says(
+    DeterminismError,
+    'self-check in pass 1.*track_rng.*"metadata"',
+    index=1,
+    expected="float64[3] on cpu",
+    grad_fn="SinBackward0",
+)
+def other_values():
+    changing(lambda x: (2 * x.sin()).sin(), lambda x: (3 * x.sin()).sin())
+
+
+@says(DeterminismError, r"NumPy, DLPack, `\.data`.*saved by MulBackward0\. Found by the self-check", region=("block",), index=1)
+def memory_written_behind_a_region():
+    factor = torch.ones(3, dtype=torch.float64)
+    with checkpoint_region(name="block"):
+        y = leaf(3).sin() * (factor + 1)
+    factor.data.mul_(2)
+    backward(y)
+
+
 @says(DeterminismError, "'outer/inner'", region=("outer", "inner"))
 def a_region_inside_that_saves_fewer():
     todo = Log([lambda x: x.sin().cos().exp(), lambda x: x.sin().cos()])
@@ -1054,6 +1074,8 @@ CALLS = {
     },
 }
 
+CALLS[ValueError]["level should be 'error', 'warn' or False, but got 'none'"] = lambda: ckpt_hooks.set_self_check("none")
+
 TABLE |= {phrase: Row(program, TypeError, (phrase,)) for phrase, program in FUNCTIONS.items()}
 TABLE |= {phrase: Row(program, kind, (phrase,)) for kind, calls in CALLS.items() for phrase, program in calls.items()}
 
@@ -1064,6 +1086,7 @@ NOT_PROVOKED = {
     "ckpt_hooks is tested with ": "likewise",
     "was called in a region by a name bound to": "on torch 2.15 alone, in tests/test_kernels.py",
     "a kernel of the custom function": "on a device that is not there, in tests/test_kernels.py",
+    "CKPT_HOOKS_SELF_CHECK": "by a test of the import, in a process of its own",
     "ckpt_hooks does not support free-threaded Python": "by a test of the import, in a process of its own",
     "ran while a CUDA graph is being captured": "on a fake device, in tests/test_graph_capture.py",
     "was to draw random numbers in a checkpoint_region": "likewise",
