@@ -8,6 +8,7 @@ import torch.nested
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks._tensors.determinism import first_difference, hash_of
+from tests.measure import peak_of
 
 #: Every dtype there is, but for those of quantised tensors, which say more than numbers.
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
@@ -205,3 +206,61 @@ def test_hashes_of_a_dimension_of_one_with_any_stride(dtype):
     tensor = numbers(dtype, 4)
     assert hash_of(tensor.as_strided((4, 1), (1, 4))) == hash_of(tensor.reshape(4, 1).clone())
     assert hash_of(tensor[:1].as_strided((1, 1), (1, 0))) == hash_of(tensor[:1].reshape(1, 1).clone())
+
+
+#: Large tensors, which differ in what their memory is read by.
+LARGE = {
+    "two columns": lambda: torch.randn(1_000_000, 2),
+    "booleans in threes": lambda: torch.rand(1_500_000, 3) < 0.5,
+    "bytes, one a row": lambda: torch.randint(256, (5_000_000, 1), dtype=torch.uint8),
+    "int64": lambda: torch.randint(1 << 62, (1_000, 1_000)),
+    "int64, transposed": lambda: torch.randint(1 << 62, (1_000, 1_000)).t(),
+    "int64, two columns of three": lambda: torch.randint(1 << 62, (300_000, 3))[:, :2],
+    "float64, one dimension, every other": lambda: torch.randn(2_000_001, dtype=torch.float64)[1::2],
+    "bfloat16": lambda: torch.randn(3, 1_000_003).bfloat16(),
+    "float8": lambda: torch.randn(1_500, 1_001).to(torch.float8_e4m3fn),
+    "transposed": lambda: torch.randn(2, 1_000_000).t(),
+    "transposed, long rows": lambda: torch.randn(1_000, 1_001).t(),
+    "three dimensions": lambda: torch.randn(7, 300_001, 3).transpose(0, 2),
+    "attention": lambda: torch.randn(2, 3_000, 8, 33).transpose(1, 2),
+    "0-dimensional": lambda: torch.randn(()),
+    "expanded": lambda: torch.randn(3, 1).expand(1_000_000, 3, 2),
+    "expanded to one row": lambda: torch.randn(1).expand(4_000_000),
+    "rows far apart": lambda: torch.randn(1_000, 2_000)[:, 3:1_003],
+    "complex": lambda: torch.randn(1_000, 1_000, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(1_000, 701, dtype=torch.complex128).conj(),
+    "conjugate, transposed": lambda: torch.randn(1_000, 701, dtype=torch.complex64).mH,
+    "conjugate, fewer": lambda: torch.randn(200, 300, dtype=torch.complex128).conj(),
+    "complex of 16 bits": lambda: torch.view_as_complex(torch.randn(1_000, 1_401, 2).half()).t(),
+    "negative": lambda: torch.randn(1_000, 1_401, dtype=torch.complex64).conj().imag,
+}
+MEMORY = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("kind", list(LARGE))
+def test_hashes_of_large_tensors(kind):
+    """They take next to no memory, are the same for any layout, and change with each number."""
+    tensor = LARGE[kind]()
+    assert peak_of(lambda: hash_of(tensor)) <= max(MEMORY, tensor.nbytes // 64)
+    found, plain = hash_of(tensor), tensor.resolve_conj().resolve_neg().contiguous().clone()
+    assert are_equal(found, hash_of(plain))
+    assert are_equal(found, hash_of(tensor))
+    memory = plain.reshape(-1).view(torch.uint8)
+    for place in [0, 1, 4_095, 4_096, len(memory) // 2, len(memory) - 4_097, len(memory) - 1]:
+        if 0 <= place < len(memory):
+            memory[place] ^= 1
+            assert not are_equal(found, hash_of(plain))
+            memory[place] ^= 1
+    assert are_equal(found, hash_of(plain))
+
+
+def test_hashes_of_many_rows_of_a_few_numbers_see_other_orders():
+    """Of rows, which in memory are longer than a row of the hash."""
+    tensor = torch.randn(300_000, 2)
+    assert not are_equal(hash_of(tensor), hash_of(torch.cat([tensor[:1000], tensor[5000:], tensor[1000:5000]])))

@@ -5,7 +5,7 @@ Fingerprints which are tensors stay on their device and are compared at once, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,18 +56,33 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
 
 
+def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Yields a tensor's numbers in order: its memory as a vector where it is dense, else copies, each gone with the next."""
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        yield tensor.view(-1)
+        return
+    piece = torch.empty(min(size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+    filled, rest = 0, [tensor]
+    while rest:
+        part = rest.pop()
+        room = len(piece) - filled
+        if part.numel() > room:
+            rows = room * len(part) // part.numel()
+            rest += (part[rows:], part[:rows]) if rows else (part[1:], part[0])
+            continue
+        piece[filled : filled + part.numel()].view(part.shape).copy_(part)
+        filled += part.numel()
+        if filled == len(piece):
+            yield piece
+            filled = 0
+    if filled:
+        yield piece[:filled]
+
+
 _ODD = 0x100000001B3
 
 
-def hash_of(tensor: torch.Tensor) -> Any:
-    """Returns a hash of a tensor's bits, on its device, the same for any layout; None for a tensor without values."""
-    # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
-    # number of ones for an even number of zeros.
-    if not _has_bits(tensor):
-        return _of_parts(hash_of, tensor)
-    if tensor.numel() == 0:
-        return None
-    integers = bits_of(tensor)
+def _hash_of_rows(integers: torch.Tensor) -> torch.Tensor:
     if integers.dtype is torch.int64:  # as two of 32 bits: sums of round numbers would lose all of 64
         if not integers.dim() or integers.stride(-1) != 1:
             integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
@@ -78,6 +93,38 @@ def hash_of(tensor: torch.Tensor) -> Any:
     rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), last, alpha=_ODD)
     # ``s * (2 * s + 1)`` differs for any two sums ``s``: a number moved from row to row is seen.
     return torch.addcmul(rows, rows, rows, value=2).sum()
+
+
+_ROWS = 1 << 16  # each takes 24 bytes while they are added up
+_ROW = 1 << 12  # bytes of a row, where the last dimension would make more rows
+_COPIED = 1 << 19  # bytes copied at once
+
+
+def hash_of(tensor: torch.Tensor) -> Any:
+    """Returns a hash of a tensor's bits, on its device, the same for any layout; None for a tensor without values."""
+    # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
+    # number of ones for an even number of zeros.
+    if not _has_bits(tensor):
+        return _of_parts(hash_of, tensor)
+    count, width = tensor.numel(), tensor.itemsize
+    if count == 0:
+        return None
+    row = tensor.shape[-1] if tensor.dim() and not tensor.is_complex() else 1
+    # Its own rows, or others where its own are long, or are many for their bytes: the same ones for any layout.
+    if row * width <= _COPIED and count <= row * max(_ROWS, count * width // _ROW):
+        is_split = width == 8 and not tensor.is_complex()
+        is_copied = tensor.is_conj() or tensor.is_neg() or (is_split and tensor.stride()[-1:] != (1,))
+        if count * width <= _COPIED or not is_copied:
+            return _hash_of_rows(bits_of(tensor))
+    else:
+        row = _ROW // width
+    found: Any = 0
+    for piece in _pieces(tensor.detach(), _COPIED // (row * width) * row):
+        whole = len(piece) // row * row
+        for rows in (piece[:whole].view(-1, row), piece[whole:]):
+            if rows.numel():
+                found = found + _hash_of_rows(bits_of(rows).flatten(-2) if rows.is_complex() else bits_of(rows))
+    return found
 
 
 _PART = 1 << 20  # numbers, to each of which a weight is made
