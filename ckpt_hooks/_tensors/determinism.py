@@ -5,6 +5,8 @@ Fingerprints which are tensors stay on their device and are compared at once, so
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import nested_parts, parts_of, storage_of
+from ckpt_hooks._torch.tensors import nested_parts, parts_of, past_all_modes, storage_of
 
 from .copies import bits_of
 
@@ -146,7 +148,112 @@ def hash_in_order(tensor: torch.Tensor) -> int:
     return int(found)
 
 
+# Projections, by which results of kernels that add in another order are close
+
+#: Dtypes that convert to float32.
+_NUMBERS = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+)
+
+_PROJECTED = 1 << 18  # numbers at once
+_MIXERS = (-0x61C88647, -0x7A143589, -0x3D4D51C3)  # odd, of xxHash
+
+
+def _projected_on(device: torch.device) -> int:
+    return _PROJECTED if device.type == "cpu" else 4 * _PROJECTED  # most time there is spent starting kernels
+
+
+@functools.cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """Returns more signs than a piece has numbers, each hashed from its place."""
+    signs = torch.empty(_projected_on(device) + _PROJECTED, dtype=torch.float32, device=device)
+    for part in signs.chunk(4 * len(signs) // _PROJECTED):
+        start = int(part.storage_offset())
+        places = torch.arange(start, start + len(part), dtype=torch.int32, device=device)
+        for factor in _MIXERS:
+            places.add_(1).mul_(factor).bitwise_xor_(places >> 15)
+        part.copy_(places.bitwise_and_(1 << 8)).div_(-128).add_(1)
+    signs[-1].item()  # waits, once a device, since other streams read them too
+    return signs
+
+
+def _project(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Tensor:
+    numbers = numbers if numbers.dtype is torch.float64 else numbers.float()
+    dtype = torch.float32 if numbers.device.type == "mps" else torch.float64
+    missing = places = torch.zeros((), device=numbers.device)
+    smallest, largest = numbers.aminmax()
+    unit = torch.maximum(largest, -smallest)  # a norm takes ten times as long
+    if not (numbers.is_cpu and unit.isfinite()):  # nobody waits for a device
+        finite = (numbers * 0).eq_(0).bool()  # ``isfinite`` takes five times as long
+        missing = len(numbers) - finite.sum()
+        places = torch.arange(start, start + len(numbers), dtype=torch.int32, device=numbers.device)
+        places = places.mul_(_MIXERS[0]).bitwise_right_shift_(12).masked_fill_(finite, 0).sum()
+        numbers = numbers.where(finite, 0)
+        smallest, largest = numbers.aminmax()
+        unit = torch.maximum(largest, -smallest)
+    # Squares of large numbers are infinite, squares of small ones zero.
+    numbers = (numbers / unit.clamp(min=torch.finfo(numbers.dtype).tiny)).float()
+    places_of_signs = ((start // (_PROJECTED // 2) * 4 + number + 1) * _MIXERS[0] for number in range(4))
+    starts = [(place & 0xFFFFFFFF) * _PROJECTED >> 32 for place in places_of_signs]
+    sums = [numbers.dot(signs[first : first + len(numbers)]) for first in starts]
+    return torch.stack([numbers.dot(numbers), *sums, missing.to(dtype), places.to(dtype), unit.to(dtype)])
+
+
+def projections_of(tensor: torch.Tensor) -> Any:
+    """Returns a tensor's squared norm and four projections on signs, on its device, the same for any layout.
+
+    Then come how many numbers are not finite, where, and the unit of the first five. None for a tensor without values.
+    """
+    if not _has_bits(tensor):
+        return _of_parts(projections_of, tensor)
+    if tensor.numel() == 0:
+        return None
+    tensor = tensor.detach() if tensor.dtype in _NUMBERS else bits_of(tensor)
+    per = 2 if tensor.is_complex() else 1
+    size = _projected_on(tensor.device) // max(per, tensor.itemsize // 4)
+    signs, found, start = past_all_modes(tensor, _signs, tensor.device), [], 0
+    for piece in _pieces(tensor, size):
+        reals = torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
+        for numbers in reals.split(size * per):  # type: ignore[no-untyped-call]
+            found.append(_project(numbers, start, signs))
+            start += len(numbers)
+    if len(found) == 1:
+        return found[0]
+    pieces = torch.stack(found)
+    unit = pieces[:, 7:].amax(0)
+    shares = (pieces[:, 7:] / unit).nan_to_num_()
+    pieces[:, :1] *= shares
+    pieces[:, :5] *= shares
+    return torch.cat([pieces[:, :7].sum(0), unit])
+
+
 # Comparing
+
+
+def are_close(expected: Any, found: Any, dtype: torch.dtype) -> bool:
+    """Whether two results of :func:`projections_of` differ by no more than another order of adding makes."""
+    if not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
+        if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+            return all(are_close(one, other, dtype) for one, other in zip(expected, found, strict=True))
+        return expected is None or found is None or _equal(expected, found)
+    one, other = expected.tolist(), found.tolist()
+    if one[5:7] != other[5:7]:
+        return False
+    unit = max(one[7], other[7]) or 1.0
+    (norm, *ones), (other_norm, *others) = (
+        [value * share for value in (math.sqrt(values[0]), *values[1:5])]
+        for values, share in ((one, one[7] / unit), (other, other[7] / unit))
+    )
+    tolerance = 5e-2
+    if dtype in _NUMBERS and (dtype.is_floating_point or dtype.is_complex):
+        tolerance = min(max(1e-3, 4 * torch.finfo(dtype).eps), 0.5)  # beyond, nothing would differ
+    tolerance *= max(norm, other_norm)
+    return all(abs(a - b) <= tolerance for a, b in zip((norm, *ones), (other_norm, *others), strict=True))
 
 
 def _equal(one: Any, other: Any) -> bool:
