@@ -249,7 +249,8 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         ValueError: If a list of operators has something else in it.
         RuntimeError: On entering, where saved-tensor hooks are disabled; from a random operator, where ``preserve_rng_state``
             holds while a CUDA graph is being captured.
-        DeterminismError: In backward, where a dispatch mode of the user's around the region changed results.
+        DeterminismError: In backward, where a dispatch mode of the user's around the region changed results, or where the
+            self-check finds other values than forward's (:func:`ckpt_hooks.set_self_check`).
         MutationError: In backward, where a needed tensor was modified in place since.
 
     Note:

@@ -187,15 +187,27 @@ class SavesItsResult(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0]
 
 
-def allocated(program):
-    """Returns what a program returns, and how many bytes it has allocated and not freed, by the allocator's own count."""
+def _allocations(program):
+    """Returns what a program returns, and the bytes of each allocation, below zero for what is freed, in order."""
     gc.disable()  # garbage from before, freed in between, would count
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             result = program()
     finally:
         gc.enable()
-    return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return result, [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def allocated(program):
+    """Returns what a program returns, and how many bytes it has allocated and not freed, by the allocator's own count."""
+    result, sizes = _allocations(program)
+    return result, sum(sizes)
+
+
+def peak_of(program):
+    """Returns how many bytes a program has at most at once, beyond those there were before."""
+    return max(itertools.accumulate(_allocations(program)[1], initial=0))
 
 
 class Watch(Observer):

@@ -7,7 +7,8 @@ import torch
 import torch.nested
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpt_hooks._tensors.determinism import first_difference, hash_of
+from ckpt_hooks._tensors.determinism import are_close, first_difference, hash_of, projections_of
+from tests.measure import peak_of
 
 #: Every dtype there is, but for those of quantised tensors, which say more than numbers.
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
@@ -205,3 +206,188 @@ def test_hashes_of_a_dimension_of_one_with_any_stride(dtype):
     tensor = numbers(dtype, 4)
     assert hash_of(tensor.as_strided((4, 1), (1, 4))) == hash_of(tensor.reshape(4, 1).clone())
     assert hash_of(tensor[:1].as_strided((1, 1), (1, 0))) == hash_of(tensor[:1].reshape(1, 1).clone())
+
+
+#: Large tensors, which differ in what their memory is read by.
+LARGE = {
+    "two columns": lambda: torch.randn(1_000_000, 2),
+    "booleans in threes": lambda: torch.rand(1_500_000, 3) < 0.5,
+    "bytes, one a row": lambda: torch.randint(256, (5_000_000, 1), dtype=torch.uint8),
+    "int64": lambda: torch.randint(1 << 62, (1_000, 1_000)),
+    "int64, transposed": lambda: torch.randint(1 << 62, (1_000, 1_000)).t(),
+    "int64, two columns of three": lambda: torch.randint(1 << 62, (300_000, 3))[:, :2],
+    "float64, one dimension, every other": lambda: torch.randn(2_000_001, dtype=torch.float64)[1::2],
+    "bfloat16": lambda: torch.randn(3, 1_000_003).bfloat16(),
+    "float8": lambda: torch.randn(1_500, 1_001).to(torch.float8_e4m3fn),
+    "transposed": lambda: torch.randn(2, 1_000_000).t(),
+    "transposed, long rows": lambda: torch.randn(1_000, 1_001).t(),
+    "three dimensions": lambda: torch.randn(7, 300_001, 3).transpose(0, 2),
+    "attention": lambda: torch.randn(2, 3_000, 8, 33).transpose(1, 2),
+    "0-dimensional": lambda: torch.randn(()),
+    "expanded": lambda: torch.randn(3, 1).expand(1_000_000, 3, 2),
+    "expanded to one row": lambda: torch.randn(1).expand(4_000_000),
+    "rows far apart": lambda: torch.randn(1_000, 2_000)[:, 3:1_003],
+    "complex": lambda: torch.randn(1_000, 1_000, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(1_000, 701, dtype=torch.complex128).conj(),
+    "conjugate, transposed": lambda: torch.randn(1_000, 701, dtype=torch.complex64).mH,
+    "conjugate, fewer": lambda: torch.randn(200, 300, dtype=torch.complex128).conj(),
+    "complex of 16 bits": lambda: torch.view_as_complex(torch.randn(1_000, 1_401, 2).half()).t(),
+    "negative": lambda: torch.randn(1_000, 1_401, dtype=torch.complex64).conj().imag,
+}
+MEMORY = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("kind", list(LARGE))
+def test_hashes_of_large_tensors(kind):
+    """They take next to no memory, are the same for any layout, and change with each number."""
+    tensor = LARGE[kind]()
+    assert peak_of(lambda: hash_of(tensor)) <= max(MEMORY, tensor.nbytes // 64)
+    found, plain = hash_of(tensor), tensor.resolve_conj().resolve_neg().contiguous().clone()
+    assert are_equal(found, hash_of(plain))
+    assert are_equal(found, hash_of(tensor))
+    memory = plain.reshape(-1).view(torch.uint8)
+    for place in [0, 1, 4_095, 4_096, len(memory) // 2, len(memory) - 4_097, len(memory) - 1]:
+        if 0 <= place < len(memory):
+            memory[place] ^= 1
+            assert not are_equal(found, hash_of(plain))
+            memory[place] ^= 1
+    assert are_equal(found, hash_of(plain))
+
+
+def test_hashes_of_many_rows_of_a_few_numbers_see_other_orders():
+    """Of rows, which in memory are longer than a row of the hash."""
+    tensor = torch.randn(300_000, 2)
+    assert not are_equal(hash_of(tensor), hash_of(torch.cat([tensor[:1000], tensor[5000:], tensor[1000:5000]])))
+
+
+def close(one, other):
+    found = are_close(projections_of(one), projections_of(other), one.dtype)
+    assert found is are_close(projections_of(other), projections_of(one), one.dtype)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("kind", list(LARGE))
+def test_projections_of_large_tensors(kind):
+    """They take little memory, and are the same for any layout."""
+    tensor = LARGE[kind]()
+    found, plain = projections_of(tensor), tensor.resolve_conj().resolve_neg().contiguous()
+    assert peak_of(lambda: projections_of(tensor)) <= MEMORY
+    assert torch.equal(found, projections_of(tensor))
+    assert are_close(found, projections_of(plain), tensor.dtype)
+    if tensor.dim():
+        assert not close(tensor, torch.cat([tensor[1:], tensor[:1]])) or kind in {"expanded", "expanded to one row"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (1_000, 1_000)], ids=str)
+def test_what_is_close(shape, scale, dtype):
+    """As results of kernels that add in another order are, and no others: a norm is nearly the same for many tensors."""
+    tensor, noise = (torch.randn(shape, dtype=dtype) for _ in range(2))
+    tensor, noise = tensor * scale, noise * scale
+    assert close(tensor, tensor.clone())
+    assert close(tensor, tensor + noise * 1e-6)
+    assert not close(tensor, tensor + noise * 2e-2)
+    assert not close(tensor, noise)
+    assert not close(tensor, -tensor)
+    assert not close(tensor, torch.zeros_like(tensor))
+    assert not close(tensor, tensor * 1.01)
+    assert not close(tensor, tensor.roll(1, 0))
+
+
+def test_projections_see_other_places():
+    tensor = torch.randn(1_000, 1_000)
+    assert not close(tensor, tensor[torch.randperm(1_000)])
+    assert not close(tensor, tensor[:, torch.randperm(1_000)])
+    assert not close(tensor, tensor.t())
+    for size in (1 << 17, 1 << 18, 1 << 19, 1 << 20):
+        long = torch.randn(4, size)
+        assert not close(long, long[[0, 2, 1, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_what_is_close_in_fewer_bits(dtype):
+    tensor = torch.randn(1_000, 1_000)
+    one = tensor.to(dtype)
+    assert close(one, (tensor * (1 + 1e-4 * torch.randn_like(tensor))).to(dtype))
+    assert close(one, one.clone())
+    assert not close(one, torch.randn(1_000, 1_000).to(dtype))
+    assert not close(one, tensor.roll(1, 0).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64], ids=str)
+def test_integers_that_are_close(dtype):
+    """Comparisons flip where numbers are near."""
+    tensor = torch.randint(2, (1_000, 1_000), dtype=torch.uint8)
+    one, flips = tensor.to(dtype), torch.rand(1_000, 1_000)
+    assert close(one, (tensor ^ (flips < 1e-4)).to(dtype))
+    assert not close(one, (tensor ^ (flips < 0.3)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("size", [6, 600_000])
+def test_numbers_that_are_not_finite(size, dtype):
+    """What is infinite or no number in both is equal; at other places it is not."""
+    tensor = torch.randn(size)
+
+    def of(*places, values=(float("nan"), float("inf"), -float("inf"))):
+        other = tensor.clone()
+        for place, value in zip(places, values, strict=False):
+            other[place] = value
+        return other.to(dtype)
+
+    assert close(of(1, 2, 5), of(2, 1, 5))
+    assert close(of(1), of(1, values=(-float("inf"),)))
+    assert not close(of(1), of(2))
+    assert not close(of(1), of())
+    assert not close(of(1), of(1, 2))
+    assert not close(of(size - 1), of(size - 2))
+    assert close(of(size - 1), of(size - 1))
+    everywhere = torch.full((size,), float("nan")).to(dtype)
+    assert close(everywhere, torch.full((size,), -float("inf")).to(dtype))
+    assert not close(everywhere, tensor.to(dtype))
+
+
+def test_the_smallest_and_the_largest_numbers():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for number in (torch.finfo(dtype).max, torch.finfo(dtype).tiny, torch.finfo(dtype).smallest_normal / 4):
+            mask = (torch.rand(1_000, 300) < 0.5).to(dtype) * number
+            assert close(mask, mask.clone())
+            assert not close(mask, mask.flip(0))
+            assert not close(mask, mask / 2)
+
+
+@pytest.mark.filterwarnings("ignore:B?Complex")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_projections_of_any_dtype(dtype):
+    bits = bits_of(dtype, (300, 40), [40, 1])
+    tensor, other = (laid_out(these, dtype, [40, 1], 0) for these in (bits, bits.flip(0)))
+    assert close(tensor, laid_out(bits, dtype, [1, 300], 0))
+    assert not close(tensor, other)
+    for shape in [(0,), (3, 0)]:
+        assert projections_of(torch.empty(shape, dtype=dtype)) is None
+    assert projections_of(torch.empty(3, 4, dtype=dtype, device="meta")) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", list(pairs()))
+def test_projections_of_what_is_more_than_numbers_in_memory(kind):
+    make = pairs()[kind]
+    one, same, other = (projections_of(make(number)) for number in (3.0, 3.0, 5.0))
+    assert are_close(one, same, torch.float32)
+    assert not are_close(one, other, torch.float32)
+
+
+def test_projections_take_no_random_numbers():
+    tensor, before = torch.randn(3), torch.random.get_rng_state()
+    projections_of(tensor)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert torch.equal(projections_of(tensor), projections_of(tensor.clone()))

@@ -171,8 +171,10 @@ def checkpoint(
         use_reentrant: None or False, for code written for ``torch.utils.checkpoint``. This engine is non-reentrant.
         context_fn: Returns two context managers. The first wraps forward alone. The second wraps each recompute alone, entered
             anew each time.
-        determinism_check: ``"default"`` compares shape, dtype and device of each tensor saved in forward and recompute.
-            ``"values"`` compares a hash of the values too, and reads all values in both runs. A function of a tensor has its
+        determinism_check: ``"metadata"`` compares shape, dtype and device of each tensor saved in forward and recompute.
+            ``"default"`` does so too, and in passes 1, 2, 4, 8, ... of a module or function compares the values (see
+            :func:`ckpt_hooks.set_self_check`), unless the recompute draws new random numbers. ``"values"`` compares a hash of
+            the values in each pass, and reads all values in both runs. A function of a tensor has its
             results compared, ``lambda tensor: tensor.flatten()[::99]`` some of the values; tensors among these stay on their
             device, with one wait for the device a recompute. ``"none"`` compares nothing. A dispatch mode of the
             user's may change results and is not entered again, so ``"default"`` is ``"values"`` under a mode. With
@@ -238,8 +240,8 @@ def checkpoint(
         - A backward inside a region on two devices waits for ever where the other device's thread waits for the region: call
           ``torch.autograd.grad`` outside of the region, or keep each region on one device.
         - A rerun with a backward inside cannot follow a read of ``ctx.input_grad_buffers``.
-        - Random numbers of Python and NumPy without :func:`ckpt_hooks.track_rng` are drawn anew, which ``"values"`` notices.
-          What forward drew and a recompute does not draw goes unnoticed. Seed generators outside of regions that two threads
+        - Random numbers of Python and NumPy without :func:`ckpt_hooks.track_rng` are drawn anew, which is a
+          :class:`DeterminismError` in the first pass. What forward drew and a recompute does not draw goes unnoticed. Seed generators outside of regions that two threads
           recompute at once.
         - A tensor that the first forward made, or that went into a region inside another one, and that got another storage
           before backward, may count with either. ``torch.utils.swap_tensors`` refuses tensors that an open recorded region has

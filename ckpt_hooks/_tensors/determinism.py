@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import DISABLED_DISPATCH, nested_parts, parts_of, storage_of
+from ckpt_hooks._torch.tensors import DISABLED_DISPATCH, nested_parts, parts_of, past_all_modes, storage_of
 
 from .copies import bits_of
 
@@ -60,18 +58,33 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
 
 
+def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Yields a tensor's numbers in order: its memory as a vector where it is dense, else copies, each gone with the next."""
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        yield tensor.view(-1)
+        return
+    piece = torch.empty(min(size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+    filled, rest = 0, [tensor]
+    while rest:
+        part = rest.pop()
+        room = len(piece) - filled
+        if part.numel() > room:
+            rows = room * len(part) // part.numel()
+            rest += (part[rows:], part[:rows]) if rows else (part[1:], part[0])
+            continue
+        piece[filled : filled + part.numel()].view(part.shape).copy_(part)
+        filled += part.numel()
+        if filled == len(piece):
+            yield piece
+            filled = 0
+    if filled:
+        yield piece[:filled]
+
+
 _ODD = 0x100000001B3
 
 
-def hash_of(tensor: torch.Tensor) -> Any:
-    """Returns a hash of a tensor's bits, on its device, the same for any layout; None for a tensor without values."""
-    # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
-    # number of ones for an even number of zeros.
-    if not _has_bits(tensor):
-        return _of_parts(hash_of, tensor)
-    if tensor.numel() == 0:
-        return None
-    integers = bits_of(tensor)
+def _hash_of_rows(integers: torch.Tensor) -> torch.Tensor:
     if integers.dtype is torch.int64:  # as two of 32 bits: sums of round numbers would lose all of 64
         if not integers.dim() or integers.stride(-1) != 1:
             integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
@@ -82,6 +95,38 @@ def hash_of(tensor: torch.Tensor) -> Any:
     rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), last, alpha=_ODD)
     # ``s * (2 * s + 1)`` differs for any two sums ``s``: a number moved from row to row is seen.
     return torch.addcmul(rows, rows, rows, value=2).sum()
+
+
+_ROWS = 1 << 16  # each takes 24 bytes while they are added up
+_ROW = 1 << 12  # bytes of a row, where the last dimension would make more rows
+_COPIED = 1 << 19  # bytes copied at once
+
+
+def hash_of(tensor: torch.Tensor) -> Any:
+    """Returns a hash of a tensor's bits, on its device, the same for any layout; None for a tensor without values."""
+    # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
+    # number of ones for an even number of zeros.
+    if not _has_bits(tensor):
+        return _of_parts(hash_of, tensor)
+    count, width = tensor.numel(), tensor.itemsize
+    if count == 0:
+        return None
+    row = tensor.shape[-1] if tensor.dim() and not tensor.is_complex() else 1
+    # Its own rows, or others where its own are long, or are many for their bytes: the same ones for any layout.
+    if row * width <= _COPIED and count <= row * max(_ROWS, count * width // _ROW):
+        is_split = width == 8 and not tensor.is_complex()
+        is_copied = tensor.is_conj() or tensor.is_neg() or (is_split and tensor.stride()[-1:] != (1,))
+        if count * width <= _COPIED or not is_copied:
+            return _hash_of_rows(bits_of(tensor))
+    else:
+        row = _ROW // width
+    found: Any = 0
+    for piece in _pieces(tensor.detach(), _COPIED // (row * width) * row):
+        whole = len(piece) // row * row
+        for rows in (piece[:whole].view(-1, row), piece[whole:]):
+            if rows.numel():
+                found = found + _hash_of_rows(bits_of(rows).flatten(-2) if rows.is_complex() else bits_of(rows))
+    return found
 
 
 _PART = 1 << 20  # numbers, to each of which a weight is made
@@ -113,95 +158,112 @@ def ordered_hash_of(tensor: torch.Tensor) -> Any:
     return hash_in_order(tensor) if _has_bits(tensor) else _of_parts(ordered_hash_of, tensor)
 
 
-# Projections, by which values may differ a little
+# Projections, by which results of kernels that add in another order are close
 
-_COLUMNS, _ROWS = 1 << 10, 1 << 10  # of a piece: 4 MB of float32
-_PERIOD = 509  # of rows with signs of their own
+#: Dtypes that convert to float32.
+_NUMBERS = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+)
+
+_PROJECTED = 1 << 18  # numbers at once
+_MIXERS = (-0x61C88647, -0x7A143589, -0x3D4D51C3)  # odd, of xxHash
+
+
+def _projected_on(device: torch.device) -> int:
+    return _PROJECTED if device.type == "cpu" else 4 * _PROJECTED  # most time there is spent starting kernels
 
 
 @functools.cache
-def _signs(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns four pseudo-random signs for each column and each row; none of torch's generators moves."""
-    draws = random.Random(0)
-    rows = [[draws.choice((-1.0, 1.0)) for _ in range(4)] for _ in range(_COLUMNS + _PERIOD)]
-    columns, rows = rows[:_COLUMNS], rows[_COLUMNS:]
-    repeated = [rows[at % _PERIOD] for at in range(_PERIOD + _ROWS)]
-    with torch.inference_mode(False):
-        return torch.tensor(columns, dtype=dtype, device=device), torch.tensor(repeated, dtype=dtype, device=device)
+def _signs(device: torch.device) -> torch.Tensor:
+    """Returns more signs than a piece has numbers, each hashed from its place."""
+    signs = torch.empty(_projected_on(device) + _PROJECTED, dtype=torch.float32, device=device)
+    for part in signs.chunk(4 * len(signs) // _PROJECTED):
+        start = int(part.storage_offset())
+        places = torch.arange(start, start + len(part), dtype=torch.int32, device=device)
+        for factor in _MIXERS:
+            places.add_(1).mul_(factor).bitwise_xor_(places >> 15)
+        part.copy_(places.bitwise_and_(1 << 8)).div_(-128).add_(1)
+    signs[-1].item()  # waits, once a device, since other streams read them too
+    return signs
 
 
-def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cuts a tensor into flat pieces in the order of its elements, all but the last one of whole rows."""
-    size, most = tensor.numel(), _COLUMNS * _ROWS
-    if tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), most)
-    elif size <= most:
-        yield tensor.reshape(-1)
-    elif len(tensor) == 1:
-        yield from _pieces_of(tensor[0])
-    else:
-        inner = size // len(tensor)
-        step = _COLUMNS // math.gcd(inner, _COLUMNS)
-        for part in torch.split(tensor, step * max(1, most // (step * inner))):
-            yield from _pieces_of(part) if step == 1 else torch.split(part.reshape(-1), most)
-
-
-def _add_projections(total: torch.Tensor, piece: torch.Tensor, start: int) -> None:
-    columns, rows = _signs(piece.device, piece.dtype)
-    whole = len(piece) // _COLUMNS
-    total[0] += torch.linalg.vector_norm(piece).to(total.dtype) ** 2
-    if whole:
-        found = piece[: whole * _COLUMNS].view(whole, _COLUMNS) @ columns
-        total[1:] += (found * rows[start : start + whole]).sum(0, dtype=total.dtype)
-    if rest := len(piece) % _COLUMNS:
-        total[1:] += (piece[-rest:] @ columns[:rest] * rows[start + whole]).to(total.dtype)
+def _project(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Tensor:
+    numbers = numbers if numbers.dtype is torch.float64 else numbers.float()
+    dtype = torch.float32 if numbers.device.type == "mps" else torch.float64
+    missing = places = torch.zeros((), device=numbers.device)
+    smallest, largest = numbers.aminmax()
+    unit = torch.maximum(largest, -smallest)  # a norm takes ten times as long
+    if not (numbers.is_cpu and unit.isfinite()):  # nobody waits for a device
+        finite = (numbers * 0).eq_(0).bool()  # ``isfinite`` takes five times as long
+        missing = len(numbers) - finite.sum()
+        places = torch.arange(start, start + len(numbers), dtype=torch.int32, device=numbers.device)
+        places = places.mul_(_MIXERS[0]).bitwise_right_shift_(12).masked_fill_(finite, 0).sum()
+        numbers = numbers.where(finite, 0)
+        smallest, largest = numbers.aminmax()
+        unit = torch.maximum(largest, -smallest)
+    # Squares of large numbers are infinite, squares of small ones zero.
+    numbers = (numbers / unit.clamp(min=torch.finfo(numbers.dtype).tiny)).float()
+    places_of_signs = ((start // (_PROJECTED // 2) * 4 + number + 1) * _MIXERS[0] for number in range(4))
+    starts = [(place & 0xFFFFFFFF) * _PROJECTED >> 32 for place in places_of_signs]
+    sums = [numbers.dot(signs[first : first + len(numbers)]) for first in starts]
+    return torch.stack([numbers.dot(numbers), *sums, missing.to(dtype), places.to(dtype), unit.to(dtype)])
 
 
 def projections_of(tensor: torch.Tensor) -> Any:
-    """Returns the squared norm of a tensor and four projections on signs, of the same elements in any layout."""
-    # Norms alone tell nothing: those of two independent tensors of a million numbers differ by 2e-5.
+    """Returns a tensor's squared norm and four projections on signs, on its device, the same for any layout.
+
+    Then come how many numbers are not finite, where, and the unit of the first five. None for a tensor without values.
+    """
     if not _has_bits(tensor):
         return _of_parts(projections_of, tensor)
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    tensor = tensor.resolve_neg()
-    device, dtype = tensor.device, torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    total = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
-        _add_all(total, tensor, dtype, is_finite=device.type == "cpu")
-        if device.type == "cpu" and not total.isfinite().all():  # an accelerator would have to be waited for
-            _add_all(total.zero_(), tensor, dtype, is_finite=False)
-    return total if device.type != "cpu" else total.tolist()
-
-
-def _add_all(total: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype, *, is_finite: bool) -> None:
-    row = 0
-    for piece in _pieces_of(tensor):
-        numbers = piece.to(dtype)
-        if not is_finite:
-            numbers = numbers.nan_to_num(1.0, 2.0, -2.0).clamp(-1e15, 1e15)
-        _add_projections(total, numbers, row % _PERIOD)
-        row += len(piece) // _COLUMNS
-
-
-def are_close(expected: Any, found: Any, dtype: torch.dtype) -> bool:
-    """Whether projections differ by no more than additions in another order explain; waits for a device."""
-    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        expected, found = torch.stack([expected, found]).tolist()
-    if not (isinstance(expected, list) and isinstance(found, list)):
-        return bool(expected == found)
-    if len(expected) != 5 or not all(isinstance(one, float) for one in expected):  # of parts
-        return len(expected) == len(found) and all(
-            are_close(one, other, dtype) for one, other in zip(expected, found, strict=True)
-        )
-    is_exact = not (dtype.is_floating_point or dtype.is_complex)  # comparisons flip where numbers are near
-    most = 5e-2 if is_exact else max(1e-3, 4 * torch.finfo(dtype).eps)
-    norm = math.sqrt(max(expected[0], found[0]))
-    return all(abs(one - other) <= most * norm for one, other in zip(expected[1:], found[1:], strict=True))
+    if tensor.numel() == 0:
+        return None
+    tensor = tensor.detach() if tensor.dtype in _NUMBERS else bits_of(tensor)
+    per = 2 if tensor.is_complex() else 1
+    size = _projected_on(tensor.device) // max(per, tensor.itemsize // 4)
+    signs, found, start = past_all_modes(tensor, _signs, tensor.device), [], 0
+    for piece in _pieces(tensor, size):
+        reals = torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
+        for numbers in reals.split(size * per):  # type: ignore[no-untyped-call]
+            found.append(_project(numbers, start, signs))
+            start += len(numbers)
+    if len(found) == 1:
+        return found[0]
+    pieces = torch.stack(found)
+    unit = pieces[:, 7:].amax(0)
+    shares = (pieces[:, 7:] / unit).nan_to_num_()
+    pieces[:, :1] *= shares
+    pieces[:, :5] *= shares
+    return torch.cat([pieces[:, :7].sum(0), unit])
 
 
 # Comparing
+
+
+def are_close(expected: Any, found: Any, dtype: torch.dtype) -> bool:
+    """Whether two results of :func:`projections_of` differ by no more than another order of adding makes."""
+    if not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
+        if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+            return all(are_close(one, other, dtype) for one, other in zip(expected, found, strict=True))
+        return expected is None or found is None or _equal(expected, found)
+    one, other = expected.tolist(), found.tolist()
+    if one[5:7] != other[5:7]:
+        return False
+    unit = max(one[7], other[7]) or 1.0
+    (norm, *ones), (other_norm, *others) = (
+        [value * share for value in (math.sqrt(values[0]), *values[1:5])]
+        for values, share in ((one, one[7] / unit), (other, other[7] / unit))
+    )
+    tolerance = 5e-2
+    if dtype in _NUMBERS and (dtype.is_floating_point or dtype.is_complex):
+        tolerance = min(max(1e-3, 4 * torch.finfo(dtype).eps), 0.5)  # beyond, nothing would differ
+    tolerance *= max(norm, other_norm)
+    return all(abs(a - b) <= tolerance for a, b in zip((norm, *ones), (other_norm, *others), strict=True))
 
 
 def _equal(one: Any, other: Any) -> bool:
