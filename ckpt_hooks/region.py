@@ -210,7 +210,8 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
     - the outputs a policy names, as long as a saved tensor depends on them;
     - the state of a random generator for each operator which drew; up to 16 dropouts and the like that follow each other on a
       CPU, of at most 1,264 numbers each, share a state;
-    - memory written to by something else than operators (NumPy; ``torch.empty`` which operators have not filled as a whole);
+    - memory written to by something else than operators (handed to NumPy or DLPack; ``torch.empty`` which operators have not
+      filled as a whole);
     - results of operators of operators, of compiled code, of collectives, and of tensor subclasses (sparse, ``DTensor``);
     - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE;
     - results of a custom ``autograd.Function`` whose forward writes to memory from outside, reads or writes tensors that are
@@ -263,10 +264,11 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
         The ``forward`` of a custom ``autograd.Function`` runs again in a replay, as a whole, since kernels in it write where no
         operator does; :func:`ckpt_hooks.is_recomputing` is True then. So does the body of a ``torch.library.custom_op``. Other
-        writes which no operator does (NumPy, a kernel of one's own outside of such a function, but for Triton's), writes of
-        another thread, and writes which no version counts (``.data`` after the region) are not seen; nor are writes of such a
-        function to weights and tables of over 1 MiB, or to tensors it closes over. A backward inside the region keeps what it
-        brings back while the region is open, when ``torch.utils.swap_tensors`` refuses tensors which the region has read.
+        writes which no operator does (NumPy's after an operator read, a kernel of one's own outside of such a function, but for
+        Triton's), writes of another thread, and writes which no version counts (``.data`` after the region) are not seen; nor
+        are writes of such a function to weights and tables of over 1 MiB, or to tensors it closes over. A backward inside the
+        region keeps what it brings back while the region is open, when ``torch.utils.swap_tensors`` refuses tensors which the
+        region has read.
 
         A region may hold several units of FSDP2: its replay gathers the parameters of each unit for the operators which read
         them, and frees them after. With FSDP1 give each unit a region of its own.

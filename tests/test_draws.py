@@ -220,6 +220,17 @@ def test_what_may_draw_beside_a_thread_that_draws(name):
         y.sum().backward()
 
 
+@pytest.mark.usefixtures("idle_thread")
+@pytest.mark.filterwarnings("ignore:.*give that thread a generator of its own")
+def test_to_hand_memory_to_another_library_is_no_draw():
+    def function(x):
+        return x.sin().exp() * torch.from_dlpack(x.detach())
+
+    x = leaf(3, 4)
+    (expected,) = grad(function(x).sum(), x)
+    assert torch.equal(grad(checkpoint(draws_elsewhere(function, 2, 3), x).sum(), x)[0], expected)
+
+
 halved.register_autograd(lambda ctx, gradient: gradient / 2)
 
 

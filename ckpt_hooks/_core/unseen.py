@@ -33,6 +33,10 @@ class WatchesUnseen(QuietDispatchMode):
         """Runs a call which may write to any tensor among some arguments."""
         return call()
 
+    def run_sharing(self, receiver: str, args: Any, call: Callable[[], Any]) -> Any:
+        """Runs a call which hands memory to another library, which may write there."""
+        return self.run_unseen(receiver, args, call)
+
     def __enter__(self) -> Any:
         _divert()
         # Weakly: one that Ctrl-C keeps from the stack of modes is never told that it is abandoned.
@@ -54,7 +58,7 @@ def _divert() -> None:
     global _is_diverted
     if not _is_diverted:
         _is_diverted = True
-        divert_functions(_run_of, _run_unseen, _look_at_missed)
+        divert_functions(_run_of, _run_unseen, _run_sharing, _look_at_missed)
     divert_triton(_run_unseen)
 
 
@@ -98,4 +102,11 @@ def _look_at_missed(function: Any) -> None:
 def _run_unseen(writer: str, args: Any, call: Callable[[], Any]) -> Any:
     for mode in _watching():
         call = partial(mode.run_unseen, writer, args, call)
+    return call()
+
+
+@skipped
+def _run_sharing(receiver: str, args: Any, call: Callable[[], Any]) -> Any:
+    for mode in _watching():
+        call = partial(mode.run_sharing, receiver, args, call)
     return call()

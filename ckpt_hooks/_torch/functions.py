@@ -90,8 +90,8 @@ class _Apply:
 _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 
 
-def divert_functions(find: _Find, unseen: _Unseen, missed: Callable[[Any], None]) -> None:
-    """Diverts calls of custom functions to what ``find`` returns, and methods which write by a Python function."""
+def divert_functions(find: _Find, unseen: _Unseen, shared: _Unseen, missed: Callable[[Any], None]) -> None:
+    """Diverts calls of custom functions to ``find``, and methods which write by a Python function or share memory."""
     global _find, _missed
     # ``missed`` is told of each function which saves tensors, called in whatever way.
     _find, _missed = find, missed
@@ -102,7 +102,12 @@ def divert_functions(find: _Find, unseen: _Unseen, missed: Callable[[Any], None]
         context.save_for_backward = _save_looking
     tensor: Any = torch.Tensor
     for name in ("apply_", "map_", "map2_"):
-        setattr(tensor, name, _method(name, getattr(tensor, name), unseen))
+        setattr(tensor, name, _method(f"Tensor.{name}", getattr(tensor, name), unseen))
+    for name in ("numpy", "__dlpack__"):  # ``__array__`` calls ``numpy``
+        setattr(tensor, name, _method(f"Tensor.{name}", getattr(tensor, name), shared))
+    modules: Any = torch, torch.utils.dlpack
+    for module in modules:
+        module.to_dlpack = _method("to_dlpack", module.to_dlpack, shared)
 
 
 def _save_looking(self: Any, *tensors: torch.Tensor) -> None:
@@ -117,7 +122,7 @@ def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[
     def run(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not AT_WORK:
             return method(self, *args, **kwargs)
-        return unseen(f"Tensor.{name}", self, partial(method, self, *args, **kwargs))
+        return unseen(name, self, partial(method, self, *args, **kwargs))
 
     return run
 

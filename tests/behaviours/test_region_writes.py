@@ -160,11 +160,20 @@ def test_a_write_to_a_tensor_of_which_another_face_was_saved(face, dies, form):
 
 # Writes that no operator on the tape does
 
+#: Ways to hand the memory of a tensor to another library.
+SHARED = {
+    "Tensor.numpy": lambda t: t.numpy(),
+    "array": lambda t: pytest.importorskip("numpy").asarray(t),
+    "DLPack": lambda t: torch.from_dlpack(t),
+    "DLPack capsule": lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t)),
+    "DLPack to numpy": lambda t: pytest.importorskip("numpy").from_dlpack(t),
+}
+
 
 @runs()
-@pytest.mark.parametrize("name", ["numpy into empty", "numpy into ones", "data", "data of a view"])
+@pytest.mark.parametrize("name", ["numpy into empty", "numpy into ones", "data", "data of a view", *SHARED])
 def test_writes_past_autograd(run, name):
-    """By NumPy to memory that no operator filled, and through ``.data``, which no version counts."""
+    """By NumPy and through ``.data``, which no version counts; to memory that operators filled, too."""
 
     def function(x):
         h = x.sin()
@@ -173,6 +182,10 @@ def test_writes_past_autograd(run, name):
             table.numpy()[:] = 3.0
             return (h * table).exp() * table.cos()
         k = h * 2
+        if name in SHARED:
+            j = h.detach() * 3
+            SHARED[name](j)[1:] = 5
+            return (k * j).exp() * j.cos()
         if name == "data":
             h.data.mul_(2)
         else:
