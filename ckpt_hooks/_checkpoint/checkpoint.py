@@ -241,8 +241,8 @@ def checkpoint(
           ``torch.autograd.grad`` outside of the region, or keep each region on one device.
         - A rerun with a backward inside cannot follow a read of ``ctx.input_grad_buffers``.
         - Random numbers of Python and NumPy without :func:`ckpt_hooks.track_rng` are drawn anew, which is a
-          :class:`DeterminismError` in the first pass. What forward drew and a recompute does not draw goes unnoticed. Seed generators outside of regions that two threads
-          recompute at once.
+          :class:`ckpt_hooks.DeterminismError` in the first pass. What forward drew and a recompute does not draw goes
+          unnoticed. Seed generators outside of regions that two threads recompute at once.
         - A tensor that the first forward made, or that went into a region inside another one, and that got another storage
           before backward, may count with either. ``torch.utils.swap_tensors`` refuses tensors that an open recorded region has
           read.

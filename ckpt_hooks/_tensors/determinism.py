@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -206,12 +207,32 @@ def _project(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Te
         numbers = numbers.where(finite, 0)
         smallest, largest = numbers.aminmax()
         unit = torch.maximum(largest, -smallest)
-    # Squares of large numbers are infinite, squares of small ones zero.
-    numbers = (numbers / unit.clamp(min=torch.finfo(numbers.dtype).tiny)).float()
-    places_of_signs = ((start // (_PROJECTED // 2) * 4 + number + 1) * _MIXERS[0] for number in range(4))
-    starts = [(place & 0xFFFFFFFF) * _PROJECTED >> 32 for place in places_of_signs]
-    sums = [numbers.dot(signs[first : first + len(numbers)]) for first in starts]
-    return torch.stack([numbers.dot(numbers), *sums, missing.to(dtype), places.to(dtype), unit.to(dtype)])
+    if numbers.is_cpu and 1e-9 < float(unit) < 1e9:
+        unit, numbers = torch.ones_like(unit), numbers.float()
+    else:  # squares of large numbers are infinite, squares of small ones zero
+        numbers = (numbers / unit.clamp(min=torch.finfo(numbers.dtype).tiny)).float()
+    sums = _sums_on(numbers, start, signs) if numbers.is_cpu else _sums_on_device(numbers, start, signs)
+    return torch.cat([numbers.dot(numbers)[None], sums, torch.stack([missing.to(dtype), places.to(dtype), unit.to(dtype)])])
+
+
+_COLUMNS = 1 << 10
+
+
+def _sums_on(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Tensor:
+    """Adds up numbers by four signs for each, products of one for its column and one for its row."""
+    first, whole = 4 * (_COLUMNS + start // _COLUMNS % (_PROJECTED // 8)), len(numbers) // _COLUMNS
+    columns, rows = signs[: 4 * _COLUMNS].view(-1, 4), signs[first : first + 4 * (whole + 1)].view(-1, 4)
+    # A product reads the numbers once, which four sums do not.
+    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+        sums = ((numbers[: whole * _COLUMNS].view(whole, _COLUMNS) @ columns) * rows[:whole]).sum(0)
+        rest = numbers[whole * _COLUMNS :]
+        return sums + (rest @ columns[: len(rest)]) * rows[whole]
+
+
+def _sums_on_device(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Tensor:
+    places = ((start // (_PROJECTED // 2) * 4 + number + 1) * _MIXERS[0] for number in range(4))
+    starts = [(place & 0xFFFFFFFF) * _PROJECTED >> 32 for place in places]
+    return torch.stack([numbers.dot(signs[first : first + len(numbers)]) for first in starts])
 
 
 def projections_of(tensor: torch.Tensor) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._core.misuse import checked_bytes, unknown_error, wrong
+from ckpt_hooks._core.self_check import set_self_check
 from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
@@ -536,5 +537,5 @@ def plan_memory(
     """
     options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
     ranks = Ranks(group)
-    with ranks.together():
+    with ranks.together(), set_self_check(False):  # which takes time in the steps that are measured
         return Plan(**searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))
