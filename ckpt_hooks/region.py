@@ -342,7 +342,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
                     warn_of_transform(stacklevel=3)
                 elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
                     is_checked = self_check.level and self._options.get("preserve_rng_state", True)
-                    place = place_of_line(sys._getframe(1)) if is_checked else None
+                    place = place_of_line(sys._getframe(1), globals()) if is_checked else None
                     entry.frame = RecordedFrame(self._name, self._policy, place=place, **self._options)
                     entry.frame.__enter__()
                     self._latest, self._externals = weakref.ref(entry.frame), entry.frame.externals

@@ -126,14 +126,17 @@ def place_of(function: Any, places: Places | None) -> Place:
     return _place_at(key, owner, _places if places is None else places, is_shared=is_shared)
 
 
-def place_of_line(frame: types.FrameType | None) -> Place:
-    """Returns the place of the innermost line outside of this package."""
+def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> Place:
+    """Returns the place of the line that a frame, or the innermost one around that is not of a module, has come to."""
     # Which module the line works for is in a variable, and to read the variables of a frame holds them.
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "ckpt_hooks":
+    while frame is not None and frame.f_globals is inside:
         frame = frame.f_back
     if frame is None:
         return Place(None)
-    return _place_at((id(frame.f_code), frame.f_lasti), frame.f_code, _places, is_shared=True)
+    code = frame.f_code
+    key = id(code), frame.f_lasti
+    found = _places.get(key)
+    return found if found is not None and found.is_of(code) else _place_at(key, code, _places, is_shared=True)
 
 
 def _place_at(key: Any, owner: Any, places: Places, *, is_shared: bool) -> Place:
