@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._ambient.streams import is_capturing
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.modes import QuietDispatchMode, past_modes
 from ckpt_hooks._core.scopes import MISSING
@@ -65,7 +66,7 @@ class Sampled:
 def sample_of(tensor: torch.Tensor) -> Any:
     """Returns projections of a tensor, or a hash of the bits where deterministic algorithms are asked for."""
     # Else kernels may add in another order each time: accelerators, and an accumulating ``index_put`` on a host.
-    if is_opaque(tensor):
+    if is_opaque(tensor) or (tensor.device.type not in ("cpu", "meta") and is_capturing(tensor.device.type)):
         return None
     return ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor)
 
