@@ -68,7 +68,13 @@ def sample_of(tensor: torch.Tensor) -> Any:
     # Else kernels may add in another order each time: accelerators, and an accumulating ``index_put`` on a host.
     if is_opaque(tensor) or (tensor.device.type not in ("cpu", "meta") and is_capturing(tensor.device.type)):
         return None
-    return ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor)
+    return _lean(ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor))
+
+
+def _lean(sample: Any) -> Any:
+    if isinstance(sample, list):
+        return list(map(_lean, sample))
+    return tuple(sample.tolist()) if isinstance(sample, torch.Tensor) and sample.is_cpu else sample
 
 
 def others(samples: Sequence[Any], values: Sequence[Any]) -> Iterator[int]:
