@@ -44,7 +44,8 @@ class set_self_check:  # noqa: N801 -- used like a function
     """Sets what regions do where a recompute computes other values than forward did.
 
     In passes 1, 2, 4, 8, ... of each module or function a region compares the values that its recompute brings back with those
-    of forward. The setting holds for all threads, from the call on, or for a ``with`` block. The environment variable
+    of forward. Modules that share a ``with`` line, and objects of one class, count as one: their first 16 passes are compared,
+    then fewer and fewer. The setting holds for all threads, from the call on, or for a ``with`` block. The environment variable
     ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn``, or ``0``) sets it at the start.
 
     Args:
@@ -108,7 +109,7 @@ _places: Places = {}
 
 
 def place_of(function: Any, places: Places | None) -> Place:
-    """Returns the place of a function, among those of the first module that it reaches, if any."""
+    """Returns the place of a function. ``places`` are those of the first module that it reaches; None without a module."""
     owner: Any = function
     is_shared = False
     if isinstance(function, Module):
@@ -127,16 +128,13 @@ def place_of(function: Any, places: Places | None) -> Place:
 
 
 def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> Place:
-    """Returns the place of the line that a frame, or the innermost one around that is not of a module, has come to."""
+    """Returns the place of the innermost line of a stack, past the frames of the file with the globals ``inside``."""
     # Which module the line works for is in a variable, and to read the variables of a frame holds them.
     while frame is not None and frame.f_globals is inside:
         frame = frame.f_back
     if frame is None:
         return Place(None)
-    code = frame.f_code
-    key = id(code), frame.f_lasti
-    found = _places.get(key)
-    return found if found is not None and found.is_of(code) else _place_at(key, code, _places, is_shared=True)
+    return _place_at((id(frame.f_code), frame.f_lasti), frame.f_code, _places, is_shared=True)
 
 
 def _place_at(key: Any, owner: Any, places: Places, *, is_shared: bool) -> Place:

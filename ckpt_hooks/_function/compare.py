@@ -97,11 +97,14 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
     with torch.no_grad():
         index, found = past_modes(_first_difference, collector, fingerprint, expected)
     if index is not None:
-        value = collector.values[index]
-        what = describe(value.shape, value.dtype, value.device)
-        before, now = (f"{what} with fingerprint {_short(one[index])}" for one in (expected, found))
-        message = "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
-        raise _error(collector, f"{message}tensor at position {index}: {what}\n", index, before, now)
+        raise _error_of_values(collector, index, *(f" with fingerprint {_short(one[index])}" for one in (expected, found)))
+
+
+def _error_of_values(collector: Collector, index: int, before: str, now: str) -> DeterminismError:
+    value = collector.values[index]
+    what = describe(value.shape, value.dtype, value.device)
+    message = "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
+    return _error(collector, f"{message}tensor at position {index}: {what}\n", index, what + before, what + now)
 
 
 def _compare_sampled(collector: Collector) -> None:
@@ -114,14 +117,9 @@ def _compare_sampled(collector: Collector) -> None:
     frame.sampled.passed()
     with torch.no_grad():
         for index in others(frame.fingerprints, values):
-            value = values[index]
-            if index in collector.without_grad and may_be_unfilled(node_of(frame, index), value):
-                continue
-            what = describe(value.shape, value.dtype, value.device)
-            message = "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
-            found = f"{what} with other values"
-            frame.sampled.settle(_error(collector, f"{message}tensor at position {index}: {what}\n", index, what, found))
-            return
+            if not (index in collector.without_grad and may_be_unfilled(node_of(frame, index), values[index])):
+                frame.sampled.settle(_error_of_values(collector, index, "", " with other values"))
+                return
 
 
 def _first_difference(

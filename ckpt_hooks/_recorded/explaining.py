@@ -189,14 +189,15 @@ class ComparedValues:
         expected, sampled = self._taken[index], self._sampled
         if expected is None or self._gives_up:
             return
-        if sampled is not None:
-            sampled.passed()
         with torch.no_grad():
-            if sampled is not None and not differs(expected, tensor):
-                return
-            found = None if sampled is not None else past_modes(_fingerprint, tensor)
-            if sampled is None and past_modes(first_difference, [expected], [found]) is None:
-                return
+            if sampled is not None:
+                sampled.passed()
+                found, is_other = None, differs(expected, tensor)
+            else:
+                found = past_modes(_fingerprint, tensor)
+                is_other = past_modes(first_difference, [expected], [found]) is not None
+        if not is_other:
+            return
         node = current_node()
         if index in self._without_grad and may_be_unfilled(node, tensor):
             return

@@ -240,11 +240,11 @@ class RecordedFrame(Replayable):
                 around.compared.give_up()
             around = around.outer
         if tape.users_modes or self._compares_values:
-            compared = self.compared = ComparedValues(tape.users_modes)
-            push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
+            self.compared = ComparedValues(tape.users_modes)
         elif place is not None and self.watch is None and place.is_due() and not (is_without_values() or is_drawn_anew(self)):
-            compared = self.compared = ComparedValues((), Sampled(place))
-            push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
+            self.compared = ComparedValues((), Sampled(place))
+        if self.compared is not None:
+            push_saved_tensors_hooks(self.compared.packing(pack), unpack_compared)
         else:
             push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self.draws_anew

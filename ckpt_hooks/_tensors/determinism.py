@@ -219,7 +219,7 @@ _COLUMNS = 1 << 10
 
 
 def _sums_on(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Tensor:
-    """Adds up numbers by four signs for each, products of one for its column and one for its row."""
+    """Returns four sums of numbers with signs. A number's sign is the product of its column's and its row's."""
     first, whole = 4 * (_COLUMNS + start // _COLUMNS % (_PROJECTED // 8)), len(numbers) // _COLUMNS
     columns, rows = signs[: 4 * _COLUMNS].view(-1, 4), signs[first : first + 4 * (whole + 1)].view(-1, 4)
     # A product reads the numbers once, which four sums do not.
