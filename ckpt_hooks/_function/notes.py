@@ -45,7 +45,7 @@ from ckpt_hooks._torch.tensors import (
     weak_storage,
 )
 
-from .places import Content, Part, new, num_same, same
+from .places import Content, Part, keys_of, new, num_same, same
 
 #: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy
 #: of each mask of 64 KiB was five times what the regions of a small GPT hold besides.
@@ -344,7 +344,7 @@ class Note:
         for part, base, noted, keys in self.rows:
             now = part.read(value, base)
             if now is not None:  # else a long container whose first entries are unknown
-                loan.met.update((id(one), one) for one in (now.values() if type(now) is dict else now))
+                loan.met.update((id(one), one) for one in (*(now.values() if type(now) is dict else now), *keys_of(now)))
                 loan.put(value, part, base, now, filled(noted, keys, now, loan))
 
 

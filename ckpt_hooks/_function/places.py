@@ -9,6 +9,7 @@ import ctypes
 import enum
 import sys
 import types
+import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -153,6 +154,55 @@ _ENTRIES: dict[type, Part] = {
     frozenset: Part(lambda owner, _: list(frozenset.__iter__(owner)), put_nothing, frozenset.__len__),
     deque: Part(lambda owner, _: list(deque.__iter__(owner)), _refill(deque.clear, deque.extend), deque.__len__),
 }
+
+
+# Tables of modules outlive regions, and must not hold keys which hold the module.
+
+
+def _holds_nothing(key: Any) -> bool:
+    """Whether a key is a value, or a leaf, with nothing inside that leads to a module."""
+    if isinstance(key, torch.Tensor):  # not referred to weakly: ``torch.utils.swap_tensors`` refuses tensors that are
+        has_more = key.__dict__ or key._backward_hooks or key._post_accumulate_grad_hooks
+        return type(key) in (torch.Tensor, torch.nn.Parameter) and key.is_leaf and not has_more
+    if is_atom(key):
+        return True
+    is_value = isinstance(key, VALUES) or (isinstance(key, tuple) and all(map(_holds_nothing, tuple.__iter__(key))))
+    return is_value and not (type(key).__dictoffset__ and _own(key))
+
+
+def _can_be_noted(key: Any) -> bool:
+    return _holds_nothing(key) or (bool(type(key).__weakrefoffset__) and not isinstance(key, torch.Tensor))
+
+
+def _read_weakly(own: Any, base: int) -> Content:
+    # Two plain references to one object are one reference, so that these are compared as keys are.
+    content = _read_dict(own, base)
+    if content is None:
+        return None
+    return {
+        weakref.ref(key) if type(key).__weakrefoffset__ and not _holds_nothing(key) else key: content[key] for key in content
+    }
+
+
+def _put_weakly(own: Any, base: int, now: Content, content: Content) -> None:
+    pairs = [(key() if type(key) is weakref.ref else key, key, one) for key, one in content.items()]
+    _put_keyed(own, _read_dict(own, base), {found: one for found, key, one in pairs if found is not None or key is None})
+
+
+_WEAKLY_KEYED = Part(_read_weakly, _put_weakly, dict.__len__, has_end=True)
+
+
+def parts_for_tables(value: dict[Any, Any], parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Returns places of a dict that hold no key which may hold a module; none where there are no such places."""
+    keys = list(dict.keys(value))
+    if all(map(is_atom, keys)):
+        return parts
+    return tuple(_WEAKLY_KEYED if part is _DICT else part for part in parts) if all(map(_can_be_noted, keys)) else ()
+
+
+def keys_of(content: Content) -> list[Any]:
+    """Returns the keys of a content that refers to these weakly."""
+    return [key() for key in content if type(key) is weakref.ref] if type(content) is dict else []
 
 
 # ----------------------------------------------------------------------------------------------------- functions and modules

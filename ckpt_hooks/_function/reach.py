@@ -36,6 +36,7 @@ from .places import (
     globals_part,
     has_plain_defaults,
     is_atom,
+    parts_for_tables,
     parts_of,
 )
 
@@ -115,8 +116,10 @@ class Walk:
             noted = self._note_tensor(value)
             seen[id(value)] = noted
             return noted
-        parts = parts_of(kind)
-        if parts and levels > 0 and len(seen) <= self._limit and self._is_opened(value):
+        parts = parts_of(kind) if levels > 0 and len(seen) <= self._limit else ()
+        if self.owner >= 0 and parts and isinstance(value, dict):
+            parts = parts_for_tables(value, parts)
+        if parts:
             if kind is tuple and is_atom(value):
                 return value
             noted = seen[id(value)] = Note(value)
@@ -152,10 +155,6 @@ class Walk:
             found.use = use
         self.tensors[id(tensor)] = found
         return found
-
-    def _is_opened(self, value: Any) -> bool:
-        # Notes of a module outlive its regions, and must not hold keys which hold the module.
-        return not (self.owner >= 0 and isinstance(value, dict)) or all(map(is_atom, list(dict.keys(value))))
 
     def _add_parts(self, noted: Note, parts: Sequence[Part], value: Any, levels: int) -> None:
         for part in parts:

@@ -5,6 +5,8 @@ A rerun finds them as its forward did, and the program goes on with its own.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import gc
 import types
@@ -557,6 +559,11 @@ def forward_around_its_own(module):
     module.forward = lambda x: forward(x).sin()
 
 
+def lead_to(module):
+    module.weight.owner = module
+    return module.weight
+
+
 LEADING = {
     "hook": hook_without_references,
     "forward": forward_around_its_own,
@@ -565,6 +572,10 @@ LEADING = {
     "iterator": lambda module: setattr(module, "own", iter([module])),
     "iterator in a list": lambda module: setattr(module, "own", [iter([module])]),
     "keys": lambda module: setattr(module, "own", {module: 1}),
+    "keys in a list": lambda module: setattr(module, "own", [{module: [1]}]),
+    "keys of two kinds": lambda module: setattr(module, "own", {module.weight: [1], module: []}),
+    "tuples as keys": lambda module: setattr(module, "own", {(module, 1): [1]}),
+    "attribute of a key": lambda module: setattr(module, "own", {lead_to(module): [1]}),
 }
 
 
@@ -579,6 +590,101 @@ def test_a_module_goes_that_leads_to_itself(way, run):
     del module
     gc.collect()
     assert gone() is None
+
+
+class Key(NamedTuple):
+    """A key that is a tuple."""
+
+    layer: object
+    head: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A key that is an object."""
+
+    layer: int = 1
+
+
+KEYS = {
+    "module": lambda module: module.layer,
+    "module itself": lambda module: module,
+    "parameter": lambda module: module.layer.weight,
+    "buffer": lambda module: module.norm.running_mean,
+    "named tuple": lambda module: Key(0),
+    "tuple of named tuples": lambda module: (Key(0), Key(1)),
+    "subclass of str": lambda module: type("Name", (str,), {})("name"),
+    "object": lambda module: module.key,
+    "function": lambda module: module.call,
+}
+
+
+class Keyed(nn.Module):
+    """Scales by entries of dicts with keys of some kind, and counts in these."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64)
+        self.key, self.call = Frozen(), lambda x: self.layer(x)
+        self.name = KEYS[key](self)
+        self.table, self.inner, self.last = {self.name: 1.0}, [{"name": 1, self.name: [1.0]}], collections.OrderedDict()
+
+    def forward(self, x):
+        self.table[self.name] += 1
+        self.inner[0][self.name].append(self.table[self.name] + len(self.last))
+        x = (self.call(x) * self.table[self.name]).tanh() * sum(self.inner[0][self.name])
+        self.last[self.name] = self.last.pop(self.name, 0) + 1
+        self.last[x.shape] = self.last.pop(x.shape, 0) + 1
+        return x.sin()
+
+    def state(self):
+        key = self.name
+        found = [self.table.get(key), *self.inner[0].get(key, []), *self.last.values()]
+        return [*found, *(one is key for table in (self.table, self.inner[0], self.last) for one in table)]
+
+
+def leave(module):
+    pass
+
+
+def write(module):
+    module.table[module.name] *= 2
+    module.table[Frozen(len(module.table))] = 1  # which nothing else holds
+    module.inner[0][module.name] = [0.5]
+
+
+def exchange(module):
+    module.table, module.inner = {module.name: 0.5, "more": 1}, [{module.name: [0.5], "more": 1}]
+
+
+def clear(module):
+    for table in (module.table, module.inner[0], module.last):
+        table.clear()
+    module.table[module.name], module.inner[0][module.name] = 0.5, [0.5]
+
+
+@pytest.mark.parametrize(("key", "between", "run"), in_turns(KEYS, (leave, write, exchange, clear), ALL_REGIONS))
+def test_dicts_with_keys_of_any_kind(key, between, run):
+    def program(run):
+        module, found = Keyed(key), []
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            y = run(module, x)
+            between(module)
+            found += [*gradients(y, x), *module.state()]
+            found += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+        return found
+
+    assert_as_eager(program, ALL_REGIONS[run])
+
+
+@pytest.mark.parametrize("run", FUNCTION_REGIONS)
+def test_parameters_that_are_keys_may_be_swapped(run):
+    """Torch refuses to swap tensors that something refers to weakly."""
+    module = Keyed("parameter")
+    FUNCTION_REGIONS[run](module, torch.randn(4, 3, dtype=torch.float64)).sum().backward()
+    module.zero_grad()
+    torch.utils.swap_tensors(module.layer.weight, nn.Parameter(torch.ones(3, 3, dtype=torch.float64)))
 
 
 # Weights that forward itself changes before it reads them
