@@ -65,7 +65,7 @@ class Walk:
         self._named: dict[int, Note] = {}
         self.modules: list[Module] = []  # whose insides are not searched
         self.generators: list[torch.Generator] = []
-        self.functions: list[types.FunctionType] = []
+        self.functions: list[Any] = []  # methods and partials, too
         self.tensors: dict[int, TensorNote] = {}
         self.roots: list[tuple[Any, Note]] = []  # owners to which no other noted value leads, and their notes
 
@@ -188,6 +188,7 @@ class Walk:
                 self.look(one, min(levels, _LEVELS_OF_OTHERS))
 
     def _into_method(self, method: types.MethodType, levels: int) -> None:
+        self.functions.append(method)
         self.look(method.__self__, levels + 1)
         self.look(method.__func__, levels + 1)
 
@@ -198,6 +199,7 @@ class Walk:
         self.look(one.__func__, levels + 1)
 
     def _into_partial(self, one: functools.partial[Any], levels: int) -> None:
+        self.functions.append(one)
         self.look(one.func, levels + 1)
         if one.__dict__:
             self.roots.append((one, Note(one)))
@@ -344,10 +346,20 @@ def named_functions(function: types.FunctionType) -> list[types.FunctionType]:
     return [one for one in found if type(one) is types.FunctionType and not is_own(one)]
 
 
+#: What ``functools.update_wrapper`` sets.
+_OF_WRAPPERS = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__"})
+
+
 def has_state(function: Any) -> bool:
-    """Whether a user's function, or another callable, closes over something, or names a global variable that is not code."""
+    """Whether a user's function, or another callable, leads to more than modules and code: by closures, by global names."""
+    if isinstance(function, types.MethodType):
+        return not isinstance(function.__self__, (Module, type)) or has_state(function.__func__)
+    if type(function) is functools.partial:
+        given = (*function.args, *function.keywords.values())
+        is_plain = all(isinstance(one, Module) or is_atom(one) for one in given) and function.__dict__.keys() <= _OF_WRAPPERS
+        return not is_plain or has_state(function.func)
     if type(function) is not types.FunctionType:
-        return True
+        return not isinstance(function, Module) and type(function) not in ATOMS
     names, is_library = facts_of_code(function)
     if is_library:
         return False

@@ -515,6 +515,76 @@ def test_hooks_of_any_kind(kind, way, run):
     assert_as_eager(program, ALL_REGIONS[run])
 
 
+class Schedule:
+    """Has a method to be called by a module, and counts."""
+
+    def __init__(self):
+        self.step, self.log = 1, []
+
+    def value(self):
+        self.log.append(self.step)
+        return 1 / (self.step + len(self.log))
+
+    def next(self):
+        self.step += 1
+
+
+def logged(log, step=None):
+    log.append(len(log))
+    return 1 / (1 + sum(log))
+
+
+def with_attribute(step):
+    found = functools.partial(lambda: 1 / found.step)
+    found.step = step
+    return found
+
+
+CALLED = {
+    "method": lambda: (schedule := Schedule(), schedule.value, schedule.next),
+    "partial of a method": lambda: (schedule := Schedule(), functools.partial(schedule.value), schedule.next),
+    "partial with a list": lambda: (log := [], functools.partial(logged, log), lambda: log.append(3)),
+    "partial with a keyword": lambda: (log := [], functools.partial(logged, log=log), lambda: log.append(3)),
+    "partial with an object": lambda: (
+        schedule := Schedule(),
+        functools.partial(Schedule.value, schedule),
+        lambda: setattr(schedule, "log", [1, 2]),
+    ),
+    "partial with an attribute": lambda: (
+        found := with_attribute(1),
+        found,
+        lambda: setattr(found, "step", found.step + 1),
+    ),
+}
+
+
+class Calls(nn.Module):
+    """Calls what it has in an attribute, or in a list."""
+
+    def __init__(self, function, *, is_listed):
+        super().__init__()
+        self.layer, self.called = nn.Linear(3, 3, dtype=torch.float64), [function] if is_listed else function
+
+    def forward(self, x):
+        scale = self.called[0]() if isinstance(self.called, list) else self.called()
+        return (self.layer(x) * scale).tanh().sin()
+
+
+@pytest.mark.parametrize(("kind", "is_listed", "run"), in_turns(CALLED, (False, True), ALL_REGIONS))
+def test_callables_that_a_module_has(kind, is_listed, run):
+    def program(run):
+        _, function, between = CALLED[kind]()
+        module, found = Calls(function, is_listed=is_listed), []
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            y = run(module, x)
+            between()
+            found += [*gradients(y, x), *(p.grad.clone() for p in module.parameters())]
+        return found
+
+    assert_as_eager(program, ALL_REGIONS[run])
+
+
 def at_address(number, make):
     """Returns what is made at an address, if it is free; what is made at others meanwhile is kept."""
     others = [make()]
@@ -574,6 +644,8 @@ LEADING = {
     "keys": lambda module: setattr(module, "own", {module: 1}),
     "keys in a list": lambda module: setattr(module, "own", [{module: [1]}]),
     "keys of two kinds": lambda module: setattr(module, "own", {module.weight: [1], module: []}),
+    "method": lambda module: setattr(module, "own", [module.register_buffer, types.MethodType(lambda held: held, [module])]),
+    "partial": lambda module: setattr(module, "own", [functools.partial(print, module), functools.partial(module)]),
     "tuples as keys": lambda module: setattr(module, "own", {(module, 1): [1]}),
     "attribute of a key": lambda module: setattr(module, "own", {lead_to(module): [1]}),
 }
