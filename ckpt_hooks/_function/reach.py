@@ -255,25 +255,42 @@ def walk_from(function: Any, objects: Sequence[Any] = ()) -> Walk:
     return walk
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
 def modules_of(root: Module) -> list[Module]:
     """Returns a module, its submodules, and modules in containers and objects there, such as an untrained teacher."""
     found = dict.fromkeys(Module.modules(root))
-    todo, seen = list(found), set[int]()
+    todo, seen, inside = list(found), set[int](), frozenset(found)
     has_root = functools.cache(lambda module: root in Module.modules(module))
     while todo:
-        attributes = {id(one): one for name, one in list(vars(todo.pop()).items()) if name not in MACHINERY}
-        for value in [one for number, one in attributes.items() if number not in seen]:
+        own = vars(todo.pop())
+        attributes = {id(one): one for name, one in list(own.items()) if name not in MACHINERY}
+        listed = [one for name in _HOOKS for one in list(own.get(name, {}).values())]
+        hooks = {id(one): one for one in listed if not (id(one) in attributes or _is_of_framework(one))}
+        for value in [one for number, one in (attributes | hooks).items() if number not in seen]:
             seen.add(id(value))
             # Left out are modules around ``root`` (a trainer has the whole model) and lists with ``root`` among others (of all
             # layers). Objects of torch's classes are not looked into: the state of FSDP has all modules of a model.
             entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             inner, within = [one for one in entries if isinstance(one, Module)], _modules_within(value)
-            if type(value) in _INTO or root not in within:
+            if id(value) in hooks:  # a tool that hooks all layers leads to others, maybe of what is inside of ``root``
+                kinds = {type(one) for one in within if one in inside}
+                is_tool = any(has_root(one) or (type(one) in kinds and one not in inside) for one in within)
+                inner = [] if is_tool else within
+            elif type(value) in _INTO or root not in within:
                 inner += [one for one in within if one not in found and not has_root(one)]
             new = [module for one in inner for module in Module.modules(one) if module not in found]
             found.update(dict.fromkeys(new))
             todo += new
     return list(found)
+
+
+def _is_of_framework(hook: Any) -> bool:
+    owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
+    if isinstance(owner, types.FunctionType):
+        return is_own(owner)
+    return type(owner).__module__.partition(".")[0] in ("torch", "ckpt_hooks")
 
 
 def _modules_within(value: Any) -> list[Module]:

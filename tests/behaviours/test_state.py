@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 
 import pytest
 import torch
@@ -223,6 +224,58 @@ REACHED = {
 }
 
 
+class Adds:
+    """A hook with a module, which counts its calls there."""
+
+    def __init__(self, module):
+        self.module = module
+        module.calls = 0
+
+    def __call__(self, layer, args, output=None):
+        self.module.calls += 1
+        return self.module(*args if output is None else (output,)) * self.module.calls
+
+    def method(self, layer, args, output):
+        return self(layer, args, output)
+
+
+HOOKS = {
+    "closure": lambda layer, module: layer.register_forward_hook(lambda layer, args, output: module(output)),
+    "default": lambda layer, module: layer.register_forward_hook(lambda layer, args, output, m=module: m(output)),
+    "partial": lambda layer, module: layer.register_forward_hook(
+        functools.partial(lambda m, layer, args, output: m(output), module)
+    ),
+    "object": lambda layer, module: layer.register_forward_hook(Adds(module)),
+    "method": lambda layer, module: layer.register_forward_hook(Adds(module).method),
+    "pre-hook": lambda layer, module: layer.register_forward_pre_hook(Adds(module)),
+    "module": lambda layer, module: layer.register_forward_hook(Inserted(module)),
+}
+
+
+class Inserted(nn.Module):
+    """A hook that is a module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, layer, args, output):
+        return self.module(output)
+
+
+def hooked(way, *, is_root):
+    def reached(run, module, x):
+        layer = nn.Softplus()
+        HOOKS[way](layer, module)
+        return run(layer if is_root else nn.Sequential(nn.Tanh(), layer), x).sin()
+
+    return reached
+
+
+REACHED |= {f"{way} as a hook": hooked(way, is_root=False) for way in HOOKS}
+REACHED |= {f"{way} as a hook of the module itself": hooked(way, is_root=True) for way in HOOKS}
+
+
 @pytest.mark.parametrize("way", list(REACHED))
 @runs(*FORMS, torch_fails=SILENT)
 def test_batch_norm_in_something_else_than_a_module(run, way):
@@ -232,3 +285,17 @@ def test_batch_norm_in_something_else_than_a_module(run, way):
         return results(REACHED[way](run, module, x), x, module)
 
     assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_tool_that_hooks_all_layers_does_not_join_them(is_inside):
+    """The region of a layer keeps no weights of the others."""
+    layers = [nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Tanh()) for _ in range(2)]
+    hooked, seen = [layer[0] if is_inside else layer for layer in layers], {}
+    for layer in hooked:
+        layer.register_forward_hook(lambda layer, args, output: seen.update({hooked.index(layer): output.detach()}))
+    y = ckpt_hooks.checkpoint(layers[0], torch.ones(2, 3, dtype=torch.float64, requires_grad=True))
+    gone = weakref.ref(layers[1][0].weight)
+    layers[1][0].weight = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+    assert gone() is None
+    y.sum().backward()
