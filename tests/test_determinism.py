@@ -7,7 +7,8 @@ import torch
 import torch.nested
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpt_hooks._tensors.determinism import are_close, first_difference, hash_of, projections_of
+from ckpt_hooks._tensors.determinism import first_difference, hash_of, projections_of
+from ckpt_hooks._tensors.samples import differing
 from tests.measure import peak_of
 
 #: Every dtype there is, but for those of quantised tensors, which say more than numbers.
@@ -264,6 +265,10 @@ def test_hashes_of_many_rows_of_a_few_numbers_see_other_orders():
     """Of rows, which in memory are longer than a row of the hash."""
     tensor = torch.randn(300_000, 2)
     assert not are_equal(hash_of(tensor), hash_of(torch.cat([tensor[:1000], tensor[5000:], tensor[1000:5000]])))
+
+
+def are_close(one, other, dtype):
+    return not differing([(one, other, dtype)])
 
 
 def close(one, other):

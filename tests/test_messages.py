@@ -279,6 +279,19 @@ def a_mode_around_backward():
         backward(y)
 
 
+@says(
+    MutationError,
+    "is updated by forward and again by its recompute",
+    "self-check in pass 1",
+    "buffer of a module",
+    expected=None,
+)
+def an_update_where_no_walk_looks():
+    count = torch.zeros(4)
+    hidden = [types.MappingProxyType({"update": lambda: count.add_(1)})]
+    checkpoint(lambda x: (x.sin(), hidden[0]["update"]())[0].exp(), leaf(2)).sum().backward()
+
+
 @says(DeterminismError, "has drawn other random numbers", index=-1)
 def other_random_numbers():
     table = functools.lru_cache(torch.randn)
@@ -1117,7 +1130,7 @@ def said(name):
 #: What is written with dots and colons though it is no end of a sentence: code, names, what is in brackets.
 _CODE = re.compile(
     r"`[^`]*`|'[^']*'|\"[^\"]*\"|\([^()]*\)|<[^<>]*>|\w*\[[^\[\]]*\](\.\w+)*"
-    r"|\b(torch|ckpt_hooks|aten|contextlib|functools|policies|autograd|ctx|plan|CheckpointPolicy)(\.\w+)+"
+    r"|\w+\.py:\d+|\b(torch|ckpt_hooks|aten|contextlib|functools|policies|autograd|ctx|plan|CheckpointPolicy)(\.\w+)+"
 )
 #: What a message tells its reader to do.
 _FIX = re.compile(

@@ -21,7 +21,17 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import DeterminismError, checkpoint, checkpoint_module, set_self_check
+from ckpt_hooks import (
+    DeterminismError,
+    MutationError,
+    checkpoint,
+    checkpoint_module,
+    checkpoint_region,
+    policies,
+    set_self_check,
+)
+from ckpt_hooks._recorded import explaining
+from ckpt_hooks._tensors import determinism, samples
 
 
 class Scaled(nn.Module):
@@ -467,3 +477,195 @@ def test_memory_that_nobody_filled_is_a_warning_once():
         return last(h)[: len(x)]
 
     assert told_in(pad, 4) == ([], [1])
+
+
+def hidden(call):
+    """Returns a module that calls a function where no walk looks."""
+    module = Scaled(lambda: 1.0)
+    module.read = [types.MappingProxyType({"read": call})]
+    return module
+
+
+UPDATES = {
+    "add_": lambda state: state.add_(1),
+    "a part": lambda state: state[1:].mul_(2),
+    "lerp_": lambda state: state.lerp_(torch.ones(4), 0.1),
+    "index_put_": lambda state: state.index_put_((torch.tensor([1]),), torch.ones(1), accumulate=True),
+    "scatter_add_": lambda state: state.scatter_add_(0, torch.tensor([1]), torch.ones(1)),
+    "a list": lambda state: torch._foreach_add_([state], 1.0),
+    "statistics": lambda state: torch.nn.functional.batch_norm(torch.randn(3, 4), state, torch.ones(4), training=True),
+}
+
+#: A second run leaves the same, or runs on memory of its own.
+WRITES = {
+    "copy_": lambda state: state.copy_(torch.ones(4)),
+    "out=": lambda state: torch.add(torch.ones(4), 1, out=state),
+    "filled before": lambda state: state.zero_().add_(1),
+    "rows": lambda state: state.index_put_((torch.tensor([1]),), torch.ones(1)),
+    "scatter_": lambda state: state.scatter_(0, torch.tensor([1]), 2.0),
+    "or": lambda state: state.view(torch.int32).bitwise_or_(3),
+    "clamp_": lambda state: state.clamp_(0, 1),
+    "no statistics": lambda state: torch.nn.functional.batch_norm(torch.randn(3, 4), state, torch.ones(4)),
+    "its own": lambda state: torch.zeros(4).add_(1).mul_(2),
+    "its own, untold": lambda state: torch.frombuffer(bytearray(16), dtype=torch.float32).add_(1).mul_(2),
+    "its own statistics": lambda state: torch.nn.functional.batch_norm(
+        torch.randn(3, 4), torch.zeros(4), torch.ones(4), training=True
+    ),
+}
+
+
+def updating(write, state):
+    def read():
+        write(state)
+        return 1.0
+
+    return hidden(read)
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_an_update_done_twice_is_an_error_that_names_the_line(kind):
+    state = torch.zeros(4)
+    with pytest.raises(
+        MutationError, match=r"(?s)updated by forward and again by its recompute.*test_self_check.py:.*in pass 1"
+    ):
+        step(updating(UPDATES[kind], state))
+    if kind != "statistics":  # whose writes no version counts
+        assert state._version == 1  # nothing was written again
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_write_that_may_be_done_twice_is_no_error(kind):
+    step(updating(WRITES[kind], torch.zeros(4)))
+
+
+def test_an_update_done_twice_is_warned_of_once():
+    state = torch.zeros(4)
+    module = updating(UPDATES["add_"], state)
+    with set_self_check("warn"), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step(module)
+    assert ["a tensor from outside of the region, float32[4]" in str(one.message) for one in found] == [True]
+
+
+def test_an_update_that_is_put_back_counts_once():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.register_buffer("count", torch.zeros(2000))
+            self.total = torch.zeros(3)
+
+        def forward(self, x):
+            self.count.add_(1)
+            self.total.add_(x.detach().sum())
+            return self.b(self.norm(self.a(x)))
+
+    torch.manual_seed(0)
+    plain, module = Counting(), Counting()
+    module.load_state_dict(plain.state_dict())
+    for _ in range(3):
+        x = torch.randn(3, 4, requires_grad=True)
+        plain(x).sum().backward()
+        checkpoint(module, x).sum().backward()
+    assert torch.equal(module.total, plain.total)
+    assert all(map(torch.equal, module.state_dict().values(), plain.state_dict().values()))
+
+
+# A device, on which kernels add in another order each time
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Has the host pass for a device; returns how often the program waited for it."""
+    waits = []
+    numbers_of = samples.numbers_of
+
+    def counted(found):
+        waits.append(sum(isinstance(one, torch.Tensor) for one in found))
+        return numbers_of(found)
+
+    for module in (determinism, samples, explaining):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(samples, "numbers_of", counted)
+    return waits
+
+
+def in_another_order(x: torch.Tensor, noise: float) -> torch.Tensor:
+    """Gives back what it gets, but for noise of some part of its norm that is another one each time."""
+    own = torch.Generator().manual_seed(next(_seeds))
+    direction = torch.nn.functional.normalize(torch.randn(x.shape, generator=own).flatten(), dim=0).view_as(x)
+    return x + (noise * x.norm() * direction).to(x.dtype)
+
+
+class InAnotherOrder(torch.autograd.Function):
+    """The same, as a custom function."""
+
+    @staticmethod
+    def forward(ctx, x, noise):
+        return in_another_order(x, noise)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+# For a region that is recorded, which does not run a function's forward again.
+operator = torch.library.custom_op("ckpt_hooks_self_check::in_another_order", in_another_order, mutates_args=())
+operator.register_autograd(lambda ctx, grad: (grad, None))
+
+_seeds = itertools.count()
+
+
+def checkpoint_with_policy(function, x):
+    with checkpoint_region(policy=policies.dots_saveable):
+        return function(x)
+
+
+def recorded(function, x):
+    with checkpoint_region():
+        return function(x)
+
+
+@pytest.mark.parametrize("run", [checkpoint, recorded, checkpoint_with_policy])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_of_another_order_is_no_difference_and_more_is_one(device, run, dtype):
+    class Block(nn.Module):
+        def forward(self, x):
+            noisy = InAnotherOrder.apply if run is checkpoint else operator
+            return noisy(x.sin(), noise).exp().matmul(weight).tanh()
+
+    weight, block = torch.randn(64, 64, dtype=dtype), Block()
+
+    def step(amount):
+        nonlocal noise
+        noise = amount
+        run(block, torch.randn(32, 64, dtype=dtype, requires_grad=True)).sum().backward()
+
+    noise = 0.0
+    small, large = (1e-6, 1e-2) if dtype is torch.float32 else (1e-3, 0.3)
+    for _ in range(3):
+        step(small)
+    with pytest.raises(DeterminismError, match="self-check in pass"):
+        step(large)
+
+
+@pytest.mark.parametrize("run", [checkpoint, recorded, checkpoint_with_policy])
+def test_a_checked_pass_waits_for_a_device_once(device, run):
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    run(layers, torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert len(device) == 1
+    assert device[0] >= 12  # samples of six tensors, twice
+    device.clear()
+    for _ in range(40):
+        run(layers, torch.randn(3, 8, requires_grad=True)).sum().backward()
+    if run is checkpoint:
+        assert len(device) == 5  # 2, 4, 8, 16, 32
+
+
+def test_nothing_is_compared_while_a_graph_is_captured(device, monkeypatch):
+    monkeypatch.setattr(samples, "is_capturing", lambda device_type: True)
+    for run, noisy in (checkpoint, InAnotherOrder.apply), (recorded, operator):
+        x = torch.randn(3, 4, requires_grad=True)
+        run(lambda x: noisy(x.sin(), 1.0).exp(), x).sum().backward()
+    assert set(device) <= {0}

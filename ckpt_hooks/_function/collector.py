@@ -61,7 +61,8 @@ def ends_small(result: Any, facts: Sequence[Any]) -> bool:
 
 class Collector:
     def __init__(self, frame: Any, wanted: Collection[int] | None) -> None:
-        self._detach = detach_past_modes if frame.contexts is not None and only_quiet_modes() else torch.Tensor.detach
+        is_moded = frame.contexts is not None or frame.sampled is not None
+        self._detach = detach_past_modes if is_moded and only_quiet_modes() else torch.Tensor.detach
         self.frame, self.wanted = frame, wanted  # None for all living handles
         # A rerun in the middle of forward must not do what forward has not done yet.
         self.early_stop = frame.options.early_stop or not frame.complete

@@ -247,8 +247,11 @@ class Contents:
                 return True
         return False
 
-    def storages(self) -> frozenset[int | None]:
-        return frozenset(storage_of(one.tensor) for one in self._copied).union(*(one.group.storages for one in self._small))
+    def storages(self, *, uncopied: bool = False) -> frozenset[int | None]:
+        tensors = [one.tensor for one in self._copied]
+        if uncopied:
+            tensors += [*(tensor for _, tensor, _ in self._uncopied), *self._empty]
+        return frozenset(map(storage_of, tensors)).union(*(one.group.storages for one in self._small))
 
     def rewind(self, undo: Undo) -> None:
         """Puts back the contents from before forward; ``undo`` gets the data for its ``restore``, whatever happens."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from itertools import count
 from sys import getrefcount
@@ -52,7 +51,6 @@ from .journal import Journal, journal_of
 from .options import (
     ContextPair,
     RegionOptions,
-    both,
     module_of,
     name_of_function,
     suppressed_error,
@@ -302,8 +300,6 @@ class FunctionFrame(Frame):
 
         self.sampled = Sampled(place)
         self.options = dataclasses.replace(self.options, check=dataclasses.replace(self.options.check, fingerprint=sample_of))
-        watched = nullcontext(), self.sampled.watch
-        self.contexts = watched if self.contexts is None else both(self.contexts, watched)
 
     @skipped
     def _open(self) -> None:

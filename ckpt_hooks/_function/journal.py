@@ -148,6 +148,12 @@ class Journal:
             return True
         return self.contents is not None and self.contents.note_written(tensor)
 
+    def storages(self) -> frozenset[int | None]:
+        """Returns the storages of all tensors that the function reaches."""
+        found = set() if self.contents is None else {*self.contents.storages(uncopied=True)}
+        found.update(storage_of(one) for held in self.held for one in held if isinstance(one, torch.Tensor))
+        return frozenset(found).union(storage_of(one) for one, _ in self._outside)
+
     def lends(self) -> bool:
         is_written = self.contents is not None and self.contents.is_written()
         return is_written or any(tree.history.changes for tree in self.trees)

@@ -155,7 +155,7 @@ def _hash_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
     from ckpt_hooks._tensors.determinism import hash_in_order
 
     with PastFunctionModes():
-        return tensor.device, past_all_modes(tensor, hash_in_order, tensor)
+        return tensor.device, int(past_all_modes(tensor, hash_in_order, tensor))
 
 
 class Memory:

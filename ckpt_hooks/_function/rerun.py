@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,8 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                     hook = collector.hook(loan, may_return=watch is None, watches_draws=borrows)
                     if changed or lost or frame.sampled is not None or num_dispatch_modes():
                         hook = collector.watching(hook, lost)
-                    _call(frame, loan, args, kwargs, hook, changed)
+                    checked = _NOTHING if frame.sampled is None else _checked(frame, loan, tensors)
+                    _call(frame, loan, args, kwargs, hook, changed, checked)
                 finally:
                     undo(leave_ambient)
             finally:
@@ -163,12 +164,26 @@ def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrow
         return undone.pop_all().close
 
 
-def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, Any], hook: PackHook, changed: Changed) -> None:
+def _checked(frame: Any, loan: Loan | None, tensors: Sequence[torch.Tensor | None]) -> AbstractContextManager[Any]:
+    from .checked_rerun import CheckedRerun
+
+    return CheckedRerun(frame, loan, tensors)
+
+
+def _call(
+    frame: Any,
+    loan: Loan | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    hook: PackHook,
+    changed: Changed,
+    checked: AbstractContextManager[Any],
+) -> None:
     """Calls the function with a pack hook, with forward's context variables, in context managers of the region's own."""
     collector = frame.collector
     push_saved_tensors_hooks(hook, HandBack(collector.values, frame.path))
     try:
-        if not (changed or frame.variables or frame.contexts is not None or copy_context()):
+        if not (changed or checked is not _NOTHING or frame.variables or frame.contexts is not None or copy_context()):
             frame.function(*args, **kwargs)
             return
         # A context of its own: variables set in a rerun belong to the rerun, and a collector (a list, say, of the hidden states
@@ -181,6 +196,7 @@ def _call(frame: Any, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, 
             with (
                 WatchReads(changed, collector) if changed else _NOTHING,
                 _NOTHING if frame.contexts is None else reusable(frame.contexts[1]),
+                checked,
             ):
                 frame.function(*args, **kwargs)
 

@@ -23,9 +23,9 @@ from ckpt_hooks._core.holdings import TrackedKept
 from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
 from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
-from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, may_be_unfilled
-from ckpt_hooks._tensors.samples import Sampled, differs, sample_of
-from ckpt_hooks._torch.autograd import current_node, sequence_number
+from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, is_on_host, may_be_unfilled
+from ckpt_hooks._tensors.samples import Sampled, differing, sample_of
+from ckpt_hooks._torch.autograd import current_node, graph_task_id, queue_callback, sequence_number
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
@@ -146,15 +146,28 @@ def _fingerprint_in_words(fingerprint: Any) -> str:
 
 
 class ComparedValues:
-    __slots__ = ("_fingerprints", "_gives_up", "_numbers", "_sampled", "_taken", "_without_grad", "modes")
+    __slots__ = (
+        "_fingerprint",
+        "_fingerprints",
+        "_gives_up",
+        "_numbers",
+        "_pending",
+        "_sampled",
+        "_taken",
+        "_without_grad",
+        "modes",
+    )
 
     def __init__(self, modes: Sequence[str], sampled: Sampled | None = None) -> None:
         self.modes = modes  # names of the modes around the outermost region
         self._sampled, self._gives_up = sampled, False  # of the self-check
-        self._fingerprints = Fingerprints(_fingerprint if sampled is None else sample_of, ())
+        self._fingerprint: Callable[[torch.Tensor], Any] = _fingerprint if sampled is None else sample_of
+        self._fingerprints = Fingerprints(self._fingerprint, ())
         self._taken = self._fingerprints.taken
         self._numbers: list[int] = []  # numbers of values
         self._without_grad: set[int] = set()
+        # Samples of forward and of replays, not compared yet, with what makes the error.
+        self._pending: list[tuple[tuple[Any, Any, torch.dtype], Callable[[str, str], DeterminismError]]] = []
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -189,36 +202,48 @@ class ComparedValues:
         expected, sampled = self._taken[index], self._sampled
         if expected is None or self._gives_up:
             return
-        with torch.no_grad():
-            if sampled is not None:
-                sampled.passed()
-                found, is_other = None, differs(expected, tensor)
-            else:
-                found = past_modes(_fingerprint, tensor)
-                is_other = past_modes(first_difference, [expected], [found]) is not None
-        if not is_other:
-            return
         node = current_node()
+        with torch.no_grad():
+            found = past_modes(self._fingerprint, tensor)
         if index in self._without_grad and may_be_unfilled(node, tensor):
             return
-        grad_fn = None if node is None else node.name()
-        region = format_path(handle.frame.path)
-        saved_by = "" if node is None else f" It was saved by {grad_fn}."
+        error = partial(
+            self._error, format_path(handle.frame.path), index, describe_tensor(tensor), None if node is None else node.name()
+        )
+        if sampled is None:
+            if past_modes(first_difference, [expected], [found]) is not None:
+                raise error(*map(_fingerprint_in_words, (expected, found)))
+            return
+        sampled.passed()
+        self._pending.append(((expected, found, tensor.dtype), error))
+        if is_on_host(tensor) or graph_task_id() == -1:
+            self._settle()
+        elif len(self._pending) == 1:  # to wait for the device once, as the backward ends
+            queue_callback(self._settle)
+
+    def _settle(self) -> None:
+        """Compares the values noted by now, in the self-check."""
+        assert self._sampled is not None
+        pending, self._pending = self._pending, []
+        for place in differing([row for row, _ in pending])[:1]:
+            self._sampled.settle(pending[place][1]("", ""))
+
+    def _error(
+        self, region: tuple[str, ...], index: int, what: str, saved_by: str | None, before: str, now: str
+    ) -> DeterminismError:
         words = f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
-        words += f"tensor at position {index}: {describe_tensor(tensor)}\n"
-        if sampled is not None:
-            before, now = f"{describe_tensor(tensor)} of forward", "other values"
+        words += f"tensor at position {index}: {what}\n"
+        if self._sampled is not None:
+            before, now = f"{what} of forward", "other values"
             words += (
                 "No operator wrote what has changed (NumPy, DLPack, `.data` or a kernel by pointer did), or an operator does "
-                f"not do the same each time: have its output kept by a policy.{saved_by}"
+                "not do the same each time: have its output kept by a policy."
             )
         else:
-            before, now = map(_fingerprint_in_words, (expected, found))
             words += (
                 "An operator does not do the same each time, or a mode around the region changes results: have its output kept "
-                f"by a policy, or enter the mode inside the region.{saved_by}{modes_in_words(self.modes, users_modes())}"
+                "by a policy, or enter the mode inside the region."
             )
-        error = DeterminismError(words, region=region, index=index, expected=before, found=now, grad_fn=grad_fn)
-        if sampled is None:
-            raise error
-        sampled.settle(error)
+        words += "" if saved_by is None else f" It was saved by {saved_by}."
+        words += "" if self._sampled is not None else modes_in_words(self.modes, users_modes())
+        return DeterminismError(words, region=region, index=index, expected=before, found=now, grad_fn=saved_by)

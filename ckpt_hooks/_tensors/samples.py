@@ -2,90 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ckpt_hooks._ambient.streams import is_capturing
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.modes import QuietDispatchMode, past_modes
+from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.self_check import LATE, Place, settings
-from ckpt_hooks._operators.facts import UNINITIALIZED, facts_of
-from ckpt_hooks.errors import DeterminismError
+from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-from .determinism import are_close, is_opaque, ordered_hash_of, projections_of
+from .determinism import are_close, is_on_host, is_opaque, ordered_hash_of, projections_of
 
-#: Operators of ATen that leave memory of their results unfilled.
-_UNFILLED = UNINITIALIZED | {"resize_", "_grouped_mm", "_varlen_attn", "_flash_attention_forward"}
-
-
-class UnfilledWatch(QuietDispatchMode):
-    """Sees operators which may leave memory unfilled: what is there differs from run to run, and means nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_run = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (self.has_run or self.paused):
-            namespace, _, name = facts_of(func).full_name.partition(".")
-            self.has_run = namespace != "aten" or name.partition(".")[0] in _UNFILLED
-        return super().__torch_dispatch__(func, types, args, kwargs)
+_ADVICE = (
+    "Put what differs where a recompute finds it: random numbers in torch's generators or named by ckpt_hooks.track_rng, state "
+    'on the module. Or write `with checkpoint_region():`, which runs Python once; or determinism_check="metadata", for no such '
+    "check."
+)
 
 
 class Sampled:
     """A pass that the self-check compares."""
 
-    __slots__ = ("_place", "number", "watch")
+    __slots__ = ("_place", "may_be_unfilled", "number")
 
     def __init__(self, place: Place) -> None:
         self._place, self.number = place, place.number
-        self.watch = UnfilledWatch()
+        # An operator may leave memory unfilled: what is there differs from run to run, and means nothing.
+        self.may_be_unfilled = False
 
     def passed(self) -> None:
         self._place.compared()
 
-    def settle(self, error: DeterminismError) -> None:
+    def settle(self, error: CheckpointError, advice: str = _ADVICE) -> None:
         """Raises the error of a difference, or warns once a place."""
-        words = (
-            f" Found by the self-check in pass {self.number} of this region. Put what differs where a recompute finds it: "
-            "random numbers in torch's generators or named by ckpt_hooks.track_rng, state on the module. Or write "
-            '`with checkpoint_region():`, which runs Python once; or determinism_check="metadata", for no such check.'
-        )
-        error.args = (f"{error}{words}",)
-        if not self.watch.has_run and self.number < LATE and settings.level == "error":
+        words = str(error)
+        separator = "" if words.endswith("\n") else " "
+        error.args = (f"{words}{separator}Found by the self-check in pass {self.number} of this region. {advice}",)
+        is_unsure = self.may_be_unfilled and isinstance(error, DeterminismError)
+        if not is_unsure and self.number < LATE and settings.level == "error":
             raise error
         if not self._place.has_warned:
             self._place.has_warned = True
-            unfilled = " Operators of the region leave memory unfilled, which may be all." if self.watch.has_run else ""
+            unfilled = " Operators of the region leave memory unfilled, which may be all." if is_unsure else ""
             warn_user(f"{error}{unfilled}")
 
 
 def sample_of(tensor: torch.Tensor) -> Any:
     """Returns projections of a tensor, or a hash of the bits where deterministic algorithms are asked for."""
     # Else kernels may add in another order each time: accelerators, and an accumulating ``index_put`` on a host.
-    if is_opaque(tensor) or (tensor.device.type not in ("cpu", "meta") and is_capturing(tensor.device.type)):
+    on_host = is_on_host(tensor)
+    if is_opaque(tensor) or (not (on_host or tensor.is_meta) and is_capturing(tensor.device.type)):
         return None
-    return _lean(ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor))
+    found = ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor)
+    if not on_host:
+        return found
+    return tuple(found.reshape(-1).tolist()) if isinstance(found, torch.Tensor) else numbers_of([found])[0]
 
 
-def _lean(sample: Any) -> Any:
-    if isinstance(sample, list):
-        return list(map(_lean, sample))
-    return tuple(sample.tolist()) if isinstance(sample, torch.Tensor) and sample.is_cpu else sample
+def numbers_of(samples: Sequence[Any]) -> list[Any]:
+    """Returns samples as tuples of numbers, which take no memory of tensors; waits for each device once."""
+    tensors: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    todo = list(samples)
+    for sample in todo:  # including parts added in the loop
+        if isinstance(sample, list):
+            todo += sample
+        elif isinstance(sample, torch.Tensor):
+            tensors.setdefault((sample.device, sample.dtype), []).append(sample)
+    numbers: dict[int, tuple[Any, ...]] = {}
+    for group in tensors.values():
+        flat = group[0].reshape(-1).tolist() if len(group) == 1 else torch.cat([one.reshape(-1) for one in group]).tolist()
+        for one in group:
+            numbers[id(one)], flat = tuple(flat[: one.numel()]), flat[one.numel() :]
+
+    def in_numbers(sample: Any) -> Any:
+        return list(map(in_numbers, sample)) if isinstance(sample, list) else numbers.get(id(sample), sample)
+
+    return list(map(in_numbers, samples))
 
 
-def others(samples: Sequence[Any], values: Sequence[Any]) -> Iterator[int]:
-    """Finds the values that differ from the noted samples by more than the order of additions explains."""
-    for index, (sample, value) in enumerate(zip(samples, values, strict=False)):
-        if sample is not None and value is not MISSING and differs(sample, value):
-            yield index
+def others(samples: Sequence[Any], values: Sequence[Any]) -> list[int]:
+    """Returns the indices of values that differ from the noted samples by more than the order of additions explains."""
+    pairs = enumerate(zip(samples, values, strict=False))  # a rerun may end before the last
+    indices = [index for index, (sample, value) in pairs if sample is not None and value is not MISSING]
+    found = [past_modes(sample_of, values[index]) for index in indices]
+    rows = [(samples[index], sample, values[index].dtype) for index, sample in zip(indices, found, strict=True)]
+    return [indices[row] for row in differing(rows)]
 
 
-def differs(sample: Any, value: torch.Tensor) -> bool:
-    found = past_modes(sample_of, value)
-    if type(sample) is not type(found):
-        return False  # another way to compare is asked for by now
-    return not past_modes(are_close, sample, found, value.dtype)
+def differing(rows: Sequence[tuple[Any, Any, torch.dtype]]) -> list[int]:
+    """Returns the places of pairs of samples that differ; waits for each device once."""
+    numbers = past_modes(numbers_of, [sample for pair in rows for sample in pair[:2]])
+    pairs = zip(numbers[::2], numbers[1::2], rows, strict=True)
+    return [place for place, (one, other, row) in enumerate(pairs) if not are_close(one, other, row[2])]

@@ -9,7 +9,7 @@ from torch.autograd import grad
 
 from tests.cuda.device import DEVICE, UNDER_POLICIES, WAYS, each, eager, needs_cuda, tensor
 
-pytestmark = needs_cuda
+pytestmark = [*needs_cuda, pytest.mark.usefixtures("unchecked")]
 
 SIDE, COUNT = 1024, 4
 MIB4 = SIDE * SIDE * 4

@@ -28,7 +28,7 @@ from tests.cuda.device import (
     under_policy,
 )
 
-pytestmark = needs_cuda
+pytestmark = [*needs_cuda, pytest.mark.usefixtures("unchecked")]
 
 SIDE = 1024
 MIB4 = SIDE * SIDE * 4

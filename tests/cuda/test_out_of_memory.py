@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ckpt_hooks import is_recomputing
 from tests.cuda.device import WAYS, each, exhaust_memory, needs_cuda, tensor
 
-pytestmark = needs_cuda
+pytestmark = [*needs_cuda, pytest.mark.usefixtures("unchecked")]
 
 
 @each({name: run for name, run in WAYS.items() if "region" not in name})

@@ -27,7 +27,7 @@ from tests.cuda.device import (
 from tests.cuda.device import region as as_region
 from tests.measure import CountOps
 
-pytestmark = needs_cuda
+pytestmark = [*needs_cuda, pytest.mark.usefixtures("unchecked")]
 
 SIDE = 1024
 

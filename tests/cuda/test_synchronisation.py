@@ -13,7 +13,7 @@ from ckpt_hooks import checkpoint
 from tests.cuda.device import DEVICE, UNDER_POLICIES, WAYS, each, eager, needs_cuda, tensor
 from tests.cuda.test_offload import OFFLOADING
 
-pytestmark = needs_cuda
+pytestmark = [*needs_cuda, pytest.mark.usefixtures("unchecked")]
 
 
 class Convolutions(nn.Module):

@@ -1,0 +1,95 @@
+"""The dispatch mode of a rerun that the self-check compares: it sees memory left unfilled, and updates that are done twice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.call_sites import name_in_models, place_in_words, place_of
+from ckpt_hooks._core.descriptions import describe_kind, format_path
+from ckpt_hooks._core.modes import QuietDispatchMode
+from ckpt_hooks._operators.facts import REPEATABLE, UNINITIALIZED, OpFacts, facts_of
+from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._torch.tensors import storage_of, version_of
+from ckpt_hooks.errors import MutationError
+
+from .journal import Loan
+from .words import name_of_tensor
+
+#: Operators of ATen that leave memory of their results unfilled.
+_UNFILLED = UNINITIALIZED | {"resize_", "_grouped_mm", "_varlen_attn", "_flash_attention_forward"}
+
+#: A second time changes nothing.
+_REPEATABLE = REPEATABLE | {"bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_"}
+
+#: Read what they write where an argument is set: its place, and its name.
+_ACCUMULATE = {
+    "index_put_": (3, "accumulate"),
+    "_index_put_impl_": (3, "accumulate"),
+    "put_": (3, "accumulate"),
+    "scatter_": (4, "reduce"),
+    "batch_norm": (5, "training"),
+    "cudnn_batch_norm": (5, "training"),
+    "miopen_batch_norm": (5, "training"),
+    "native_batch_norm": (5, "training"),
+}
+
+_ADVICE = (
+    "Make it a buffer of a module that the region calls, which a recompute finds as forward did. Or write "
+    "`with checkpoint_region():`, which runs Python once."
+)
+
+
+class CheckedRerun(QuietDispatchMode):
+    def __init__(self, frame: Any, loan: Loan | None, arguments: Sequence[torch.Tensor | None]) -> None:
+        super().__init__()
+        self._frame, self._sampled, self._loan = frame, frame.sampled, loan
+        # Storages that the rerun made, or filled, or that others look after.
+        self._own = {storage_of(one) for one in arguments if one is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.paused:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        facts = facts_of(func)
+        if not facts.is_trusted or facts.name in _UNFILLED:
+            self._sampled.may_be_unfilled = True
+        if facts.written and not (facts.is_opaque or facts.is_inplace_view or facts.replaces_storage):
+            self._look_at_write(facts, args, kwargs or {})
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if facts.has_fresh:
+            self._own.update(map(storage_of, instances_in(output, torch.Tensor)))
+        return output
+
+    def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
+        place, name = _ACCUMULATE.get(facts.name, (-1, ""))
+        reads = facts.name not in _REPEATABLE
+        if name:
+            reads = bool(args[place] if place < len(args) else kwargs.get(name))
+        for written in facts.written:
+            for tensor in instances_in(written.of(args, kwargs), torch.Tensor):
+                storage, version = storage_of(tensor), version_of(tensor)
+                if storage is None or storage in self._own or version < 0:
+                    continue
+                # No version tells that a new one was written to; of an old one it does, since forward wrote to it.
+                if written.overwritten or (written.counted and version == 0):
+                    self._own.add(storage)
+                elif reads:
+                    self._own.add(storage)  # told once
+                    if self._loan is None or storage not in self._loan.journal.storages():
+                        self._sampled.settle(self._error(tensor, facts), _ADVICE)
+
+    def _error(self, tensor: torch.Tensor, facts: OpFacts) -> MutationError:
+        region = format_path(self._frame.path)
+        name = name_of_tensor(tensor, self._frame.function, name_in_models(tensor) or "a tensor from outside of the region")
+        line = place_in_words(place_of(sys._getframe()), {})
+        return MutationError(
+            f"region {'/'.join(region)!r}: {name}, {describe_kind(tensor)}, is updated by forward and again by its recompute, "
+            f"with {facts.full_name}\n  at {line}\n",
+            region=region,
+            tensor=name,
+            expected=None,
+            found=None,
+        )
