@@ -6,6 +6,7 @@ steps, whether or not anything else knows the kind.
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 import weakref
@@ -80,15 +81,15 @@ class set_self_check:  # noqa: N801 -- used like a function
 class Place:
     """The passes of one module, function or line, of which some are compared."""
 
-    __slots__ = ("_due", "_is_shared", "_owner", "has_warned", "num_parts", "number")
+    __slots__ = ("_due", "_is_shared", "has_warned", "num_parts", "number", "owner")
 
     def __init__(self, owner: Any, *, is_shared: bool = False) -> None:
         self.number, self._due, self.has_warned, self.num_parts = 0, 1, False, 0
-        self._owner = None if owner is None else weakref.ref(owner)
+        self.owner = None if owner is None else weakref.ref(owner)
         self._is_shared = is_shared  # by modules that nothing tells apart
 
     def is_of(self, owner: Any) -> bool:
-        return self._owner is None or self._owner() is owner
+        return self.owner is None or self.owner() is owner
 
     def is_due(self) -> bool:
         """Counts a pass, and returns whether its recompute is compared."""
@@ -104,8 +105,9 @@ class Place:
 
 
 Places = dict[Any, Place]
-#: Of functions that reach no module, of modules under policies and of lines, by their identity.
+#: Of functions that reach no module, and of modules under policies, by their identity; and of lines.
 _places: Places = {}
+_lines: Places = {}
 
 
 def place_of(function: Any, places: Places | None) -> Place:
@@ -134,7 +136,13 @@ def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> Plac
         frame = frame.f_back
     if frame is None:
         return Place(None)
-    return _place_at((id(frame.f_code), frame.f_lasti), frame.f_code, _places, is_shared=True)
+    code = frame.f_code
+    key = id(code), frame.f_lasti
+    place = _lines.get(key)
+    if place is None:
+        place = _lines[key] = Place(None, is_shared=True)
+        place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # which gets the reference as its default
+    return place
 
 
 def _place_at(key: Any, owner: Any, places: Places, *, is_shared: bool) -> Place:
