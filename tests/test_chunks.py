@@ -308,7 +308,7 @@ class Rows(nn.Module):
         self.count += 1
         self.log.append(len(x))
         self.calls.append(len(x))
-        self.mean.mul_(0.5).add_(x.mean(0))
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
         self.large += 1
         self.norm(x.reshape(-1, WIDTH))
         return self.function(x)

@@ -669,3 +669,19 @@ def test_nothing_is_compared_while_a_graph_is_captured(device, monkeypatch):
         x = torch.randn(3, 4, requires_grad=True)
         run(lambda x: noisy(x.sin(), 1.0).exp(), x).sum().backward()
     assert set(device) <= {0}
+
+
+def test_buffers_that_are_not_put_back_may_be_updated_twice():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count.add_(1)
+            return self.layer(x).exp()
+
+    module = Counting()
+    step(module, preserve_buffers=False)
+    assert module.count == 2

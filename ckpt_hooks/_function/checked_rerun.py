@@ -47,6 +47,7 @@ class CheckedRerun(QuietDispatchMode):
     def __init__(self, frame: Any, loan: Loan | None, arguments: Sequence[torch.Tensor | None]) -> None:
         super().__init__()
         self._frame, self._sampled, self._loan = frame, frame.sampled, loan
+        self._puts_back = frame.options.preserve_buffers
         # Storages that the rerun made, or filled, or that others look after.
         self._own = {storage_of(one) for one in arguments if one is not None}
 
@@ -56,7 +57,7 @@ class CheckedRerun(QuietDispatchMode):
         facts = facts_of(func)
         if not facts.is_trusted or facts.name in _UNFILLED:
             self._sampled.may_be_unfilled = True
-        if facts.written and not (facts.is_opaque or facts.is_inplace_view or facts.replaces_storage):
+        if facts.written and self._puts_back and not (facts.is_opaque or facts.is_inplace_view or facts.replaces_storage):
             self._look_at_write(facts, args, kwargs or {})
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if facts.has_fresh:
