@@ -504,6 +504,7 @@ WRITES = {
     "rows": lambda state: state.index_put_((torch.tensor([1]),), torch.ones(1)),
     "scatter_": lambda state: state.scatter_(0, torch.tensor([1]), 2.0),
     "or": lambda state: state.view(torch.int32).bitwise_or_(3),
+    "beta=0": lambda state: state.addmv_(torch.ones(4, 4), torch.ones(4), beta=0),
     "clamp_": lambda state: state.clamp_(0, 1),
     "no statistics": lambda state: torch.nn.functional.batch_norm(torch.randn(3, 4), state, torch.ones(4)),
     "its own": lambda state: torch.zeros(4).add_(1).mul_(2),

@@ -66,7 +66,7 @@ class CheckedRerun(QuietDispatchMode):
 
     def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
         place, name = _ACCUMULATE.get(facts.name, (-1, ""))
-        reads = facts.name not in _REPEATABLE
+        reads = not (facts.name in _REPEATABLE or kwargs.get("beta") == 0)  # of ``baddbmm_``, say
         if name:
             reads = bool(args[place] if place < len(args) else kwargs.get(name))
         for written in facts.written:
