@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.descriptions import RegionPath, describe_kind, format_path
+from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
 from ckpt_hooks._core.mutation import GONE, Why, mutated, num_fused_steps, stepped_since
@@ -30,7 +30,6 @@ from ckpt_hooks._torch.autograd import (
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, handles_operators, storage_of, version_of
-from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
 from .notes import Memory
@@ -187,7 +186,7 @@ class Arguments:
         self._kept_facts = _facts_of_all(self._tensors)
         self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
         self._steps = num_fused_steps()
-        # Of kept tensors of which the function itself has changed whether they require grad: whether they did before.
+        # Of kept tensors of which it has changed whether they require grad: whether they did when forward began.
         self._flags: dict[int, bool] = _NONE
         # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position.
         # If the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history
@@ -220,7 +219,7 @@ class Arguments:
         return origin[2]
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
-        """Notes tensors whose ``requires_grad`` was changed by the function, by ``requires_grad_``, say."""
+        """Notes tensors whose ``requires_grad`` was changed since forward began, by the function or after it."""
         for position, (before, found) in enumerate(zip(self._kept_facts, now, strict=True)):
             if before[1] != found[1] and None not in (before[1], found[1]):
                 self._flags = {position: bool(before[1]), **self._flags}
@@ -250,8 +249,7 @@ class Arguments:
         """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
         now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
-            if not frame.complete:
-                self._note_flags(now)
+            self._note_flags(now)
             if now != self._kept_facts:
                 self._raise_changed(format_path(frame.path))
         if self._steps != num_fused_steps():
@@ -323,17 +321,8 @@ class Arguments:
         for position, (tensor, before, now) in enumerate(
             zip(self._tensors, self._kept_facts, _facts_of_all(self._tensors), strict=True)
         ):
-            if tensor is None or before == now:
-                continue
-            if before[0] != now[0]:
+            if tensor is not None and before != now:
                 self._raise_modified(position, tensor, region)
-            path = self._path_at(position)
-            raise CheckpointError(
-                f"region {'/'.join(region)!r}: {path}, a {describe_kind(tensor)} tensor, had requires_grad={before[1]} when "
-                f"forward began, and has requires_grad={now[1]} now. A rerun of the region would save other tensors: change "
-                "requires_grad after backward, or pass a detached tensor.",
-                region=region,
-            )
 
     def _path_at(self, position: int) -> str:
         return f"args[{position}]" if self._captured is None else self._paths[position]

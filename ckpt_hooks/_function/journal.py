@@ -12,7 +12,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, Literal
 
 import torch
@@ -21,16 +21,15 @@ from torch.nn.modules import module as torch_module
 
 from ckpt_hooks._core.mutation import GONE, num_fused_steps, stepped_since
 from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
-from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of, version_of
+from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_of, version_of
 
 from .contents import WRITES, Complain, Contents, Undo
 from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
 from .reach import Walk, facts_of_code, walk_from
-from .trees import Tree, dicts_of, is_of_framework, tree_of
+from .trees import Tree, dicts_of, is_of_framework, storage_object, tree_of
 
 _version: Callable[[Any], int] = attrgetter("_version")
-_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 
 _Changed = list[tuple[torch.Tensor, int]]
 #: Dictionaries of hooks for all modules.
@@ -60,7 +59,7 @@ class Journal:
         self._parameters: Any = [tree.get_parameters(flat) for tree, flat in found]  # while forward runs
         self._versions = [list(map(_version, parameters)) for parameters in self._parameters]
         # While forward runs, in which ``.data =`` may drop one; afterwards the ones that forward has exchanged are kept.
-        self._storages: Any = [list(map(_storage, parameters)) for parameters in self._parameters]
+        self._storages: Any = [list(map(storage_object, parameters)) for parameters in self._parameters]
         self.kept: Sequence[Any] = ()
         self.emptied: set[int] = set()
         self._steps = num_fused_steps()
@@ -112,11 +111,11 @@ class Journal:
             if list(map(_version, parameters)) != versions or tree.history.num_forwards == 1:
                 tree.note_writes(parameters, versions)
             # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
-            if (now := list(map(storage_address, parameters))) != tree.addresses:
-                for one, storage, address, was in zip(parameters, storages, now, tree.addresses, strict=True):
-                    if address != was and one.numel():
+            if any(map(is_not, storages, map(storage_object, parameters))):
+                for one, storage in zip(parameters, storages, strict=True):
+                    if storage_object(one) is not storage and one.numel():
                         kept.append(storage)
-                    elif address != was:
+                    elif storage_object(one) is not storage:
                         self.emptied.add(id(one))  # by a framework, which fills it before a rerun reads it
             kept += tree.unbound(parameters) if tree.has_frozen else ()
         self.kept, self._storages, self._parameters = kept, (), ()
@@ -230,7 +229,8 @@ class Loan:
         self._undo: Undo | None = None
         self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
-        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors with their present memory
+        # Tensors with their present memory, and whether they require grad at present.
+        self._exchanged: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         self.lent: set[int] = set()  # the numbers of tensors that have other memory in the rerun
 
     def begin(self) -> None:
@@ -328,22 +328,26 @@ class Loan:
                 self.lost.append((now, GONE))
             return now
 
-    def exchange(self, noted: Memory, tensor: torch.Tensor) -> None:
+    def exchange(self, noted: Memory, tensor: torch.Tensor, requires_grad: bool) -> None:
+        """Gives a leaf the noted memory for the rerun, and what it says of grad."""
         if is_of_framework(tensor) or is_theirs(tensor, noted.layout):
             return
-        if (memory := noted.tensor()) is None:
-            if noted.has_same_content(tensor):
-                self.note_memory(tensor)
-            elif id(tensor) not in self.journal.emptied:
+        memory = noted.tensor()
+        if memory is None and not noted.has_same_content(tensor):
+            if id(tensor) not in self.journal.emptied:
                 self.lost.append((tensor, GONE))
             return
         self.note_memory(tensor)
-        self.lent.add(id(tensor))
-        past_all_modes(tensor, setattr, tensor, "data", memory)
+        # The tensor itself, which has attributes and hooks, and which functions know: no alias of it.
+        if tensor.requires_grad is not requires_grad:
+            tensor.requires_grad_(requires_grad)
+        if memory is not None and not noted.holds(tensor):
+            self.lent.add(id(tensor))
+            past_all_modes(tensor, setattr, tensor, "data", memory)
 
     def note_memory(self, tensor: torch.Tensor) -> None:
         if not is_of_framework(tensor):
-            self._exchanged.append((tensor, data_of(tensor)))
+            self._exchanged.append((tensor, data_of(tensor), tensor.requires_grad))
 
     def has_swapped(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has become what another noted one was, by ``torch.utils.swap_tensors``, and is no alias of that."""
@@ -399,7 +403,9 @@ class Loan:
                     now = part.read(owner, base)
                     if now is not None and not same(now, before):
                         part.put(owner, base, now, before)
-                for tensor, data in reversed(self._exchanged):
+                for tensor, data, requires_grad in reversed(self._exchanged):
+                    if tensor.requires_grad is not requires_grad:
+                        tensor.requires_grad_(requires_grad)
                     if storage_of(tensor) != storage_of(data) or not same_layout(tensor, data):
                         past_all_modes(tensor, setattr, tensor, "data", data)
         finally:

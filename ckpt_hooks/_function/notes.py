@@ -253,8 +253,9 @@ class TensorNote:
                 loan.note_memory(found)
             return found
         is_it = is_it and self._is_same(found, loan)
-        if is_it and self.memory is not None and not self.has_history and found.requires_grad is self.requires_grad:
-            loan.exchange(self.memory, found)
+        is_leaf = is_it and (found.requires_grad is self.requires_grad or is_kept_anyway(found) or not found.requires_grad)
+        if is_leaf and self.memory is not None and not self.has_history:
+            loan.exchange(self.memory, found, self.requires_grad)
             return found
         alias = self.memory.tensor() if self.alias is None and self.memory is not None else self.alias
         if alias is None or is_freed(alias):

@@ -329,8 +329,13 @@ def new(kind: Any, maxlen: int | None = None) -> Any:
 _ITEMS = tuple.__basicsize__
 
 
+@lru_cache(1_000)
+def _memory_at(length: int) -> Callable[[int], ctypes.Array[ctypes.c_char]]:
+    return (ctypes.c_char * (length * 8)).from_address
+
+
 def _pointers(values: tuple[Any, ...]) -> bytes:
-    return ctypes.string_at(id(values) + _ITEMS, len(values) * 8)
+    return _memory_at(len(values))(id(values) + _ITEMS).raw
 
 
 def _pointers_one_by_one(values: tuple[Any, ...]) -> bytes:

@@ -48,6 +48,7 @@ _NOTED = (Note, TensorNote, weakref.ref)
 _vars: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 dicts_of: Callable[[Any], Any] = itemgetter(*DICTS)
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
+storage_object: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 _size: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
 _strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _flatten = chain.from_iterable
@@ -265,8 +266,9 @@ class Tree:
         return (*values, *inner, *names, *_flatten(self._get_filled(values)))
 
     def _layouts_of(self, flat: tuple[Any, ...]) -> list[Any]:
-        """Returns where tensors are in memory, and how; of parameters the storage alone."""
-        found: list[Any] = list(map(storage_address, self.get_parameters(flat)))
+        """Returns where tensors are in memory, and whether they require grad; of others than parameters the layout too."""
+        parameters = self.get_parameters(flat)
+        found: list[Any] = [*map(storage_address, parameters), *map(_requires_grad, parameters)]
         if others := self._get_others(flat):
             found += [*map(storage_address, others), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
         return found

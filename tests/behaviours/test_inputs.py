@@ -10,6 +10,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import ckpt_hooks
+from ckpt_hooks.policies import dots_saveable
+from tests.behaviours.applied import ALL_REGIONS, function_regions, in_regions
 from tests.behaviours.runs import (
     FORMS,
     SILENT,
@@ -219,6 +221,149 @@ def test_function_has_an_argument_require_grad(run, place, also_inside):
         assert position.requires_grad
         gradients.append([x.grad, position.grad, *(parameter.grad for parameter in layer.parameters())])
     assert all(map(torch.equal, *gradients))
+
+
+class Patched(Run):
+    """Calls functions as regions of torch, which are the library's."""
+
+    def __init__(self):
+        super().__init__("torch")
+        self.ours = True
+
+    def _region(self, function, *args, **kwargs):
+        with ckpt_hooks.patch_torch():
+            return super()._region(function, *args, **kwargs)
+
+
+class AsksForGrad(nn.Module):
+    """Computes by whether the bias requires grad, which saves the same tensors either way."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return (self.linear(x) * (2 if self.linear.bias.requires_grad else 3)).sin().exp()
+
+
+class SwitchesGrad(AsksForGrad):
+    """Switches off whether a weight requires grad, and on again when its last tensor is saved."""
+
+    def forward(self, x):
+        self.linear.weight.requires_grad_(False)
+        y = super().forward(x).sin()
+        self.linear.weight.requires_grad_(True)
+        return y + 1
+
+
+READERS = {
+    "module": lambda run, module, x: run(module, x),
+    "closure": lambda run, module, x: run(lambda x: module(x).sin(), x),
+    "argument": lambda run, module, x: run(lambda x, module: module(x).sin(), x, module),
+    "arguments": lambda run, module, x: run(
+        lambda x, *weights: torch.func.functional_call(
+            module, dict(zip(dict(module.named_parameters()), weights, strict=True)), x
+        ),
+        x,
+        *module.parameters(),
+    ),
+    "list": lambda run, module, x: run(
+        lambda x, weights=list(module.parameters()): torch.func.functional_call(  # noqa: B008
+            module, dict(zip(dict(module.named_parameters()), weights, strict=True)), x
+        ),
+        x,
+    ),
+}
+DISCRIMINATORS = {
+    # The weight is larger than what is copied of a small tensor.
+    "linear": lambda: nn.Sequential(nn.Linear(3, 1500), nn.Tanh(), nn.Linear(1500, 3), nn.Tanh(), nn.Linear(3, 1)),
+    "norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 1)),
+    "asking": AsksForGrad,
+    "switching": SwitchesGrad,
+}
+LIBRARY_REGIONS = {
+    **ALL_REGIONS,
+    "sequential": Run("ours", "sequential"),
+    "policy": Run("ours", policy=dots_saveable),
+    "patched": Patched(),
+}
+
+
+@pytest.mark.parametrize("kind", list(DISCRIMINATORS))
+@pytest.mark.parametrize("reader", list(READERS))
+@in_regions(**LIBRARY_REGIONS)
+def test_a_discriminator_frozen_and_unfrozen_between_forward_and_backward(run, kind, reader):
+    """The generator's loss goes through frozen weights, the other one does not; both backwards come last."""
+
+    def program(run):
+        discriminator, generator, found = DISCRIMINATORS[kind](), nn.Linear(2, 3), []
+        optimizer = torch.optim.SGD(discriminator.parameters(), 0.1)
+        for step in range(3):
+            fake = generator(torch.randn(4, 2))
+            discriminator.requires_grad_(step == 2)
+            loss = READERS[reader](run, discriminator, fake)
+            discriminator.requires_grad_(step != 2)
+            other = READERS[reader](run, discriminator, fake.detach() + 1)
+            discriminator.requires_grad_(step == 0)
+            loss.sum().backward(retain_graph=True)
+            discriminator.requires_grad_(True)
+            if other.requires_grad:
+                other.sum().backward()
+            loss.sum().backward()
+            found += [loss, other, *(one.grad.clone() for one in generator.parameters())]
+            found += [None if one.grad is None else one.grad.clone() for one in discriminator.parameters()]
+            found += [one.requires_grad for one in discriminator.parameters()]
+            optimizer.step()
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+def test_a_rerun_leaves_what_requires_grad(run):
+    """What forward switches off for a part of the region stays on, though the rerun ends before it is switched on again."""
+
+    def program(run):
+        module, generator = SwitchesGrad(), nn.Linear(2, 3)
+        y = run(module, generator(torch.randn(200, 2)))
+        y.sum().backward()
+        return [module.linear.weight.requires_grad, *(one.grad for one in generator.parameters())]
+
+    assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@function_regions
+def test_the_very_parameter_is_there_in_a_rerun_with_another_flag(run, is_frozen):
+    """With its attributes, and known by its identity."""
+
+    def program(run):
+        layer = nn.Linear(3, 3).requires_grad_(is_frozen)
+        layer.weight.scale = 2.0
+        scales = {id(layer.weight): 3.0}
+
+        def function(x):
+            return (layer(x) * layer.weight.scale).sin() * scales[id(layer.weight)]
+
+        x = torch.linspace(0, 1, 6).reshape(2, 3).requires_grad_()
+        y = run(function, x)
+        layer.requires_grad_(not is_frozen)
+        return *gradients(y, x), layer.weight.grad, layer.weight.requires_grad
+
+    assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("reader", ["module", "closure", "arguments"])
+@function_regions
+def test_a_step_between_is_noticed_though_the_weights_were_frozen_in_forward(run, reader):
+    discriminator = nn.Sequential(nn.Linear(3, 1500), nn.Tanh(), nn.Linear(1500, 3)).requires_grad_(False)
+    x = torch.ones(2, 3, requires_grad=True)
+    y = READERS[reader](run, discriminator, x)
+    discriminator.requires_grad_(True)
+    with torch.no_grad():
+        discriminator[0].weight.mul_(2)
+    with pytest.raises(ckpt_hooks.MutationError):
+        y.sum().backward()
 
 
 def assert_hook_counts_once(run, *, is_leaf, backwards):
