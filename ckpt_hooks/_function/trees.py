@@ -234,7 +234,6 @@ class Tree:
         self._image, self._layouts = pointers(flat), self._layouts_of(flat)
         if len(self.parameters) == 1:
             self.parameters *= 2
-        self.addresses = [note.memory.address for note in self.parameters if note.memory is not None]
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
 
     def _take_tensors(self, group: Group | None) -> None:
