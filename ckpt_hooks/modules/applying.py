@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -155,8 +156,12 @@ class AppliedCheckpointing(OfThisProcess, Printed):
 
 def apply_checkpointing(
     model: Module,
-    select: Select,
+    select: Select = None,
     *,
+    memory_budget: Any = None,
+    margin: float = 0.0,
+    cost: str = "operations",
+    plan: Any = None,
     policy: Any = None,
     recorded: bool = False,
     keep_first: int = 0,
@@ -211,6 +216,12 @@ def apply_checkpointing(
          1.1     Tanh    checkpoint  dots_saveable
     """
     check_module(model, "model", "Pass the model, then the selection.")
+    planning = {"margin": margin, "cost": cost, "plan": plan}
+    if memory_budget is not None:
+        check_none({"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last, **options})
+        found: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
+        return found
+    check_none({**planning, "cost": None if cost == "operations" else cost}, "Pass memory_budget with them.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
     selected = selected_of(dict(model.named_modules()), select, policy, "select")
@@ -242,6 +253,17 @@ def apply_checkpointing(
             forward.run, forward.own_switch = runners[name], switches.get(name)
             parts.append((forward, runners[name]))
     return AppliedCheckpointing(regions, [functools.partial(_remove, weakref.ref(one), what) for one, what in parts], kept)
+
+
+def planner() -> Any:
+    """Returns the module which makes plans while a model trains."""
+    return importlib.import_module("ckpt_hooks.planner.online")  # a floor above, which makes regions by this one
+
+
+def check_none(options: Mapping[str, Any], advice: str = "Leave them out: a plan says what each block keeps.") -> None:
+    """Raises if an option is given which goes with a memory budget alone, or never with one."""
+    if given := [name for name, value in options.items() if value]:
+        raise ValueError(f"{', '.join(given)} and memory_budget: one goes without the other. {advice}")
 
 
 def _remove(reference: weakref.ref[RegionForward], what: object) -> None:

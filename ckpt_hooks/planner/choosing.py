@@ -447,7 +447,7 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
     """Returns the options of each block, from its choices by its first call."""
     found: dict[str, list[BlockOption]] = {}
     for block, of in choices.items():
-        entries = [entry for entry in profile.entries if entry.block == block]
+        entries = profile.calls_of(block)
         first = entries[0]
         found[block] = []
         for choice in of:

@@ -103,8 +103,8 @@ def searched(
                 "model(x).sum().backward()`."
             )
         common = {"margin": margin, "cost": cost, "device": device}
-        common.update(plain_peak=ranks.most(plain.peak.nbytes), base=ranks.most(base))
-        names = selected or ranks.first(lambda: blocks_of(model, plain, {one.name for one in chunkings[0]}))
+        common.update(base=ranks.most(base))
+        names = selected or ranks.first(lambda: blocks_of(model, {one.name for one in chunkings[0]}))
         around = with_spans_around(names) if selected is None else []
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         ranks.agree({f"block {name!r}": [*map(kinds.get, ends_of(name))] for name in names})
@@ -204,7 +204,17 @@ def check_model(model: Any, *, is_dry: bool = False) -> None:
         )
 
 
-def _too_small(budget: int, least: int, base: int, margin: float, problem: Problem, peak: Any) -> BudgetTooSmallError:
+def guessed_prices(profile: Profile) -> Prices:
+    """Returns the prices of recorded regions on one core of a host, for a profile whose operators were timed."""
+    ops = [op for entry in profile.entries for op in entry.ops]
+    return Prices(*_OF_OPERATOR, sum(op.cost for op in ops) / max(1e-9, sum(op.seconds for op in ops)))
+
+
+#: Seconds in which a recorded region records an operator, and replays one, about.
+_OF_OPERATOR = 60e-6, 10e-6
+
+
+def too_small(budget: int, least: int, base: int, margin: float, problem: Problem, peak: Any) -> BudgetTooSmallError:
     bottleneck = problem.bottleneck()
     if peak is not None and peak.phase == "optimizer":
         bottleneck, there, advice = (
@@ -254,6 +264,8 @@ class Search:
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
         common: dict[str, Any],
+        *,
+        may_call_again: bool = True,
     ) -> None:
         self.ranks, self.profile, self._prices = ranks, profile, prices
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
@@ -261,14 +273,19 @@ class Search:
         if prices is not None:
             cost_by_seconds(profile, prices)
         self.natural = natural_ends(profile)
-        lasting = lasting_in(profile)
-        firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
-        names = [name for name in blocks.roots if name in firsts]
+        lasting = {id(entry): own for entry, own in zip(profile.entries, lasting_in(profile), strict=True)}
+        called = {entry.block for entry in profile.entries}
+        firsts = {name: profile.calls_of(name)[0] for name in blocks.roots if name in called}
+        names = [*firsts]
         # In a dry run there are no values to tell whether a block that is called again gives the same.
-        callable_again = {name for name in names if name not in blocks.spans and dry_mode.get() is None}
+        may_call_again = may_call_again and dry_mode.get() is None
+        callable_again = {name for name in names if name not in blocks.spans and may_call_again}
         # Of the first rank: its numbers of operators are those of all.
         choices = ranks.first(
-            lambda: {name: choices_of(profile, *firsts[name], is_function=name in callable_again) for name in names}
+            lambda: {
+                name: choices_of(profile, one, lasting[id(one)], is_function=name in callable_again)
+                for name, one in firsts.items()
+            }
         )
         self._options = block_options(profile, choices)
         self._solve()
@@ -276,7 +293,9 @@ class Search:
         self._peak: Any = None  # of the latest step measured
         self._blocks, self._margin = blocks, common["margin"]
         self._common = {**common, "cost": "operations" if prices is None else "seconds"}
-        self._base, self._device, self.plain_peak = self._common.pop("base"), self._common.pop("device"), common["plain_peak"]
+        self._base, self._device = self._common.pop("base"), self._common.pop("device")
+        plain = [effect for of in self.problem.options for effect in of[-1].effects]
+        self.plain_peak = self._common["plain_peak"] = ranks.most(peak_of(profile, plain, self.natural))
 
     def _solve(self) -> None:
         self.problem = Problem(self.profile, self._options, self.natural)
@@ -307,7 +326,7 @@ class Search:
         if least > target:
             if model is not None and step is not None:
                 self._measured(model, step, self.problem.least, room)  # for where the peak is
-            raise _too_small(budget, least, self._base, margin, self.problem, self._peak)
+            raise too_small(budget, least, self._base, margin, self.problem, self._peak)
         one, chosen = self.cheapest(target)
         if model is None or step is None:
             found = {**one.attributes(chosen), "is_measured": False}
@@ -320,7 +339,7 @@ class Search:
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
         elif found["measured_peak"] > target:
-            raise _too_small(budget, found["measured_peak"], 0, margin, one.problem, one._peak)
+            raise too_small(budget, found["measured_peak"], 0, margin, one.problem, one._peak)
         return found
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
@@ -328,10 +347,10 @@ class Search:
         fitting = [one for one in (self, *self.others) if int(one.least) <= budget]
         # Spans around blocks are for budgets that blocks alone do not fit.
         fitting = [one for one in fitting if not one._blocks.around] or fitting
-        found = [(one, one._choice(budget) or one.problem.least) for one in fitting]
+        found = [(one, one.choice(budget) or one.problem.least) for one in fitting]
         return min(found, key=lambda one: one[0].problem.cost(one[1]) + one[0].profile.others_cost)
 
-    def _choice(self, budget: float) -> list[int] | None:
+    def choice(self, budget: float) -> list[int] | None:
         return self.ranks.first(lambda: choose(self.problem, budget))
 
     def _corrected(
@@ -341,7 +360,7 @@ class Search:
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
         for _ in range(_CORRECTIONS):
-            chosen = self._choice(target)
+            chosen = self.choice(target)
             if chosen is None or chosen in seen:
                 break
             seen.append(chosen)
@@ -418,7 +437,7 @@ class Search:
         for name, of, number in zip(problem.blocks, problem.options, chosen, strict=True):
             option = of[number]
             effects += option.effects
-            entries = [entry for entry in profile.entries if entry.block == name]
+            entries = profile.calls_of(name)
             whole, cost = sum(op.cost for entry in entries for op in entry.ops), sum(one.cost for one in option.effects)
             ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
             kept = None
