@@ -395,11 +395,8 @@ class Machine:
         self._num_measured += 1
         if self._num_measured >= _MOST_MEASURED:
             self._next = None
-        ranks = self._together()
-        is_like = {block.name: {*block.shapes} for block in plan.blocks} == {
-            name: {*of} for name, of in self._seen.items() if of
-        }
-        if not all(ranks.all(is_like)):
+        seen = {(name, one) for of_rank in self._together().all(self._seen) for name, of in of_rank.items() for one in of}
+        if seen != {(block.name, one) for block in plan.blocks for one in block.shapes}:
             return
         self._say(
             f"step measured: {format_bytes(peak)} of {format_bytes(self.budget)}, "
