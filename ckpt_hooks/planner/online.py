@@ -87,7 +87,7 @@ class _Backwards(Observer):
     def see(self, result: Any) -> None:
         """Notes the backward of a result, in which there may be no region."""
         add = self.tasks.add
-        for node in {one.grad_fn for one in instances_in(result, torch.Tensor)} - {None}:
+        for node in {one.grad_fn for one in instances_in(result, torch.Tensor) if one.grad_fn is not None}:
             node.register_prehook(lambda gradients: add(graph_task_id()))
 
 
@@ -155,6 +155,11 @@ class Machine:
         self._hook(model)
         if plan is not None:
             self._keep()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, with those of other shapes; None before there is one."""
+        return dataclasses.replace(self.plans[0], others=self.plans[1:]) if self.plans else None
 
     @property
     def _model(self) -> Module:
@@ -265,6 +270,8 @@ class Machine:
                 self._keep()
 
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._reference() is None:  # while the program holds the handle
+            return
         if graph_task_id() == -1 and self._outermost is not None and threading.get_ident() == self._thread:
             self._outermost = None  # a KeyboardInterrupt left a forward, which no hook is told of
             self._observing.close()
@@ -355,8 +362,8 @@ class Machine:
                 raise too_small(self.budget, least, 0, self._margin, search.problem, None)
             self._keep()
             warn_user(
-                f"A step of other shapes takes {format_bytes(least)} at least, above the budget of {format_bytes(self.budget)}: "
-                "in such steps blocks keep nothing."
+                f"A step of other shapes takes {format_bytes(least)} at least, above the budget of "
+                f"{format_bytes(self.budget)}: in such steps blocks keep nothing."
             )
             return
         self._searches.append(search)
@@ -378,11 +385,7 @@ class Machine:
 
     def _is_known(self) -> bool:
         known = kept_in(block for plan in self.plans for block in plan.blocks)
-        return all(
-            any(is_within(one, other) for other in known.get(name, ()))
-            for name, of in self._seen.items()
-            for one in of
-        )
+        return all(any(is_within(one, other) for other in known.get(name, ())) for name, of in self._seen.items() for one in of)
 
     def _chosen(self) -> Plan:
         search = self._searches[-1]
@@ -399,8 +402,7 @@ class Machine:
         if seen != {(block.name, one) for block in plan.blocks for one in block.shapes}:
             return
         self._say(
-            f"step measured: {format_bytes(peak)} of {format_bytes(self.budget)}, "
-            f"{format_bytes(plan.predicted_peak)} predicted"
+            f"step measured: {format_bytes(peak)} of {format_bytes(self.budget)}, {format_bytes(plan.predicted_peak)} predicted"
         )
         is_above, is_off = peak > self.budget * (1 - self._margin), abs(peak / plan.predicted_peak - 1) > _OTHER
         if (is_off and not self._has_again) or (is_above and not self._searches):
@@ -451,8 +453,7 @@ class BudgetedCheckpointing(AppliedCheckpointing):
 
     @property
     def plan(self) -> Plan | None:
-        first, *others = self._machine.plans or [None]
-        return first and dataclasses.replace(first, others=[one for one in others if one is not None])
+        return self._machine.plan
 
     @property
     def budget(self) -> int:
@@ -501,7 +502,9 @@ def machine_of(
         check_is(plan, Plan, "plan", "a Plan, or what to_json() of an earlier run returned", "Leave it out to make one.")
         names = [*dict.fromkeys(block.name for one in (plan, *plan.others) for block in one.blocks)]
         if plan.chunks or any(block.around for block in plan.blocks):
-            raise ValueError("The plan has spans around blocks, or chunks, which steps of a program do not plan. Write `plan.apply()`.")
+            raise ValueError(
+                "The plan has spans around blocks, or chunks, which steps of a program do not plan. Write `plan.apply()`."
+            )
     else:
         names = blocks_of(model) if select is None else selected_blocks(model, select)
     return Machine(model, budget, names, margin, cost, plan)

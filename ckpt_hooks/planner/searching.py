@@ -215,6 +215,7 @@ _OF_OPERATOR = 60e-6, 10e-6
 
 
 def too_small(budget: int, least: int, base: int, margin: float, problem: Problem, peak: Any) -> BudgetTooSmallError:
+    """Returns the error for a budget below the least peak of any plan."""
     bottleneck = problem.bottleneck()
     if peak is not None and peak.phase == "optimizer":
         bottleneck, there, advice = (
