@@ -36,7 +36,7 @@ from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
 from .profiling import OpenStep, Profile
 from .ranks import Ranks
 from .restoring import trainers_of
-from .searching import COSTS, Room, Search, accelerator_of, check_model, guessed_prices, parsed, too_small
+from .searching import COSTS, Room, Search, accelerator_of, check_model, parsed, too_small
 
 _logger = logging.getLogger("ckpt_hooks")
 
@@ -347,14 +347,13 @@ class Machine:
             self._say("a step of known shapes was profiled")
             return
         try:
-            ranks.agree({"the blocks called": names})
             search = self._searched(model, profile, names)
         except CheckpointError as error:
             self._give_up(str(error))
             return
         least = int(search.least)
         if isinstance(self._budget, float):
-            self.budget = max(self.budget, int(least + self._budget * max(0, search.plain_peak - least)))
+            self.budget = max(self.budget, search.budget_of(self._budget))
         self._target = self.budget * (1 - self._margin)
         if least > self._target:
             if not self.plans:
@@ -379,9 +378,10 @@ class Machine:
 
     def _searched(self, model: Module, profile: Profile, names: list[str]) -> Search:
         common = {"margin": self._margin, "device": None, "base": 0, "chunks": ()}
-        prices = guessed_prices(profile) if self._cost == "seconds" else None
+        ranks = self._together()
+        per_second = max(ranks.all(profile.cost_per_second())) if self._cost == "seconds" else None
         shapes = {name: self._seen[name] for name in names}
-        return Search(self._together(), prices, profile, Blocks(model, names), shapes, common, may_call_again=False)
+        return Search(ranks, per_second, profile, Blocks(model, names), shapes, common, may_call_again=False)
 
     def _is_known(self) -> bool:
         known = kept_in(block for plan in self.plans for block in plan.blocks)

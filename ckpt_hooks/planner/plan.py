@@ -51,12 +51,10 @@ class Plan(Printed):
         measured_peak: The peak of a step under the plan; the predicted one if ``is_measured`` is false.
         next_peak: The least peak, as predicted, of a plan in which one block has a cheaper option.
         least_peak: The least peak of any plan, as predicted.
-        plain_peak: The peak of a step without regions, as measured.
+        plain_peak: The peak of a step without regions, as predicted: none runs.
         recomputed: The part of forward that runs again, by cost: floating-point operations, and ten for each byte moved.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
-        region_seconds: What recorded regions add to forward, as measured; 0 with ``cost="operations"``.
-        added_seconds: What a step under the plan takes more than one without regions, as measured; 0 with
-            ``cost="operations"``, or if ``is_measured`` is false.
+        region_seconds: What recorded regions add to forward, about; 0 with ``cost="operations"``.
         margin: The part of the budget that the measured step had to leave free.
         cost: What is the least: ``"operations"`` or ``"seconds"``.
         outside_bytes: What lives at the peak and comes from outside of all blocks, but for gradients of parameters.
@@ -80,7 +78,6 @@ class Plan(Printed):
     outside_module: str = ""
     is_measured: bool = True
     region_seconds: float = 0.0
-    added_seconds: float = 0.0
     next_peak: int = 0
     chunks: tuple[PlannedChunks, ...] = ()
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
@@ -300,8 +297,7 @@ class Plan(Printed):
 
     def _headline(self) -> str:
         seconds = (self.recomputed_seconds + self.region_seconds) * 1e3
-        added = f"which adds {self.added_seconds * 1e3:.1f} ms, " if self.added_seconds else ""
-        added = f", {added}{seconds:.1f} ms predicted" if seconds else ""
+        added = f", {seconds:.1f} ms predicted" if seconds else ""
         chunks = f"; {chunks_in_words(self.chunks)}" if self.chunks else ""
         words = f"{format_bytes(self.predicted_peak)} predicted" if self.is_measured else "predicted, not measured"
         return (

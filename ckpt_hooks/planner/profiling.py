@@ -150,6 +150,9 @@ class BlockCall:
 #: The operations in whose time a recorded region records an operator, or replays one, about, on one core of a host: 60 and 10
 #: microseconds. On an accelerator they are nothing, as the time in which a host launches the operators of other results is.
 PRICES = 3_000_000.0, 500_000.0
+#: Seconds in which one core of a host records an operator, replays one, and gets a call again ready, about. Their own times are
+#: those of steps with regions of each kind, and without: the latter may not fit.
+_SECONDS = 60e-6, 10e-6, 200e-6
 
 
 #: Operators in whose time a region is entered and left.
@@ -173,13 +176,31 @@ class Profile:
     # Of each operator in a recorded region, besides its own cost, and of each that the region replays.
     record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
+    call_cost: float = 0.0  # of a call which backward makes again
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
+    call_seconds: float = 0.0
 
     def calls_of(self, block: str) -> list[BlockCall]:
         """Returns the calls of a block, first those that had a backward: a step may have failed, and begun anew."""
         own = [entry for entry in self.entries if entry.block == block]
         return sorted(own, key=lambda entry: all(one.restored is None for one in entry.handles))
+
+    @property
+    def has_backward(self) -> bool:
+        return any(one.restored is not None for entry in self.entries for one in entry.handles)
+
+    def cost_per_second(self) -> float:
+        ops = [op for entry in self.entries for op in entry.ops]
+        return sum(op.cost for op in ops) / max(1e-9, sum(op.seconds for op in ops))
+
+    def cost_by_seconds(self, per_second: float) -> None:
+        """Makes all costs times, in the unit of the cost by operations."""
+        self.record_seconds, self.replay_seconds, self.call_seconds = _SECONDS
+        self.record_cost, self.replay_cost = self.record_seconds * per_second, self.replay_seconds * per_second
+        self.call_cost = self.call_seconds * per_second
+        for op in [op for entry in self.entries for op in entry.ops]:
+            op.cost = op.seconds * per_second if op.cost else 0.0  # views are free
 
     def smooth(self, others: Sequence[Profile] = ()) -> None:
         """Makes the seconds of each operator the median of its runs on tensors of the same sizes, in other steps too."""
