@@ -470,8 +470,9 @@ def plan_memory(
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
-    Runs the step once as it is, once with every block a recorded region that keeps nothing, and once under the plan, up to
-    three times where the prediction was off. The plan that is returned has been measured. Where operators are small, recording
+    For those who want a plan before they train; :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget`` makes one of the
+    steps that run anyway. Runs the step once with every block a recorded region that keeps nothing, and once under the plan, up
+    to three times where the prediction was off. No step runs without regions, which may not fit. The plan that is returned has been measured. Where operators are small, recording
     them costs more than it spares, and a plan has blocks called again as by :func:`ckpt_hooks.checkpoint`; whether such calls
     give the same is seen in one step more, else all blocks are recorded. Afterwards everything is as before:
     parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after an exception too. Copies for that
@@ -484,14 +485,14 @@ def plan_memory(
             1.0, that of no regions. ``"auto"`` asks the accelerator of the model: what is free, and what its allocator has
             reserved without use, but for a twentieth; the measured peak is then what the allocator reserves.
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
-            them: modules which save at most a quarter of what modules below the model save, or spans of layers in a row, and
-            spans around these where that lowers the least peak.
+            them: modules which have at most a quarter of the leaves of the model, or spans of layers in a row, and spans around
+            these where that lowers the least peak.
         total: Whether the budget is for all memory in use, not only for what the step adds.
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
-        cost: What is to be the least: ``"seconds"`` as measured on the host, those of operators that run again and what regions
-            add, in 23 to 51 steps more; or ``"operations"``, the same in each run: those that run again, ten for each byte that
+        cost: What is to be the least: ``"seconds"``, those of operators that run again as measured on the host, in two steps
+            more, and what regions add, about; or ``"operations"``, the same in each run: those that run again, ten for each byte that
             these move, a thousand for each number that a host draws, and three million for each operator that a region records.
             None for seconds of a model on the host where no group of some ranks plans, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
