@@ -472,11 +472,11 @@ def plan_memory(
 
     For those who want a plan before they train; :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget`` makes one of the
     steps that run anyway. Runs the step once with every block a recorded region that keeps nothing, and once under the plan, up
-    to three times where the prediction was off. No step runs without regions, which may not fit. The plan that is returned has been measured. Where operators are small, recording
-    them costs more than it spares, and a plan has blocks called again as by :func:`ckpt_hooks.checkpoint`; whether such calls
-    give the same is seen in one step more, else all blocks are recorded. Afterwards everything is as before:
-    parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after an exception too. Copies for that
-    lie on the host, as large as parameters, buffers, gradients and optimizer states together.
+    to three times where the prediction was off. No step runs without regions, which may not fit. The plan that is returned has
+    been measured. Where operators are small, recording them costs more than it spares, and a plan has blocks called again as by
+    :func:`ckpt_hooks.checkpoint`; whether such calls give the same is seen in one step more, else all blocks are recorded.
+    Afterwards everything is as before: parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after
+    an exception too. Copies for that lie on the host, as large as parameters, buffers, gradients and optimizer states together.
 
     Args:
         model: The model.
@@ -492,9 +492,9 @@ def plan_memory(
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
         cost: What is to be the least: ``"seconds"``, those of operators that run again as measured on the host, in two steps
-            more, and what regions add, about; or ``"operations"``, the same in each run: those that run again, ten for each byte that
-            these move, a thousand for each number that a host draws, and three million for each operator that a region records.
-            None for seconds of a model on the host where no group of some ranks plans, else operations.
+            more, and what regions add, about; or ``"operations"``, the same in each run: those that run again, ten for each
+            byte that these move, a thousand for each number that a host draws, and three million for each operator that a
+            region records. None for seconds of a model on the host where no group of some ranks plans, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
