@@ -24,7 +24,7 @@ from ckpt_hooks._core.events import Observer, current_settings, override
 from ckpt_hooks._core.misuse import check_is, checked_part, wrong
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id
-from ckpt_hooks._torch.profiling import is_profiling
+from ckpt_hooks._torch.profiling import giving_way, is_profiling
 from ckpt_hooks.errors import CheckpointError
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
@@ -198,6 +198,7 @@ class Machine:
         if self._open is not None:
             self._open.abandon()
             self._open = None
+            giving_way.clear()  # one profile at most is open in the process
 
     # What the program does.
 
@@ -252,6 +253,7 @@ class Machine:
         self._fit_in(ranks)
         with contextlib.suppress(RuntimeError):  # of another thread's profiler
             self._open = _Step(model, blocks, self._device)
+            giving_way[self._thread] = _weakly(self._abandon)
 
     def _fit_in(self, ranks: Ranks) -> None:
         """Has the budget be what the step may take of an accelerator: states of optimizers may be there since the profile."""
@@ -319,6 +321,7 @@ class Machine:
     def _close(self) -> None:
         one, self._open = self._open, None
         assert one is not None
+        giving_way.clear()
         one.abandon.detach()
         for runner in self._runners.values():
             runner.on_call = None

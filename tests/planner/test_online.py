@@ -372,6 +372,19 @@ def profiling(model):
         optimizer.zero_grad()
 
 
+def with_ledgers(model):
+    """The program takes a ledger within its first step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(4):
+        loss = model(ids(4))
+        if number == 0:
+            assert memory_ledger(loss.backward).peak.nbytes
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     "loop",
     [
@@ -384,6 +397,7 @@ def profiling(model):
         failing,
         interrupted,
         profiling,
+        with_ledgers,
     ],
 )
 def test_loops_of_other_kinds(loop):

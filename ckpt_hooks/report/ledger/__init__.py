@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -12,7 +13,7 @@ import torch
 
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import wrong
-from ckpt_hooks._torch.profiling import is_profiling, profile_memory
+from ckpt_hooks._torch.profiling import giving_way, is_profiling, profile_memory
 from ckpt_hooks.report.entries import (
     REMEDIES,
     Maker,
@@ -279,6 +280,7 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def ledger_of(model: torch.nn.Module | None) -> Iterator[MemoryLedger]:
     """Yields the ledger of a block. Modules have their names in the model; with None, in the outermost called module."""
+    giving_way.get(threading.get_ident(), lambda: None)()
     if is_profiling():
         raise RuntimeError(
             "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. Leave the block "
