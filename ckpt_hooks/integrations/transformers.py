@@ -222,8 +222,8 @@ def enable_in_transformers(
     model: Module,
     *,
     memory_budget: Any = None,
-    margin: float = 0.0,
-    cost: str = "operations",
+    margin: float | None = None,
+    cost: str | None = None,
     policy: Any = None,
     plan: Any = None,
     every_n_layers: int = 1,
@@ -294,7 +294,7 @@ def enable_in_transformers(
         layers = [name for name, one in model.named_modules() if hasattr(one, FLAG) and calls_function(one)]
         plan = machine = planner().machine_of(model, memory_budget, layers, plan=plan, **planning)
     else:
-        check_none({"margin": margin, "cost": cost != "operations"}, "Pass memory_budget with them.")
+        check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
     if plan is not None and (policy is not None or every_n_layers != 1 or any(keep) or options):
         raise ValueError(
             "enable_in_transformers got plan, and options of regions, which the plan has itself. Leave out policy, "

@@ -159,8 +159,8 @@ def apply_checkpointing(
     select: Select = None,
     *,
     memory_budget: Any = None,
-    margin: float = 0.0,
-    cost: str = "operations",
+    margin: float | None = None,
+    cost: str | None = None,
     plan: Any = None,
     policy: Any = None,
     recorded: bool = False,
@@ -197,6 +197,7 @@ def apply_checkpointing(
             ``"auto"``, what the accelerator has free. Such regions have no options of their own.
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory.
         cost: What is to be the least: ``"operations"``, or ``"seconds"`` of operators as measured in the first step.
+            None for operations.
         plan: The plan of an earlier run, or what ``to_json()`` of its handle has returned: the first step runs under it.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
@@ -235,7 +236,7 @@ def apply_checkpointing(
         check_none({"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last, **options})
         found: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
         return found
-    check_none({**planning, "cost": None if cost == "operations" else cost}, "Pass memory_budget with them.")
+    check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
     selected = selected_of(dict(model.named_modules()), select, policy, "select")

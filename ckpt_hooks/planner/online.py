@@ -490,12 +490,13 @@ class BudgetedCheckpointing(AppliedCheckpointing):
 
 
 def machine_of(
-    model: Module, memory_budget: Any, select: Any = None, *, margin: Any = 0.0, cost: Any = "operations", plan: Any = None
+    model: Module, memory_budget: Any, select: Any = None, *, margin: Any = None, cost: Any = None, plan: Any = None
 ) -> Machine:
     """Returns what makes the plans of a model, with hooks on the model; its ``runners`` are to call the blocks."""
     if memory_budget == "auto":
         Room(accelerator_of(model))
     budget = memory_budget if memory_budget == "auto" else parsed(memory_budget)
+    margin, cost = 0.0 if margin is None else margin, "operations" if cost is None else cost
     margin = checked_part(margin, "margin", "Pass 0.03, say.", is_below=True)
     if not isinstance(cost, str) or cost not in COSTS:
         raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these, or leave it out.", ValueError)
