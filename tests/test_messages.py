@@ -683,6 +683,40 @@ def a_plan_of_a_compiled_model():
     planned(model=model)
 
 
+def budgeted(**options):
+    return apply_checkpointing(two_blocks(), memory_budget=0.5, **options)
+
+
+@says(ValueError, "There is no plan yet. Train a step before")
+def a_plan_of_a_budget_before_the_first_step():
+    budgeted().to_json()
+
+
+@says(ValueError, "There is no plan. Pass memory_budget, and train a step")
+def a_plan_of_a_model_without_a_budget():
+    enable_in_transformers(fake.Model()).to_json()
+
+
+@says(ValueError, "policy and memory_budget: one goes without the other")
+def a_budget_and_a_policy():
+    budgeted(policy=[SIN])
+
+
+@says(ValueError, "margin and memory_budget: one goes without the other. Pass memory_budget with them.")
+def a_margin_without_a_budget():
+    apply_checkpointing(two_blocks(), "1", margin=0.1)
+
+
+@says(TypeError, "a Plan, or what to_json\\(\\) of an earlier run returned, but got 3 of type int. Leave it out to make one")
+def a_budget_with_a_plan_that_is_none():
+    budgeted(plan=3)
+
+
+@says(ValueError, "spans around blocks, or chunks, which steps of a program do not plan")
+def a_budget_with_a_plan_of_chunks():
+    budgeted(plan=planned(chunks={"0": (1, 2)}))
+
+
 @says(UserWarning, "has measured no step in which block '1' gets")
 def a_plan_in_a_step_of_another_shape():
     model = two_blocks()

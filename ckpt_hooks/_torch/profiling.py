@@ -23,6 +23,9 @@ NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
+#: What ends the profile of a step, by thread, for a ledger that the program takes within that step.
+giving_way: dict[int, Callable[[], object]] = {}
+
 # Two profilers on two threads end the process in torch's own code (2.11 to 2.15).
 _ONE = threading.Lock()
 

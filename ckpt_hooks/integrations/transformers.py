@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import OfThisProcess, checked_flag, checked_integer, described_as, wrong
+from ckpt_hooks.modules.applying import check_none, planner
 from ckpt_hooks.modules.forward import (
     FUNCTION,
     SWITCH,
@@ -220,6 +221,9 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
 def enable_in_transformers(
     model: Module,
     *,
+    memory_budget: Any = None,
+    margin: float | None = None,
+    cost: str | None = None,
     policy: Any = None,
     plan: Any = None,
     every_n_layers: int = 1,
@@ -240,6 +244,11 @@ def enable_in_transformers(
 
     Args:
         model: A Transformers model, or a model of PEFT around one: the outermost, whose switch trainers call.
+        memory_budget: The peak of a step allowed: each layer keeps what a plan says, which is made while the model trains, as
+            by :func:`ckpt_hooks.apply_checkpointing`. In place of the other options of regions; ``plan`` is then one of an
+            earlier run, or what ``to_json()`` of the handle has returned.
+        margin: The part of the budget that the measured step leaves free.
+        cost: What is to be the least: ``"operations"``, or ``"seconds"`` as measured in the first step.
         policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
         plan: A :class:`ckpt_hooks.planner.Plan` of the model, whose blocks are layers of the switch: each layer keeps what the
             plan says. In place of the other options of regions.
@@ -278,6 +287,14 @@ def enable_in_transformers(
     every_n_layers = checked_integer(every_n_layers, "every_n_layers", "Pass 1 for every layer.")
     recorded = checked_flag(recorded, "recorded")
     keep = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
+    planning = {"margin": margin, "cost": cost}
+    machine = None
+    if memory_budget is not None:
+        check_none({"policy": policy, "recorded": recorded, "keep_first": keep[0], "keep_last": keep[1], **options})
+        layers = [name for name, one in model.named_modules() if hasattr(one, FLAG) and calls_function(one)]
+        plan = machine = planner().machine_of(model, memory_budget, layers, plan=plan, **planning)
+    else:
+        check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
     if plan is not None and (policy is not None or every_n_layers != 1 or any(keep) or options):
         raise ValueError(
             "enable_in_transformers got plan, and options of regions, which the plan has itself. Leave out policy, "
@@ -294,7 +311,7 @@ def enable_in_transformers(
         if type(earlier) is TakenSwitch and (before := earlier.handle()) is not None:
             before.undo()
 
-    handle = EnabledCheckpointing(owner, flagged, every_n_layers, taken)
+    handle = EnabledCheckpointing(owner, flagged, every_n_layers, taken, machine)
     try:
         handle.take_over()
     except BaseException:
@@ -306,10 +323,12 @@ def enable_in_transformers(
 class EnabledCheckpointing(OfThisProcess, Printed):
     """Checkpointing switched on in a Transformers model: the result of :func:`enable_in_transformers`.
 
-    As a context manager, undoes itself at the end of the block. Holds no module.
+    As a context manager, undoes itself at the end of the block. Holds no module. With a ``memory_budget`` prints as the plan,
+    once there is one.
     """
 
-    def __init__(self, owner: Module, flagged: dict[str, Module], n: int, taken: Taken) -> None:
+    def __init__(self, owner: Module, flagged: dict[str, Module], n: int, taken: Taken, machine: Any = None) -> None:
+        self._machine = machine
         self._model = type(owner).__name__
         self._before = [
             (name, weakref.ref(module), {one: vars(module)[one] for one in (FLAG, FUNCTION) if one in vars(module)})
@@ -338,8 +357,26 @@ class EnabledCheckpointing(OfThisProcess, Printed):
     def _is_ours(self, module: Module) -> bool:
         return self._switches[0].taken.has(vars(module).get(FUNCTION))
 
+    @property
+    def plan(self) -> Any:
+        """The :class:`ckpt_hooks.planner.Plan` in force, of a ``memory_budget``; None until the first step has ended."""
+        return self._machine and self._machine.plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
+
+        Raises:
+            ValueError: If there is no plan.
+        """
+        if self.plan is None:
+            raise ValueError("There is no plan. Pass memory_budget, and train a step: the plan is made when it has ended.")
+        found: dict[str, Any] = self.plan.to_json()
+        return found
+
     def undo(self) -> None:
         """Leaves the model as it was, but for modules enabled anew since. A second call does nothing."""
+        if self._machine is not None:
+            self._machine.undo()
         for switch in self._switches:
             switch.remove()
         for _, reference, attributes in self._before:
@@ -360,11 +397,15 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         self.undo()
 
     def _headline(self) -> str:
+        if self.plan is not None:
+            return f"{self._model}, {self.plan._headline()}"
         regions = self.regions
         count = count_of(len(regions), "region") if regions else "switched off"
         kept = f", {fold_names(names)} kept" if self._switches and (names := self._switches[0].kept) else ""
         return f"{self._model}, {count if self._before else 'undone'}{kept}"
 
     def _tables(self) -> list[Table]:
+        if self.plan is not None:
+            return [*self.plan._tables()]
         rows = [(times(names), fold_names(names)) for names in alike(self.regions, name_pattern)]
         return [Table(["", "module"], rows, (0,), (1,))] if rows else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -155,8 +156,12 @@ class AppliedCheckpointing(OfThisProcess, Printed):
 
 def apply_checkpointing(
     model: Module,
-    select: Select,
+    select: Select = None,
     *,
+    memory_budget: Any = None,
+    margin: float | None = None,
+    cost: str | None = None,
+    plan: Any = None,
     policy: Any = None,
     recorded: bool = False,
     keep_first: int = 0,
@@ -167,9 +172,15 @@ def apply_checkpointing(
 
     Warns if the model's own checkpointing (of Transformers, diffusers, timm) is on, or is switched on later: both recompute.
 
+    With a ``memory_budget`` a plan says what each region keeps, for the least recomputation, and the training loop stays as it
+    is. In the first step the blocks keep nothing, and the step is profiled; the plan is made when the optimizer is about to
+    step, and the second step is measured. Nothing runs for the plan alone. Calls of larger shapes keep nothing until a step of
+    theirs was profiled. All ranks of ``torch.distributed`` have one plan. Copies and pickles of the model are plain models.
+
     Args:
         model: The model.
-        select: The modules:
+        select: With ``memory_budget`` the blocks whose calls may be regions; None to find them: modules that have at most a
+            quarter of the model's leaves, or spans of layers in a row. Without, the modules:
 
             - module classes, one or several, or a predicate called with each module's name and the module: the outermost
               modules found;
@@ -181,6 +192,13 @@ def apply_checkpointing(
             - a mapping of name patterns and spans to policies, or to mappings of options, as in ``{"policy": ...,
               "recorded": True}``: likewise, with those of the first matching pattern. ``{"chunks": 8, "dim": 1}`` cuts the
               first argument of a call into slices, as :func:`ckpt_hooks.checkpoint_chunks` does.
+        memory_budget: The peak of a step allowed: bytes or words such as ``"20 GiB"``, on a host above what is in use when the
+            step begins, on an accelerator in all; a part from 0.0, the least peak of any plan, to 1.0, that of no regions; or
+            ``"auto"``, what the accelerator has free. Such regions have no options of their own.
+        margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory.
+        cost: What is to be the least: ``"operations"``, or ``"seconds"`` of operators as measured in the first step.
+            None for operations.
+        plan: The plan of an earlier run, or what ``to_json()`` of its handle has returned: the first step runs under it.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
         keep_first: How many of the selected modules are left without regions, from the first in the model's order. These keep
@@ -190,9 +208,11 @@ def apply_checkpointing(
         **options: Other options, as for :func:`checkpoint_module`.
 
     Returns:
-        A handle, which lists the regions, prints as a table, and undoes.
+        A handle, which lists the regions, prints as a table, and undoes. With ``memory_budget`` prints as the ``plan``, and has
+        ``to_json()``.
 
     Raises:
+        BudgetTooSmallError: By the step of the optimizer, before it has changed anything, if no plan fits.
         TypeError: If ``select`` is nothing of the kind, or an option has a value of another kind.
         ValueError: If nothing is selected or left, or a selected module is checkpointed already or has no ``forward``. No
             module is changed then.
@@ -211,6 +231,12 @@ def apply_checkpointing(
          1.1     Tanh    checkpoint  dots_saveable
     """
     check_module(model, "model", "Pass the model, then the selection.")
+    planning = {"margin": margin, "cost": cost, "plan": plan}
+    if memory_budget is not None:
+        check_none({"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last, **options})
+        found: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
+        return found
+    check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
     selected = selected_of(dict(model.named_modules()), select, policy, "select")
@@ -242,6 +268,17 @@ def apply_checkpointing(
             forward.run, forward.own_switch = runners[name], switches.get(name)
             parts.append((forward, runners[name]))
     return AppliedCheckpointing(regions, [functools.partial(_remove, weakref.ref(one), what) for one, what in parts], kept)
+
+
+def planner() -> Any:
+    """Returns the module which makes plans while a model trains."""
+    return importlib.import_module("ckpt_hooks.planner.online")  # a floor above, which makes regions by this one
+
+
+def check_none(options: Mapping[str, Any], advice: str = "Leave them out: a plan says what each block keeps.") -> None:
+    """Raises if an option is given which goes with a memory budget alone, or never with one."""
+    if given := [name for name, value in options.items() if value]:
+        raise ValueError(f"{', '.join(given)} and memory_budget: one goes without the other. {advice}")
 
 
 def _remove(reference: weakref.ref[RegionForward], what: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,27 +14,25 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import check_module
 from ckpt_hooks.modules.selecting import selected_of, selector_of, span
 from ckpt_hooks.modules.spans import span_in
-from ckpt_hooks.report.ledger import MemoryLedger
 from ckpt_hooks.report.ledger.data import Holder
 
-#: A block saves at most this part of all that blocks may save: larger ones leave a plan too little to choose from.
+#: A block has at most this part of all leaves that blocks may have: larger ones leave a plan too little to choose from.
 _LARGEST = 0.25
 
 
-def blocks_of(model: Module, ledger: MemoryLedger, chunked: Collection[str] = ()) -> list[str]:
+def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
     """Returns the blocks of a model: names of modules, and of spans of layers. None is in a module which runs in chunks."""
-    # The model's tree is descended until a module saves at most a quarter of all that blocks may save: what the model itself
+    # The model's tree is descended until a module has at most a quarter of all leaves in possible blocks: what the model itself
     # and its leaves save, as logits, is of no block. A leaf is no block: a region around one operator drops nothing. Of leaves
-    # in a row, several are.
+    # in a row, several are. Bytes would tell more than leaves, but these need a step without regions, which may not fit.
     possible = {name for name, one in model.named_modules() if name and _can_be_block(one)}
     possible.update(name for at, one in model.named_modules() for run in _leaves_in_a_row(at, one) for name in run)
     saved: collections.Counter[str] = collections.Counter()
-    for one in ledger.allocations:
-        if one.origin.module is not None and any(hold.reason is Reason.SAVED for hold in one.holds):
-            name = one.origin.module.rpartition(" ")[0]
+    for name, one in model.named_modules():
+        if not [*one.children()]:
             around = _around(name)
-            saved.update(dict.fromkeys(around, one.nbytes))
-            saved[""] += one.nbytes if not possible.isdisjoint(around) else 0
+            saved.update(dict.fromkeys(around, 1))
+            saved[""] += 0 if possible.isdisjoint(around) else 1
     found: list[str] = []
     todo = [("", model)]
     while todo:
@@ -51,8 +50,8 @@ def blocks_of(model: Module, ledger: MemoryLedger, chunked: Collection[str] = ()
             todo += reversed(children)
     if not found:
         raise ValueError(
-            f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of what "
-            "backward needs, or layers in a row. Pass blocks=..., module classes or names as apply_checkpointing takes them."
+            f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of the "
+            "leaves, or layers in a row. Name some: module classes or patterns, as apply_checkpointing takes them."
         )
     return found
 
@@ -118,7 +117,7 @@ class Blocks:
     """The blocks of a plan in a model: modules, and spans, which may be around others."""
 
     def __init__(self, model: Module, names: Sequence[str]) -> None:
-        self.roots: dict[str, Module] = {}  # in which submodules have their names
+        self._roots: dict[str, weakref.ref[Module]] = {}
         self.kinds: dict[str, str] = {}
         self.around: dict[str, str] = {}  # of a block in a span, the span
         self.spans: set[str] = set()
@@ -128,14 +127,19 @@ class Blocks:
             if isinstance(one, span):
                 modules = span_in(model, one)
                 self.spans.add(name)
-                self.roots[name], self.kinds[name] = modules.parent, modules.kind
+                self._roots[name], self.kinds[name] = weakref.ref(modules.parent), modules.kind
                 row = [at for at, _ in model.named_modules()][modules.place[0] : modules.place[1] + 1]
                 self.members.update(row)
                 self.around.update({other: name for other in names if other != name and {*ends_of(other)} <= {*row}})
             else:
-                self.roots[name] = model.get_submodule(name)
-                self.kinds[name] = type(self.roots[name]).__name__
+                module = model.get_submodule(name)
+                self._roots[name], self.kinds[name] = weakref.ref(module), type(module).__name__
                 self.members.add(name)
+
+    @property
+    def roots(self) -> dict[str, Module]:
+        """The modules in which submodules of each block have their names."""
+        return {name: module for name, one in self._roots.items() if (module := one()) is not None}
 
 
 def ends_of(name: str) -> tuple[str, str]:

@@ -447,7 +447,7 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
     """Returns the options of each block, from its choices by its first call."""
     found: dict[str, list[BlockOption]] = {}
     for block, of in choices.items():
-        entries = [entry for entry in profile.entries if entry.block == block]
+        entries = profile.calls_of(block)
         first = entries[0]
         found[block] = []
         for choice in of:
@@ -461,11 +461,12 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
                 else:
                     kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
                     effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
+            calls = len(entries) if choice.is_function else 0
             recorded = 0 if runs is None or choice.is_function else sum(map(recorded_in, entries))
             pairs = zip(entries, effects, strict=True)
             replayed = sum(entry.ops[at].cost > 0 for entry, effect in pairs for at in effect.again) if recorded else 0
             cost = sum(effect.cost for effect in effects) + recorded * profile.record_cost + replayed * profile.replay_cost
-            found[block].append(
-                BlockOption(choice, effects, cost, profile.record_seconds * recorded, profile.replay_seconds * replayed)
-            )
+            cost += calls * profile.call_cost
+            again = profile.replay_seconds * replayed + profile.call_seconds * calls
+            found[block].append(BlockOption(choice, effects, cost, profile.record_seconds * recorded, again))
     return found

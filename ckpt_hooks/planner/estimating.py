@@ -24,7 +24,7 @@ from ckpt_hooks.report.entries import (
     times,
     up_to_number,
 )
-from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
+from ckpt_hooks.report.ledger import MemoryLedger, ledger_of
 
 from .restoring import as_before, dry, optimizer_state, state_of
 from .searching import check_model, check_step
@@ -132,7 +132,8 @@ def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstim
 
         hook = register_optimizer_step_post_hook(after)
         try:
-            found = memory_ledger(lambda: step(model))
+            with ledger_of(model) as found:
+                step(model)
         finally:
             hook.remove()
     parameters, buffers, gradients = before

@@ -51,12 +51,10 @@ class Plan(Printed):
         measured_peak: The peak of a step under the plan; the predicted one if ``is_measured`` is false.
         next_peak: The least peak, as predicted, of a plan in which one block has a cheaper option.
         least_peak: The least peak of any plan, as predicted.
-        plain_peak: The peak of a step without regions, as measured.
+        plain_peak: The peak of a step without regions, as predicted: none runs.
         recomputed: The part of forward that runs again, by cost: floating-point operations, and ten for each byte moved.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
-        region_seconds: What recorded regions add to forward, as measured; 0 with ``cost="operations"``.
-        added_seconds: What a step under the plan takes more than one without regions, as measured; 0 with
-            ``cost="operations"``, or if ``is_measured`` is false.
+        region_seconds: What recorded regions add to forward, about; 0 with ``cost="operations"``.
         margin: The part of the budget that the measured step had to leave free.
         cost: What is the least: ``"operations"`` or ``"seconds"``.
         outside_bytes: What lives at the peak and comes from outside of all blocks, but for gradients of parameters.
@@ -80,7 +78,6 @@ class Plan(Printed):
     outside_module: str = ""
     is_measured: bool = True
     region_seconds: float = 0.0
-    added_seconds: float = 0.0
     next_peak: int = 0
     chunks: tuple[PlannedChunks, ...] = ()
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
@@ -300,8 +297,7 @@ class Plan(Printed):
 
     def _headline(self) -> str:
         seconds = (self.recomputed_seconds + self.region_seconds) * 1e3
-        added = f"which adds {self.added_seconds * 1e3:.1f} ms, " if self.added_seconds else ""
-        added = f", {added}{seconds:.1f} ms predicted" if seconds else ""
+        added = f", {seconds:.1f} ms predicted" if seconds else ""
         chunks = f"; {chunks_in_words(self.chunks)}" if self.chunks else ""
         words = f"{format_bytes(self.predicted_peak)} predicted" if self.is_measured else "predicted, not measured"
         return (
@@ -474,12 +470,13 @@ def plan_memory(
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
-    Runs the step once as it is, once with every block a recorded region that keeps nothing, and once under the plan, up to
-    three times where the prediction was off. The plan that is returned has been measured. Where operators are small, recording
-    them costs more than it spares, and a plan has blocks called again as by :func:`ckpt_hooks.checkpoint`; whether such calls
-    give the same is seen in one step more, else all blocks are recorded. Afterwards everything is as before:
-    parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after an exception too. Copies for that
-    lie on the host, as large as parameters, buffers, gradients and optimizer states together.
+    For those who want a plan before they train; :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget`` makes one of the
+    steps that run anyway. Runs the step once with every block a recorded region that keeps nothing, and once under the plan, up
+    to three times where the prediction was off. No step runs without regions, which may not fit. The plan that is returned has
+    been measured. Where operators are small, recording them costs more than it spares, and a plan has blocks called again as by
+    :func:`ckpt_hooks.checkpoint`; whether such calls give the same is seen in one step more, else all blocks are recorded.
+    Afterwards everything is as before: parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after
+    an exception too. Copies for that lie on the host, as large as parameters, buffers, gradients and optimizer states together.
 
     Args:
         model: The model.
@@ -488,16 +485,16 @@ def plan_memory(
             1.0, that of no regions. ``"auto"`` asks the accelerator of the model: what is free, and what its allocator has
             reserved without use, but for a twentieth; the measured peak is then what the allocator reserves.
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
-            them: modules which save at most a quarter of what modules below the model save, or spans of layers in a row, and
-            spans around these where that lowers the least peak.
+            them: modules which have at most a quarter of the leaves of the model, or spans of layers in a row, and spans around
+            these where that lowers the least peak.
         total: Whether the budget is for all memory in use, not only for what the step adds.
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
-        cost: What is to be the least: ``"seconds"`` as measured on the host, those of operators that run again and what regions
-            add, in 23 to 51 steps more; or ``"operations"``, the same in each run: those that run again, ten for each byte that
-            these move, a thousand for each number that a host draws, and three million for each operator that a region records.
-            None for seconds of a model on the host where no group of some ranks plans, else operations.
+        cost: What is to be the least: ``"seconds"``, those of operators that run again as measured on the host, in two steps
+            more, and what regions add, about; or ``"operations"``, the same in each run: those that run again, ten for each
+            byte that these move, a thousand for each number that a host draws, and three million for each operator that a
+            region records. None for seconds of a model on the host where no group of some ranks plans, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or

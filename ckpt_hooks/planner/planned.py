@@ -36,7 +36,7 @@ Runs = tuple[tuple[str, str, int], ...]
 Kept = Runs | Literal[False] | None
 
 
-def _is_within(shapes: Shapes, others: Shapes) -> bool:
+def is_within(shapes: Shapes, others: Shapes) -> bool:
     """Whether a call has as many tensors as another, of the same dtypes and ranks, none of them larger in a dimension."""
     return len(shapes) == len(others) and all(
         dtype == other
@@ -137,13 +137,20 @@ def _warn_of_compilers() -> None:
 class PlannedRunner(RegionRunner):
     """Calls a block as its plan says: as a region which keeps some results, or plainly; of larger shapes it keeps nothing."""
 
-    def __init__(self, name: str, kept: Mapping[Shapes, Kept], on_other: Callable[[str, Shapes], None]) -> None:
+    on_call: Callable[[str, Shapes], None] | None = None  # told of each call, while a step is profiled or measured
+
+    def __init__(self, name: str, kept: Mapping[Shapes, Kept] | None, on_other: Callable[[str, Shapes], None]) -> None:
         super().__init__(True, {"name": name, "replay_whole": False})
         self._called_again = RegionRunner(False, {"name": name})
-        self._name, self._kept, self._on_other = name, kept, on_other
-        self._traced = {runs: self._runner_for(runs, None) for runs in kept.values() if runs}
+        self._name, self._on_other = name, on_other
         # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
         self._runners: weakref.WeakKeyDictionary[Any, dict[Runs, RegionRunner]] = weakref.WeakKeyDictionary()
+        self.keep(kept)
+
+    def keep(self, kept: Mapping[Shapes, Kept] | None) -> None:
+        """Has calls keep other results from now on; with None all are plain."""
+        self._kept = kept
+        self._traced = {runs: self._runner_for(runs, None) for runs in (kept or {}).values() if runs}
 
     @skipped
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -159,15 +166,17 @@ class PlannedRunner(RegionRunner):
 
     def _runner(self, root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegionRunner | None:
         """Returns the function which makes a call a region, with names of submodules in a module; None for a plain call."""
-        if not torch.is_grad_enabled():
+        if self._kept is None or not torch.is_grad_enabled():
             return None
         tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
         shapes = tuple(map(dtype_and_shape, tensors))
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             _warn_of_compilers()
-        elif shapes not in self._kept:
-            larger = [one for one in self._kept if _is_within(shapes, one)]
+        elif self.on_call is not None:
+            self.on_call(self._name, shapes)
+        if not is_traced and shapes not in self._kept:
+            larger = [one for one in self._kept if is_within(shapes, one)]
             if larger:
                 shapes = min(larger, key=_size_of)
             else:
@@ -194,8 +203,8 @@ class PlannedRunner(RegionRunner):
         return PlannedRunner, (self._name, self._kept, self._on_other)
 
 
-def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
-    """Returns a function for each block, by the block's name, which calls the block as planned."""
+def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, Kept]]:
+    """Returns what calls of each block keep, by the block's name and their shapes."""
     kept: dict[str, dict[Shapes, Kept]] = {}
     alike: dict[tuple[str, str], set[Shapes]] = {}
     kinds: dict[str, tuple[str, str]] = {}
@@ -212,8 +221,13 @@ def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
         largest = max(own, key=_size_of)
         rows = [one for one in alike[kinds[name]] if _are_rows(one, largest)]
         own.setdefault(max(rows, key=_size_of), own[largest])
+    return kept
+
+
+def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
+    """Returns a function for each block, by the block's name, which calls the block as planned."""
     on_other = OtherShapes()
-    return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept.items()}
+    return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept_in(blocks).items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.nn import Module
 
 from ckpt_hooks._core.call_sites import called_modules
-from ckpt_hooks._core.events import Operator, Region, TensorInfo, observe
+from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Saved
 from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks._torch.profiling import profile_memory
@@ -150,6 +150,9 @@ class BlockCall:
 #: The operations in whose time a recorded region records an operator, or replays one, about, on one core of a host: 60 and 10
 #: microseconds. On an accelerator they are nothing, as the time in which a host launches the operators of other results is.
 PRICES = 3_000_000.0, 500_000.0
+#: Seconds in which one core of a host records an operator, replays one, and gets a call again ready, about. Their own times are
+#: those of steps with regions of each kind, and without: the latter may not fit.
+_SECONDS = 60e-6, 10e-6, 200e-6
 
 
 #: Operators in whose time a region is entered and left.
@@ -173,8 +176,31 @@ class Profile:
     # Of each operator in a recorded region, besides its own cost, and of each that the region replays.
     record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
+    call_cost: float = 0.0  # of a call which backward makes again
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
+    call_seconds: float = 0.0
+
+    def calls_of(self, block: str) -> list[BlockCall]:
+        """Returns the calls of a block, first those that had a backward: a step may have failed, and begun anew."""
+        own = [entry for entry in self.entries if entry.block == block]
+        return sorted(own, key=lambda entry: all(one.restored is None for one in entry.handles))
+
+    @property
+    def has_backward(self) -> bool:
+        return any(one.restored is not None for entry in self.entries for one in entry.handles)
+
+    def cost_per_second(self) -> float:
+        ops = [op for entry in self.entries for op in entry.ops]
+        return sum(op.cost for op in ops) / max(1e-9, sum(op.seconds for op in ops))
+
+    def cost_by_seconds(self, per_second: float) -> None:
+        """Makes all costs times, in the unit of the cost by operations."""
+        self.record_seconds, self.replay_seconds, self.call_seconds = _SECONDS
+        self.record_cost, self.replay_cost = self.record_seconds * per_second, self.replay_seconds * per_second
+        self.call_cost = self.call_seconds * per_second
+        for op in [op for entry in self.entries for op in entry.ops]:
+            op.cost = op.seconds * per_second if op.cost else 0.0  # views are free
 
     def smooth(self, others: Sequence[Profile] = ()) -> None:
         """Makes the seconds of each operator the median of its runs on tensors of the same sizes, in other steps too."""
@@ -224,18 +250,59 @@ def _count(operator: Operator) -> float:
     return float((_DRAW if operator.draws_on_host else 1) * sum(shape.numel() for shape in outputs))
 
 
-def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
+class OpenStep:
+    """A step under the profiler, until it ends; with blocks, their regions keep nothing, and replay by value."""
+
+    def __init__(self, blocks: Mapping[str, Module] | None, device: torch.device | None = None) -> None:
+        self._device = "cpu" if device is None else device.type
+        self._blocks = None if blocks is None else {*blocks}
+        self._marks = Marks()
+        self._older = OlderMemory(self._marks)
+        self.observers: tuple[Observer, ...] = () if blocks is None else (_Watch(self._marks, {**blocks}),)
+        self._memory = profile_memory()
+        self._memory.__enter__()
+
+    def abandon(self) -> None:
+        """Ends without a look at what has happened."""
+        self._memory.__exit__(None, None, None)
+        self._marks.is_open = False
+        self._older.forget()
+
+    def end(self) -> tuple[int, Profile | None]:
+        """Returns the peak above what was in use at the start, and of a step with blocks the profile."""
+        self.abandon()
+        rows = rows_of(self._memory.events(), self._marks)
+        return self._peak(rows), None if self._blocks is None else _Reader(self._blocks, self._older.sizes).read(rows)
+
+    def _peak(self, rows: Iterable[Row]) -> int:
+        alive, live, most = dict[int, int](), 0, 0
+        for row in rows:
+            if row.mark is not None:
+                is_freed = row.mark.event == "older_freed" and self._device == "cpu"
+                live -= self._older.sizes.get(row.mark.args[0], 0) if is_freed else 0
+            elif row.device is not None and row.device.type != self._device:
+                continue
+            elif row.nbytes > 0:
+                alive[row.address] = row.nbytes
+                live += row.nbytes
+            else:
+                live -= alive.pop(row.address, 0)
+            most = max(most, live)
+        return most
+
+
+def profile_step(step: Callable[[], Any], blocks: Mapping[str, Module]) -> Profile:
     """Runs a step whose blocks are recorded regions that keep nothing, and replay by value."""
-    marks = Marks()
-    older = OlderMemory(marks)
-    profile = profile_memory()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(profile)
-        stack.enter_context(observe(_Watch(marks, blocks)))
-        step()
-    marks.is_open = False
-    older.forget()
-    return _Reader(set(blocks), older.sizes).read(rows_of(profile.events(), marks))
+    one = OpenStep(blocks)
+    try:
+        with observe(one.observers[0]):
+            step()
+    except BaseException:
+        one.abandon()
+        raise
+    _, profile = one.end()
+    assert profile is not None
+    return profile
 
 
 class _Reader:

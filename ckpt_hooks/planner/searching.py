@@ -28,7 +28,6 @@ from ckpt_hooks.report.ledger.data import maker_in_words
 from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choices_of, choose, lasting_in
 from .planned import Chunking, KeptRun, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
-from .pricing import NUM_ROUNDS, Prices, cost_by_seconds, region_prices, seconds_added
 from .profiling import Profile, profile_step
 from .ranks import Ranks
 from .restoring import as_before, dry, dry_mode, optimizer_state
@@ -37,6 +36,7 @@ from .simulating import natural_ends, peak_of
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
 # 4% off, and one correction brings the peak within the tolerance.
 _CORRECTIONS = 3
+_OFF = 1e-3  # the part by which the peak without regions may be predicted too low
 #: Steps that are run to measure a plan: with corrections, a check of blocks called again, and the least where none fits.
 MOST_MEASURED = _CORRECTIONS + 2
 #: Profiles besides the first, for the seconds of operators.
@@ -89,36 +89,25 @@ def searched(
     given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
-    # Besides the steps without regions, of two ways that tell the prices, of calls of blocks, and of the plan.
-    timed = 0 if cost == "operations" else 7 * NUM_ROUNDS + MORE_PROFILES
-    most = 1 + 2 * len(chunkings) + timed + MOST_MEASURED
+    most = 2 * len(chunkings) + MORE_PROFILES + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
-        with as_before(model):
-            before = optimizer_state(model)
-            plain = memory_ledger(lambda: step(model))
-            _warn_of_cold(before, optimizer_state(model))
-        if not any(phase.name == "backward" for phase in plain.phases):
-            raise ValueError(
-                "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
-                "model(x).sum().backward()`."
-            )
         common = {"margin": margin, "cost": cost, "device": device}
-        common.update(plain_peak=ranks.most(plain.peak.nbytes), base=ranks.most(base))
-        names = selected or ranks.first(lambda: blocks_of(model, plain, {one.name for one in chunkings[0]}))
+        common.update(base=ranks.most(base))
+        names = selected or ranks.first(lambda: blocks_of(model, {one.name for one in chunkings[0]}))
         around = with_spans_around(names) if selected is None else []
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         ranks.agree({f"block {name!r}": [*map(kinds.get, ends_of(name))] for name in names})
         found: list[Search] = []
-        prices: Prices | None = None
+        per_second: float | None = None
         for chunking in chunkings:
-            parts = profiled(model, step, names, chunking, common)
+            parts = profiled(model, step, names, chunking, common, is_selected=selected is not None)
             if cost != "operations" and not found:
                 parts[0].smooth([profiled(model, step, names, chunking, common)[0] for _ in range(MORE_PROFILES)])
-                prices = region_prices(model, step, parts[0], names, chunking, ranks)
-            found.append(Search(ranks, prices, *parts))
+                per_second = max(ranks.all(parts[0].cost_per_second()))
+            found.append(Search(ranks, per_second, *parts))
             # There are none around layers that are called in another order.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
-            if nested is not None and (spans := Search(ranks, prices, *nested)).least < found[-1].least:
+            if nested is not None and (spans := Search(ranks, per_second, *nested)).least < found[-1].least:
                 found.append(spans)
         found[0].others = found[1:]
         return found[0].plan(memory_budget, model, step, tolerance)
@@ -143,15 +132,32 @@ def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: i
 
 
 def profiled(
-    model: Module, step: Callable[[Module], Any], names: Sequence[str], chunking: Chunking, common: dict[str, Any]
+    model: Module,
+    step: Callable[[Module], Any],
+    names: Sequence[str],
+    chunking: Chunking,
+    common: dict[str, Any],
+    *,
+    is_selected: bool = False,
 ) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]], dict[str, Any]]:
     """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
     noting = {selector_of(name): PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in names}
     with as_before(model), applied(model, noting, chunking):
+        before = optimizer_state(model)
         profile = profile_step(lambda: step(model), blocks.roots)
-    if missing := [name for name in names if not shapes[name]]:
+        if dry_mode.get() is None:
+            _warn_of_cold(before, optimizer_state(model))
+    missing = [name for name in names if not shapes[name]]
+    if len(missing) < len(names) and not profile.has_backward:
+        raise ValueError(
+            "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
+            "model(x).sum().backward()`."
+        )
+    if not is_selected and len(missing) < len(names):
+        shapes = {name: of for name, of in shapes.items() if of}
+    elif missing:
         raise ValueError(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
@@ -204,7 +210,8 @@ def check_model(model: Any, *, is_dry: bool = False) -> None:
         )
 
 
-def _too_small(budget: int, least: int, base: int, margin: float, problem: Problem, peak: Any) -> BudgetTooSmallError:
+def too_small(budget: int, least: int, base: int, margin: float, problem: Problem, peak: Any) -> BudgetTooSmallError:
+    """Returns the error for a budget below the least peak of any plan."""
     bottleneck = problem.bottleneck()
     if peak is not None and peak.phase == "optimizer":
         bottleneck, there, advice = (
@@ -249,39 +256,55 @@ class Search:
     def __init__(
         self,
         ranks: Ranks,
-        prices: Prices | None,
+        per_second: float | None,
         profile: Profile,
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
         common: dict[str, Any],
+        *,
+        may_call_again: bool = True,
     ) -> None:
-        self.ranks, self.profile, self._prices = ranks, profile, prices
+        self.ranks, self.profile, self._per_second = ranks, profile, per_second  # the cost of a second; None for operations
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
         self._shapes = _shared(ranks, profile, shapes)
-        if prices is not None:
-            cost_by_seconds(profile, prices)
+        if per_second is not None:
+            profile.cost_by_seconds(per_second)
         self.natural = natural_ends(profile)
-        lasting = lasting_in(profile)
-        firsts = {entry.block: (entry, own) for entry, own in reversed([*zip(profile.entries, lasting, strict=True)])}
-        names = [name for name in blocks.roots if name in firsts]
+        lasting = {id(entry): own for entry, own in zip(profile.entries, lasting_in(profile), strict=True)}
+        called = {entry.block for entry in profile.entries}
+        firsts = {name: profile.calls_of(name)[0] for name in blocks.roots if name in called}
+        names = [*firsts]
         # In a dry run there are no values to tell whether a block that is called again gives the same.
-        callable_again = {name for name in names if name not in blocks.spans and dry_mode.get() is None}
+        may_call_again = may_call_again and dry_mode.get() is None
+        callable_again = {name for name in names if name not in blocks.spans and may_call_again}
         # Of the first rank: its numbers of operators are those of all.
         choices = ranks.first(
-            lambda: {name: choices_of(profile, *firsts[name], is_function=name in callable_again) for name in names}
+            lambda: {
+                name: choices_of(profile, one, lasting[id(one)], is_function=name in callable_again)
+                for name, one in firsts.items()
+            }
         )
         self._options = block_options(profile, choices)
         self._solve()
         self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
         self._blocks, self._margin = blocks, common["margin"]
-        self._common = {**common, "cost": "operations" if prices is None else "seconds"}
-        self._base, self._device, self.plain_peak = self._common.pop("base"), self._common.pop("device"), common["plain_peak"]
+        self._common = {**common, "cost": "operations" if per_second is None else "seconds"}
+        self._base, self._device = self._common.pop("base"), self._common.pop("device")
+        plain = [effect for of in self.problem.options for effect in of[-1].effects]
+        self.plain_peak = self._common["plain_peak"] = ranks.most(peak_of(profile, plain, self.natural))
 
     def _solve(self) -> None:
         self.problem = Problem(self.profile, self._options, self.natural)
         self.problem.add_windows(self.ranks)
         self.least = self.problem.peak(self.problem.least)
+
+    def budget_of(self, part: float) -> int:
+        """Returns the bytes of a part: those of 1.0 are enough for a choice without regions."""
+        least = int(self.least_of_all)
+        most = max(self.plain_peak, self.problem.peak([len(of) - 1 for of in self.problem.options]))
+        most += most * _OFF if part == 1 else 0
+        return int(least + part * max(0.0, most - least))
 
     @property
     def least_of_all(self) -> float:
@@ -302,25 +325,22 @@ class Search:
         budget = parsed(memory_budget) if room is None else min(self.ranks.all(room.nbytes())) + self._base
         is_part, margin = isinstance(budget, float), self._margin
         least = int(self.least_of_all)
-        budget = int(least + budget * max(0.0, self.plain_peak - least)) if is_part else int(budget) - self._base
+        budget = self.budget_of(budget) if is_part else int(budget) - self._base
         target = int(budget * (1 - margin))
         if least > target:
             if model is not None and step is not None:
                 self._measured(model, step, self.problem.least, room)  # for where the peak is
-            raise _too_small(budget, least, self._base, margin, self.problem, self._peak)
+            raise too_small(budget, least, self._base, margin, self.problem, self._peak)
         one, chosen = self.cheapest(target)
         if model is None or step is None:
             found = {**one.attributes(chosen), "is_measured": False}
         else:
             found = one._corrected(model, step, target, tolerance, room)
-            if one._prices is not None:
-                added = seconds_added(model, step, (_runners_in(found),), found["chunks"], self.ranks)
-                found["added_seconds"] = max(0.0, *itertools.chain(*self.ranks.all(added)))
         found = {**found, "budget": budget, "least_peak": least, "_search": self}
         if found["measured_peak"] > target and is_part:
             found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
         elif found["measured_peak"] > target:
-            raise _too_small(budget, found["measured_peak"], 0, margin, one.problem, one._peak)
+            raise too_small(budget, found["measured_peak"], 0, margin, one.problem, one._peak)
         return found
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
@@ -328,10 +348,10 @@ class Search:
         fitting = [one for one in (self, *self.others) if int(one.least) <= budget]
         # Spans around blocks are for budgets that blocks alone do not fit.
         fitting = [one for one in fitting if not one._blocks.around] or fitting
-        found = [(one, one._choice(budget) or one.problem.least) for one in fitting]
+        found = [(one, one.choice(budget) or one.problem.least) for one in fitting]
         return min(found, key=lambda one: one[0].problem.cost(one[1]) + one[0].profile.others_cost)
 
-    def _choice(self, budget: float) -> list[int] | None:
+    def choice(self, budget: float) -> list[int] | None:
         return self.ranks.first(lambda: choose(self.problem, budget))
 
     def _corrected(
@@ -341,7 +361,7 @@ class Search:
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
         for _ in range(_CORRECTIONS):
-            chosen = self._choice(target)
+            chosen = self.choice(target)
             if chosen is None or chosen in seen:
                 break
             seen.append(chosen)
@@ -361,36 +381,22 @@ class Search:
         return self._measured(model, step, self.problem.least, room) if best is None else best
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
-        """Prices calls of blocks again. If one gives something else then, no choice of any budget has them."""
+        """Calls blocks again. If one gives something else then, no choice of any budget has them."""
         may_be = [name for name, of in self._options.items() if any(one.choice.is_function for one in of)]
         if self._is_checked or not may_be:
             return
 
-        def runners(**options: Any) -> dict[Any, RegionRunner]:
-            return {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
+        options = {"determinism_check": "values"}
+        runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
 
         def check() -> bool:
-            with as_before(model), applied(model, runners(determinism_check="values"), self._common["chunks"]):
+            with as_before(model), applied(model, runners, self._common["chunks"]):
                 step(model)
             return True
 
         self._is_checked = True
         if not self.ranks.attempt(check):
             self._call_none_again()
-        elif self._prices is not None:
-            added = seconds_added(model, step, (runners(),), self._common["chunks"], self.ranks)
-            self._price_calls(max(itertools.chain(*self.ranks.all(added))), self._prices)
-
-    def _price_calls(self, added: float, prices: Prices) -> None:
-        """Has blocks that are called again cost what this adds to a step, beside the seconds of their operators."""
-        ways = [way for of in self._options.values() for way in of if way.choice.is_function]
-        known = sum(way.cost for way in ways) / prices.per_second
-        of_call = (added - known) / sum(len(way.effects) for way in ways)
-        for one in (self, *self.others):
-            for way in [way for of in one._options.values() for way in of if way.choice.is_function]:
-                way.replay_seconds = of_call * len(way.effects)
-                way.cost = max(0.0, way.cost + way.replay_seconds * prices.per_second)
-            one._solve()
 
     def _call_none_again(self) -> None:
         for one in (self, *self.others):
@@ -418,7 +424,7 @@ class Search:
         for name, of, number in zip(problem.blocks, problem.options, chosen, strict=True):
             option = of[number]
             effects += option.effects
-            entries = [entry for entry in profile.entries if entry.block == name]
+            entries = profile.calls_of(name)
             whole, cost = sum(op.cost for entry in entries for op in entry.ops), sum(one.cost for one in option.effects)
             ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
             kept = None

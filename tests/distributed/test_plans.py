@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.conftest import started
 from tests.distributed.sharding import mesh_of
-from tests.planner.models import as_before
+from tests.planner.models import GPT, as_before
 
 WIDTH, UNITS = 64, 8
 
@@ -115,3 +115,55 @@ def test_units_of_one_rank(one_rank, options):
 @pytest.mark.parametrize("part", [1.05, 1.4, 1.6])
 def test_units_of_two_ranks(ranks, part):
     check(ranks.run(planned, {}, (part,)), 5e-3)
+
+
+def trained(kind: str, lengths: list[list[int]], on: bool) -> Any:
+    """Returns losses and parameters of a loop, and of one with a budget the peaks, the budget and what blocks keep."""
+    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    model: nn.Module = GPT(4)
+    applied = apply_checkpointing(model, memory_budget=4_500_000 if kind == "ddp" else 0.5) if on else None
+    if kind == "ddp":
+        outer: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh_of())
+        outer = fully_shard(model, mesh=mesh_of())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    torch.manual_seed(rank)
+    losses = []
+    for of_ranks in lengths:
+        loss = outer(torch.randint(0, 50, (4, of_ranks[rank])))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    left = [getattr(one, "_local_tensor", one).detach().clone() for one in model.parameters()]
+    if applied is None or applied.plan is None:
+        return losses + left, None
+    plans = [applied.plan, *applied.plan.others]
+    return losses + left, (applied.peaks, applied.budget, [[block.kept for block in plan.blocks] for plan in plans])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_budget_as_an_option_of_two_ranks(ranks, kind):
+    """Ranks with unequal data have one plan, and the losses of the loop without."""
+    lengths = [[48, 64]] * 4
+    plain, found = ranks.run(trained, kind, lengths, False), ranks.run(trained, kind, lengths, True)
+    for (without, _), (under, _) in zip(plain, found, strict=True):
+        assert all(map(torch.equal, without, under))
+    (_, one), (_, other) = found
+    assert one == other
+    peaks, budget, _ = one
+    assert len(peaks) == 2
+    assert max(peaks) <= budget * 1.005  # collectives of gloo free memory on a thread of theirs
+
+
+def test_larger_shapes_of_one_rank_are_a_step_of_all(ranks):
+    lengths = [[32, 32]] * 3 + [[32, 64]] * 6
+    plain, found = ranks.run(trained, "ddp", lengths, False), ranks.run(trained, "ddp", lengths, True)
+    for (without, _), (under, _) in zip(plain, found, strict=True):
+        assert all(map(torch.equal, without, under))
+    (_, one), (_, other) = found
+    assert one == other
+    assert len(one[2]) == 2

@@ -47,6 +47,36 @@ def test_a_plan_of_transformers(name, autocast):
             assert same(after_a_step(model, step), plain)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_budget_as_an_option(name):
+    """Of the model's own loop, whose trainer turns the switch on; bitwise, and no step above the budget."""
+
+    def train(on):
+        model, (batch, *_) = FAMILIES[name].build()
+        model.train()
+        handle = enable_in_transformers(model, memory_budget=0.5) if on else None
+        if on:
+            getattr(model, "gradient_checkpointing_enable", lambda: None)()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model), handle
+
+    (plain, _), (found, handle) = train(False), train(True)
+    assert same(found, plain)
+    plan = handle.plan
+    assert plan.is_measured
+    assert plan.measured_peak <= plan.budget
+    assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+    assert handle.to_json() == plan.to_json()
+    assert str(plan.measured_peak) in repr(handle.to_json())
+    handle.undo()
+    assert not handle.regions
+
+
 def test_a_mixture_of_experts_with_other_data_and_other_shapes():
     """With a margin twenty batches are within the budget; another shape keeps nothing, until it is added."""
     transformers = pytest.importorskip("transformers")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import itertools
 import math
 import warnings
 
@@ -13,11 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
-from ckpt_hooks.planner import Plan, pricing
+from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, estimate_memory, memory_ledger, plan_memory
+from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choices_of, choose, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
-from ckpt_hooks.planner.ranks import Ranks
 from ckpt_hooks.planner.simulating import natural_ends
 from ckpt_hooks.report.entries import format_bytes
 from tests.measure import Watch
@@ -245,10 +243,9 @@ def test_costs_by_seconds():
     assert same(state_of(model), before)
     is_recorded = any(block.recorded and block.kept is not None for block in plan.blocks)
     assert (plan.region_seconds > 0) == is_recorded
-    words = f"which adds {plan.added_seconds * 1e3:.1f} ms, " if plan.added_seconds else ""
-    assert f", {words}{(plan.recomputed_seconds + plan.region_seconds) * 1e3:.1f} ms predicted; from" in str(plan)
+    assert f", {(plan.recomputed_seconds + plan.region_seconds) * 1e3:.1f} ms predicted; from" in str(plan)
     cheap = plan.replan(1.0)
-    assert (cheap.region_seconds, cheap.added_seconds) == (0, 0)  # no region costs nothing
+    assert cheap.region_seconds == 0  # no region costs nothing
     assert plan.measured_peak <= plan.budget
     assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
     with plan.apply():
@@ -256,19 +253,6 @@ def test_costs_by_seconds():
     profile, _ = profiled(model, step, blocks)  # runs alike have the median of their times
     seconds = {tuple(op.seconds for op in entry.ops if op.name == "aten.gelu.default") for entry in profile.entries}
     assert len(seconds) == 1
-
-
-def test_a_busy_minute_makes_no_other_plan(monkeypatch):
-    """Times are of this thread, the ways to run a step take turns, and the median of what each adds in a round counts."""
-    model, step, _ = built("gpt")
-    # Of no regions, of recorded ones which keep all, and of those which keep nothing; three rounds of seven are slow.
-    seconds = [time * slow for slow in (3, 1, 1.5, 1, 1, 2, 1) for time in (1.0, 1.25, 2.0)]
-    clock = itertools.accumulate(itertools.chain.from_iterable((0.0, time) for time in seconds))
-    monkeypatch.setattr(pricing, "thread_seconds", lambda: next(clock))
-    monkeypatch.setattr(pricing, "_ENOUGH", math.inf)
-    ways = {}, {}
-    assert pricing.seconds_added(model, step, ways, (), Ranks()) == [0.25, 1.0]
-    assert next(clock, None) is None
 
 
 def test_numbers_that_a_host_draws_cost_what_they_take():
@@ -605,3 +589,77 @@ def test_what_stays_free_of_a_budget_is_explained():
     assert (tight.measured_peak, tight.next_peak) == tuple(peaks[-2:])
     assert f"with the next cheaper option of any one block the peak is {format_bytes(peaks[-1])}." in str(tight)
     assert "stay free" not in str(loose)
+
+
+class Layers(nn.Module):
+    """Layers in a row."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32)) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TwoParts(Layers):
+    """Its own layers have the names of those in a part."""
+
+    def __init__(self):
+        super().__init__(32)
+        self.net = Layers(256)
+
+    def head(self, x):
+        return super().forward(x)
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+
+class WithLoss(nn.Module):
+    """A model inside of another module."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x).square().mean()
+
+
+STEPS = {
+    "the model": lambda model, x: model(x).square().mean(),
+    "its parts": lambda model, x: model.head(model.net(x)).square().mean(),
+    "a module around": lambda model, x: WithLoss(model)(x),
+}
+
+
+def test_blocks_have_their_names_in_the_model_whatever_module_calls_them():
+    torch.manual_seed(0)
+    model, x = TwoParts(), torch.randn(512, 32)
+    found = []
+    for loss in STEPS.values():
+        plan = plan_memory(model, lambda model, loss=loss: loss(model, x).backward(), 0.3)
+        estimate = estimate_memory(model, lambda model, loss=loss: loss(model, x).backward())
+        found.append(
+            ([(block.name, block.kept) for block in plan.blocks], plan.least_peak, plan.plain_peak, estimate.activations)
+        )
+    assert found[0] == found[1] == found[2]
+    assert [name for name, _ in found[0][0]] == [f"{at}layers.{number}" for at in ("", "net.") for number in range(6)]
+
+
+def test_no_step_runs_without_regions():
+    """The plain step may not fit: its peak is predicted."""
+    model, step, blocks = built("gpt")
+    peaks = []
+
+    def watched(model):
+        peaks.append(sum("forward" in vars(block) for block in model.blocks))
+        step(model)
+
+    plan = plan_memory(model, watched, 0.1, blocks=blocks, cost="seconds")
+    assert min(peaks) > 0
+    plain = memory_ledger(lambda: step(model)).peak.nbytes
+    assert plan.plain_peak == pytest.approx(plain, rel=1e-3)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
+import torch
+
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import wrong
-from ckpt_hooks._torch.profiling import is_profiling, profile_memory
+from ckpt_hooks._torch.profiling import giving_way, is_profiling, profile_memory
 from ckpt_hooks.report.entries import (
     REMEDIES,
     Maker,
@@ -265,17 +268,19 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
         [(16384, 'backward'), (16384, 'backward'), (16384, 'gradient')]
     """
     if step is None and not kwargs:
-        return _block()
+        return ledger_of(None)
     if not callable(step):
         advice = "Write `memory_ledger(step, *args)`, or `with memory_ledger() as found:` around the step."
         raise wrong(step, "step", "a function to run", advice)
-    with _block() as found:
+    with ledger_of(None) as found:
         step(*args, **kwargs)
     return found
 
 
 @contextlib.contextmanager
-def _block() -> Iterator[MemoryLedger]:
+def ledger_of(model: torch.nn.Module | None) -> Iterator[MemoryLedger]:
+    """Yields the ledger of a block. Modules have their names in the model; with None, in the outermost called module."""
+    giving_way.get(threading.get_ident(), lambda: None)()
     if is_profiling():
         raise RuntimeError(
             "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. Leave the block "
@@ -286,7 +291,7 @@ def _block() -> Iterator[MemoryLedger]:
     profile = profile_memory()
     with noting_out_of_memory(found.causes_now):
         try:
-            with profile, watch(marks):
+            with profile, watch(marks, model):
                 yield found
         finally:
             marks.is_open = False

@@ -190,10 +190,12 @@ def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 @skipped
-def watch(marks: Marks) -> Iterator[None]:
+def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
     """Marks what happens in a block."""
-    # By their names in the outermost called module. Weakly: modules made in the step go when they would, with their memory.
+    # By their names in the model, else in the outermost called module. Weakly: modules made in the step go when they would,
+    # with their memory.
     names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+    names.update({inner: name for name, inner in (() if model is None else model.named_modules())})
 
     def begin(module: torch.nn.Module, args: Any) -> None:
         if module not in names:

@@ -1,0 +1,535 @@
+"""Plans made of a program's own steps: in the first all blocks keep nothing, the second runs under the plan, and is measured.
+
+Nothing runs for a plan alone, so nothing is put back; and no step runs without regions, which may not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.events import Observer, current_settings, override
+from ckpt_hooks._core.misuse import check_is, checked_part, wrong
+from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.profiling import giving_way, is_profiling
+from ckpt_hooks.errors import CheckpointError
+from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
+from ckpt_hooks.modules.selecting import selector_of
+from ckpt_hooks.report.entries import Table, count_of, format_bytes
+
+from .blocks import Blocks, blocks_of, selected_blocks
+from .plan import Plan
+from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
+from .profiling import OpenStep, Profile
+from .ranks import Ranks
+from .restoring import trainers_of
+from .searching import COSTS, Room, Search, accelerator_of, check_model, parsed, too_small
+
+_logger = logging.getLogger("ckpt_hooks")
+
+_CORRECTIONS = 3  # steps measured under one plan that was off
+_OTHER = 0.1  # of the predicted peak: a step off by more is no step like the one profiled
+_MOST_PLANS = 4  # of steps of other shapes
+_MOST_TRIES = 8  # steps profiled in all
+_MOST_MEASURED = 16
+_MOST_FORWARDS = 64  # without a backward, as in evaluation with gradients
+_MOST_STEPS = 8  # of optimizers that take turns, as those of a critic and a generator
+_ENOUGH = 2  # backwards of a step that accumulates: a third is like the second
+
+
+class _Hook:
+    """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
+
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
+def _tell_nobody(block: str, shapes: Shapes) -> None:
+    pass
+
+
+class _Runner(PlannedRunner):
+    """Calls a block as the plans of a program stand; a copy is plain."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannedRunner, (self._name, None, _tell_nobody)
+
+
+class _Backwards(Observer):
+    """The backwards of an open step, by their graph tasks. A region that it watches leaves out the self-check."""
+
+    def __init__(self) -> None:
+        self.tasks: set[int] = set()
+
+    def restored(self, region: Any, position: int, tensor: Any) -> None:
+        self.tasks.add(graph_task_id())
+
+    def see(self, result: Any) -> None:
+        """Notes the backward of a result, in which there may be no region."""
+        add = self.tasks.add
+        for node in {one.grad_fn for one in instances_in(result, torch.Tensor) if one.grad_fn is not None}:
+            node.register_prehook(lambda gradients: add(graph_task_id()))
+
+
+class _Step:
+    """A step of the program under the profiler: from a forward to a step of the last optimizer."""
+
+    def __init__(self, model: Module, blocks: Mapping[str, Module] | None, device: torch.device | None) -> None:
+        gc.collect()  # garbage from before would be freed in the step, and make its peak lower
+        self.backwards = _Backwards()
+        # By the lists of their groups, which wrappers of optimizers share.
+        self.optimizers = {id(one.param_groups) for one in trainers_of(model) if isinstance(one, Optimizer)}
+        self.stepped: set[int] = set()
+        self.num_steps = self.num_forwards = 0
+        self._open = OpenStep(blocks, device)
+        self.observers = (*self._open.observers, self.backwards)
+        self.end = self._open.end
+        self.abandon = weakref.finalize(self, self._open.abandon)  # a profiler left open ends the process in torch's own code
+
+    def has_ended(self, optimizer: Optimizer) -> bool:
+        """Notes that an optimizer is about to step, and returns whether it is the step's last."""
+        own = id(optimizer.param_groups)
+        if own not in self.optimizers:
+            return False
+        self.stepped.add(own)
+        self.num_steps += 1
+        if self.stepped < self.optimizers and self.num_steps < _MOST_STEPS:
+            self.backwards.tasks.clear()  # others are to come
+            return False
+        return True
+
+
+class Machine:
+    """Finds plans while a program trains: held by the model's hooks, which it holds weakly."""
+
+    def __init__(
+        self, model: Module, budget: int | float | str, names: list[str], margin: float, cost: str, plan: Plan | None
+    ) -> None:
+        self._budget, self._margin, self._cost = budget, margin, cost
+        self._reference = weakref.ref(model)
+        # A container around models, made for this call, has no other owner.
+        self._container = model if type(model).forward is Module.forward else None
+        self._device = accelerator_of(model)
+        self.names = names
+        self.plans: list[Plan] = [] if plan is None else [plan, *plan.others]
+        self.budget = budget if isinstance(budget, int) else 0 if plan is None else plan.budget  # in bytes; 0 before a profile
+        self.peaks: list[int] = []
+        self.log: list[str] = []
+        self._runners = {name: _Runner(name, {}, self._has_other) for name in names}
+        self._say_other = OtherShapes()
+        self._next: Literal["profile", "measure"] | None = "profile" if plan is None else "measure"
+        self._open: _Step | None = None
+        self._is_profile = False  # whether the open step is to be a profile
+        self._seen: dict[str, dict[Shapes, None]] = {}  # in the open step
+        self._others: dict[str, dict[Shapes, None]] = {}  # of no plan, in steps since the latest profile
+        self._target = 0.0
+        self._searches: list[Search] = []
+        self._num_profiled = self._num_measured = self._num_corrected = self._num_steps = 0
+        self._has_again = False  # whether a step was profiled again for a peak that was off
+        self._passes_by = False  # whether the rest of a step is to pass by, whose beginning was profiled
+        self._outermost: Module | None = None  # the called module
+        self._depth = self._thread = 0
+        self._observing: contextlib.ExitStack = contextlib.ExitStack()
+        self._ranks: Ranks | None = None
+        self._undo: list[Callable[[], object]] = []
+        self._hook(model)
+        if plan is not None:
+            self._keep()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, with those of other shapes; None before there is one."""
+        return dataclasses.replace(self.plans[0], others=self.plans[1:]) if self.plans else None
+
+    @property
+    def _model(self) -> Module:
+        found = self._reference()
+        assert found is not None  # one of its modules runs
+        return found
+
+    def runners(self) -> dict[str, PlannedRunner]:
+        return {**self._runners}
+
+    def _hook(self, model: Module) -> None:
+        blocks = Blocks(model, self.names)
+        inside = {id(one) for name in blocks.members for one in model.get_submodule(name).modules()}
+        tops = {id(root) for name, root in blocks.roots.items() if name not in blocks.spans}
+        begins, ends = _Hook(self._begins), _Hook(self._ends)
+        for module in model.modules():
+            if id(module) in tops or id(module) not in inside:
+                for hook in (
+                    module.register_forward_pre_hook(begins, prepend=True),
+                    module.register_forward_hook(ends, always_call=True),
+                ):
+                    self._undo.append(hook.remove)
+        of_optimizers = register_optimizer_step_pre_hook(_weakly(self._steps))
+        self._undo += [of_optimizers.remove, self._abandon]
+        weakref.finalize(self, of_optimizers.remove).atexit = False
+
+    def undo(self) -> None:
+        for one in self._undo:
+            one()
+        self._undo, self._next = [], None
+        for runner in self._runners.values():
+            runner.on_call = None
+            runner.keep(None)
+
+    def _abandon(self) -> None:
+        if self._open is not None:
+            self._open.abandon()
+            self._open = None
+            giving_way.clear()  # one profile at most is open in the process
+
+    # What the program does.
+
+    def _begins(self, module: Module, args: Any) -> None:
+        thread = threading.get_ident()
+        if self._outermost is not None:
+            self._depth += module is self._outermost and thread == self._thread
+            return
+        self._outermost, self._depth, self._thread = module, 1, thread
+        if torch.is_grad_enabled() and graph_task_id() == -1:
+            self._forward_begins()
+            if self._open is not None:
+                observers = (*current_settings().observers, *self._open.observers)
+                self._observing.enter_context(override(observers=observers))
+
+    def _ends(self, module: Module, args: Any, result: Any) -> None:
+        if module is not self._outermost or threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if not self._depth:
+            self._outermost = None
+            self._observing.close()
+            if self._open is not None:
+                self._open.backwards.see(result)
+
+    def _forward_begins(self) -> None:
+        if self._open is not None:
+            self._open.num_forwards += 1
+            if self._open.num_forwards > _MOST_FORWARDS:
+                self._abandon()
+                self._give_up("no backward of the model was seen")
+            if self._open is None or len(self._open.backwards.tasks) < _ENOUGH:
+                return
+            self._passes_by = bool(self._open.optimizers)
+            self._close()
+        if self._next is None or self._passes_by:
+            return
+        model, ranks = self._model, self._together()
+        if any(getattr(one, "_compiled_call_impl", None) is not None for one in model.modules()):
+            self._give_up("the model is compiled, and a compiler keeps other results")
+            return
+        with ranks.together():
+            if not all(ranks.all(not is_profiling())):  # by the program itself: the next step will do
+                return
+        self._is_profile = self._next == "profile"
+        self._seen = {name: {} for name in self.names}
+        for runner in self._runners.values():
+            runner.on_call = self._is_called
+            if self._is_profile:
+                runner.keep({})
+        blocks = Blocks(model, self.names).roots if self._is_profile else None
+        self._fit_in(ranks)
+        with contextlib.suppress(RuntimeError):  # of another thread's profiler
+            self._open = _Step(model, blocks, self._device)
+            giving_way[self._thread] = _weakly(self._abandon)
+
+    def _fit_in(self, ranks: Ranks) -> None:
+        """Has the budget be what the step may take of an accelerator: states of optimizers may be there since the profile."""
+        if self._device is None or isinstance(self._budget, float):
+            return
+        if self._budget == "auto":
+            now = Room(self._device).nbytes()
+        else:
+            now = max(0, int(self._budget) - torch.accelerator.memory_allocated(self._device))
+        with ranks.together():
+            now = -ranks.most(-now)
+            is_less, self.budget = now < self.budget, now
+            if is_less and not self._is_profile and self._searches:
+                self._target = self.budget * (1 - self._margin)
+                self.plans[-1] = self._chosen()
+                self._keep()
+
+    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._reference() is None:  # while the program holds the handle
+            return
+        if graph_task_id() == -1 and self._outermost is not None and threading.get_ident() == self._thread:
+            self._outermost = None  # a KeyboardInterrupt left a forward, which no hook is told of
+            self._observing.close()
+        self._passes_by = False
+        if graph_task_id() == -1 and self._open is not None and self._open.has_ended(optimizer):
+            self._close()
+        elif self._ranks is not None and not self._ranks.is_alone and self._next is None:
+            self._ask_others(optimizer)
+
+    def _ask_others(self, optimizer: Optimizer) -> None:
+        """Has all ranks profile a step where one has met other shapes: they ask each other in steps 1, 2, 4, 8, ..."""
+        own, ranks = {id(one) for one in self._model.parameters()}, self._together()
+        if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+            return
+        self._num_steps += 1
+        if not self._num_steps & (self._num_steps - 1):
+            with ranks.together():
+                if any(ranks.all(any(self._others.values()))) and self._may_profile():
+                    self._next = "profile"
+
+    def _is_called(self, block: str, shapes: Shapes) -> None:
+        self._seen[block][shapes] = None
+
+    def _has_other(self, block: str, shapes: Shapes) -> None:
+        """A call of shapes that no plan has keeps nothing, and a step to come is profiled."""
+        if self._open is not None and self._is_profile:
+            return
+        if not self._may_profile() and self.plans:
+            self._say_other(block, shapes)
+            return
+        self._others.setdefault(block, {})[shapes] = None
+        if self._ranks is None or self._ranks.is_alone:
+            self._next = self._next or "profile"
+
+    def _may_profile(self) -> bool:
+        return len(self.plans) < _MOST_PLANS and self._num_profiled < _MOST_TRIES
+
+    def _together(self) -> Ranks:
+        if self._ranks is None:
+            self._ranks = Ranks()
+        return self._ranks
+
+    # What becomes of a step.
+
+    def _close(self) -> None:
+        one, self._open = self._open, None
+        assert one is not None
+        giving_way.clear()
+        one.abandon.detach()
+        for runner in self._runners.values():
+            runner.on_call = None
+        peak, profile = one.end()
+        ranks = self._together()
+        with ranks.together():
+            self.peaks.append(ranks.most(peak))
+            if profile is None:
+                self._measured(self.peaks[-1])
+            else:
+                self._profiled(profile, self.peaks[-1])
+
+    def _profiled(self, profile: Profile, peak: int) -> None:
+        model, ranks = self._model, self._together()
+        self._num_profiled += 1
+        # None came back where the program's own profiler has begun meanwhile, or no backward ran.
+        is_whole = any(one.restored is not None for entry in profile.entries for one in entry.handles)
+        if not all(ranks.all(is_whole)):
+            if self._num_profiled >= _MOST_TRIES:
+                self._give_up("in no step did backward ask for what the blocks had dropped")
+            return
+        self._next, self._others = None, {}
+        names = [name for name in self.names if self._seen[name]]
+        if self.plans and all(ranks.all(self._is_known())):
+            self._keep()
+            self._say("a step of known shapes was profiled")
+            return
+        try:
+            search = self._searched(model, profile, names)
+        except CheckpointError as error:
+            self._give_up(str(error))
+            return
+        least = int(search.least)
+        if isinstance(self._budget, float):
+            self.budget = max(self.budget, search.budget_of(self._budget))
+        self._target = self.budget * (1 - self._margin)
+        if least > self._target:
+            if not self.plans:
+                self._next = None
+                raise too_small(self.budget, least, 0, self._margin, search.problem, None)
+            self._keep()
+            warn_user(
+                f"A step of other shapes takes {format_bytes(least)} at least, above the budget of "
+                f"{format_bytes(self.budget)}: in such steps blocks keep nothing."
+            )
+            return
+        self._searches.append(search)
+        self.plans.append(self._chosen())
+        self._next, self._num_corrected = "measure", 0
+        self._keep()
+        above = f", above the budget of {format_bytes(self.budget)}: blocks kept nothing in it" if peak > self.budget else ""
+        self._say(
+            f"step profiled: {format_bytes(peak)} of {format_bytes(search.plain_peak)} without regions{above}; a plan of "
+            f"{format_bytes(self.plans[-1].predicted_peak)}, where {self.plans[-1].recomputed:.1%} of forward runs again",
+            logging.WARNING if above else logging.INFO,
+        )
+
+    def _searched(self, model: Module, profile: Profile, names: list[str]) -> Search:
+        common = {"margin": self._margin, "device": None, "base": 0, "chunks": ()}
+        ranks = self._together()
+        per_second = max(ranks.all(profile.cost_per_second())) if self._cost == "seconds" else None
+        shapes = {name: self._seen[name] for name in names}
+        return Search(ranks, per_second, profile, Blocks(model, names), shapes, common, may_call_again=False)
+
+    def _is_known(self) -> bool:
+        known = kept_in(block for plan in self.plans for block in plan.blocks)
+        return all(any(is_within(one, other) for other in known.get(name, ())) for name, of in self._seen.items() for one in of)
+
+    def _chosen(self) -> Plan:
+        search = self._searches[-1]
+        chosen = search.choice(self._target) or search.problem.least
+        found = {**search.attributes(chosen), "budget": self.budget, "is_measured": False, "_model": self._reference}
+        return Plan(**found)
+
+    def _measured(self, peak: int) -> None:
+        plan = self.plans[-1]
+        self._num_measured += 1
+        if self._num_measured >= _MOST_MEASURED:
+            self._next = None
+        seen = {(name, one) for of_rank in self._together().all(self._seen) for name, of in of_rank.items() for one in of}
+        if seen != {(block.name, one) for block in plan.blocks for one in block.shapes}:
+            return
+        self._say(
+            f"step measured: {format_bytes(peak)} of {format_bytes(self.budget)}, {format_bytes(plan.predicted_peak)} predicted"
+        )
+        is_above, is_off = peak > self.budget * (1 - self._margin), abs(peak / plan.predicted_peak - 1) > _OTHER
+        if (is_off and not self._has_again) or (is_above and not self._searches):
+            # The step profiled was like none to come: it failed, or the state of an optimizer was born in it.
+            self._has_again, self._next = True, "profile"
+            self.plans.pop()
+            return
+        self.plans[-1] = dataclasses.replace(plan, measured_peak=peak, is_measured=True)
+        self._next = None
+        if is_above and self._num_corrected < _CORRECTIONS:
+            self._num_corrected += 1
+            self._target = self.budget * (1 - self._margin) + plan.predicted_peak - peak
+            self.plans[-1], self._next = self._chosen(), "measure"
+            self._keep()
+
+    def _keep(self) -> None:
+        kept = kept_in(block for plan in self.plans for block in plan.blocks)
+        for name, runner in self._runners.items():
+            runner.keep(kept.get(name, {}))
+
+    def _give_up(self, why: str) -> None:
+        self._next = None
+        self._keep()
+        warn_user(f"No plan was made, and blocks keep nothing: {why}")
+
+    def _say(self, line: str, level: int = logging.INFO) -> None:
+        self.log.append(line)
+        _logger.log(level, line)
+
+
+class BudgetedCheckpointing(AppliedCheckpointing):
+    """Regions whose plan is made while a model trains: of :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget``.
+
+    Prints as the plan, once there is one. As a context manager, undoes itself at the end of the block. Holds no module; and the
+    plan is made whether or not the program holds this object.
+
+    Attributes:
+        plan: The :class:`ckpt_hooks.planner.Plan` in force, those of other shapes in its ``others``; None until the first step
+            has ended.
+        budget: The budget in bytes; 0 before the first step has ended, of a part.
+        peaks: The peak of each step that was profiled or measured.
+        log: A line for each of them, as the logger ``"ckpt_hooks"`` gets it.
+    """
+
+    def __init__(self, machine: Machine, regions: AppliedCheckpointing) -> None:
+        super().__init__(regions, [machine.undo, regions.undo])
+        self._machine = machine
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._machine.plan
+
+    @property
+    def budget(self) -> int:
+        return self._machine.budget
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        return tuple(self._machine.peaks)
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        return tuple(self._machine.log)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
+
+        Raises:
+            ValueError: If there is no plan yet.
+        """
+        if (plan := self.plan) is None:
+            raise ValueError("There is no plan yet. Train a step before: the plan is made when it has ended.")
+        return plan.to_json()
+
+    def _headline(self) -> str:
+        plan = self.plan
+        return f"{count_of(len(self), 'block')}, no plan before the first step has ended" if plan is None else plan._headline()
+
+    def _tables(self) -> list[Table]:
+        plan = self.plan
+        return super()._tables() if plan is None else [*plan._tables()]
+
+
+def machine_of(
+    model: Module, memory_budget: Any, select: Any = None, *, margin: Any = None, cost: Any = None, plan: Any = None
+) -> Machine:
+    """Returns what makes the plans of a model, with hooks on the model; its ``runners`` are to call the blocks."""
+    if memory_budget == "auto":
+        Room(accelerator_of(model))
+    budget = memory_budget if memory_budget == "auto" else parsed(memory_budget)
+    margin, cost = 0.0 if margin is None else margin, "operations" if cost is None else cost
+    margin = checked_part(margin, "margin", "Pass 0.03, say.", is_below=True)
+    if not isinstance(cost, str) or cost not in COSTS:
+        raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these, or leave it out.", ValueError)
+    check_model(model)
+    if plan is not None:
+        plan = Plan.from_json(plan) if isinstance(plan, Mapping) else plan
+        check_is(plan, Plan, "plan", "a Plan, or what to_json() of an earlier run returned", "Leave it out to make one.")
+        names = [*dict.fromkeys(block.name for one in (plan, *plan.others) for block in one.blocks)]
+        if plan.chunks or any(block.around for block in plan.blocks):
+            raise ValueError(
+                "The plan has spans around blocks, or chunks, which steps of a program do not plan. Write `plan.apply()`."
+            )
+    else:
+        names = blocks_of(model) if select is None else selected_blocks(model, select)
+    return Machine(model, budget, names, margin, cost, plan)
+
+
+def checkpoint_within(model: Module, *given: Any, **options: Any) -> BudgetedCheckpointing:
+    """Makes the blocks of a model regions whose plan is made while the model trains; see :func:`apply_checkpointing`."""
+    machine = machine_of(model, *given, **options)
+    try:
+        regions = apply_checkpointing(model, {selector_of(name): one for name, one in machine.runners().items()})
+    except BaseException:
+        machine.undo()
+        raise
+    return BudgetedCheckpointing(machine, regions)
+
+
+def _weakly(method: Any) -> Callable[..., None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (found := reference()) is not None:
+            found(*args)
+
+    return call
