@@ -70,6 +70,16 @@ class _Graph:
             if handle.restored is not None and handle.value is not None and (maker := entry.maker.get(handle.value)) is not None
         }
 
+        # By this, equal blocks have their options once.
+        needs = tuple((one, *sorted(of)) for one, of in self.needs.items())
+        self._key = (*self.cost.items(),), needs, (*self.size.items(),), (*sorted(self.roots),)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Graph) and self._key == other._key
+
     def choice(self, kept: Iterable[int]) -> Choice:
         """Returns the option which keeps some results, as far as something needs these."""
         kept, todo, again, held = set(kept), list(self.roots), set[int](), set[int]()
@@ -125,11 +135,18 @@ def lasting_in(profile: Profile) -> list[set[int]]:
 def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
+    nested = [Choice((), 0, is_nested=True)] if entry.inside else []
+    called = [Choice((), 0, is_function=True)] if is_function else []
+    return [*nested, *_choices_of(graph, len(entry.ops)), *called, Choice(None, sum(graph.size.values()))]
+
+
+@functools.lru_cache(1024)
+def _choices_of(graph: _Graph, num_ops: int) -> list[Choice]:
     nothing = graph.choice(())
     largest = max(graph.cost.values(), default=0.0)
     smallest = min(graph.size.values(), default=1)
     found = {nothing.kept: nothing}
-    price = max(largest, 1.0) / max(smallest, 1) * len(entry.ops)
+    price = max(largest, 1.0) / max(smallest, 1) * num_ops
     least = 1e-3
     ratio = (least / price) ** (1 / (_PRICES - 1)) if price > least else 0.5
     for _ in range(_PRICES):
@@ -142,9 +159,7 @@ def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()
         for one in graph.size:
             other = graph.choice(kept ^ {one})
             found.setdefault(other.kept, other)
-    nested = [Choice((), 0, is_nested=True)] if entry.inside else []
-    called = [Choice((), 0, is_function=True)] if is_function else []
-    return [*nested, *_front(found.values()), *called, Choice(None, sum(graph.size.values()))]
+    return _front(found.values())
 
 
 def _front(choices: Iterable[Choice]) -> list[Choice]:
@@ -235,18 +250,24 @@ class Problem:
         return int(most)
 
     def _memory_of(self, number: int, options: Sequence[Sequence[Delta]]) -> torch.Tensor:
-        rows = []
-        for option in options:
-            row = []
-            for window, (before, changes) in enumerate(self._by_window(option)):
+        rows = torch.empty(len(options), len(self._owners), dtype=torch.float64)
+        for row, option in zip(rows, options, strict=True):
+            inside = collections.defaultdict(list)
+            for change in option:
+                inside[bisect.bisect_right(self._bounds, change[0]) - 1].append(change)
+            before = first = 0
+            for window, changes in sorted(inside.items()):  # in the others nothing changes
+                row[first:window] = before
+                own = sum(nbytes for *_, nbytes in changes)
                 if self._owners[window] == number:
-                    row.append(self._most(window, changes, before) - float(self.base[window]))
+                    row[window] = self._most(window, changes, before) - float(self.base[window])
                 elif self._owners[window] is None:
-                    row.append(float(before + sum(nbytes for *_, nbytes in changes)))
+                    row[window] = before + own
                 else:
-                    row.append(float(max(itertools.accumulate((nbytes for *_, nbytes in sorted(changes)), initial=before))))
-            rows.append(row)
-        return torch.tensor(rows, dtype=torch.float64)
+                    row[window] = max(itertools.accumulate((nbytes for *_, nbytes in sorted(changes)), initial=before))
+                before, first = before + own, window + 1
+            row[first:] = before
+        return rows
 
     def _changes_of(self, effects: Iterable[Effect]) -> list[Delta]:
         """Returns the changes of a block's effects beside the timeline without any block."""
@@ -418,14 +439,15 @@ def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budge
         own = problem.costs[first]
         now = torch.stack([one[option] for one, option in zip(problem.memory, chosen, strict=True)])
         prices = torch.stack([one[option] for one, option in zip(problem.costs, chosen, strict=True)])
-        room, dearer = memory - now[owners], costs - prices[owners]
+        dearer = costs - prices[owners]
         best, step = 1e-9, None
         for option in [option for option in range(len(own)) if float(own[option]) < float(own[chosen[first]])]:
             after = total + problem.memory[first][option] - problem.memory[first][chosen[first]]
             saved = float(own[chosen[first]] - own[option]) - dearer
-            # Few options save at all; their memory alone is looked at.
-            rows = ((saved > best) & (owners != first)).nonzero().flatten()
-            rows = rows[(after + room[rows]).amax(1) <= budget] if len(rows) else rows
+            # Few options save at all, and make room where there is least; the memory of these alone is looked at.
+            rows, least = ((saved > best) & (owners != first)).nonzero().flatten(), int(after.argmax())
+            rows = rows[after[least] + (memory[rows, least] - now[owners[rows], least]) <= budget]
+            rows = rows[(after + (memory[rows] - now[owners[rows]])).amax(1) <= budget] if len(rows) else rows
             if len(rows):
                 row = int(rows[saved[rows].argmax()])
                 best, step = float(saved[row]), (option, row)

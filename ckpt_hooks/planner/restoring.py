@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
+from ckpt_hooks._core.call_sites import objects_of
 from ckpt_hooks._core.descriptions import describe_tensor
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks.device_states import get_device_states, set_device_states
@@ -194,18 +195,16 @@ def _is_same(value: Any, entries: Any) -> bool:
 def trainers_of(model: Module) -> list[Any]:
     """Returns the optimizers in the process which have a parameter of a model, their schedulers, and gradient scalers."""
     own = {id(parameter) for parameter in model.parameters()}
-    objects = gc.get_objects()
+    found = objects_of(Optimizer, LRScheduler, torch.amp.GradScaler)
     optimizers = [
         one
-        for one in objects
-        if issubclass(type(one), Optimizer)
+        for one in found
+        if isinstance(one, Optimizer)
         and any(id(parameter) in own for group in getattr(one, "param_groups", ()) for parameter in group["params"])
     ]
     numbers = {id(one) for one in optimizers}
-    schedulers = [
-        one for one in objects if issubclass(type(one), LRScheduler) and id(getattr(one, "optimizer", None)) in numbers
-    ]
-    return [*optimizers, *schedulers, *(one for one in objects if issubclass(type(one), torch.amp.GradScaler))]
+    schedulers = [one for one in found if isinstance(one, LRScheduler) and id(getattr(one, "optimizer", None)) in numbers]
+    return [*optimizers, *schedulers, *(one for one in found if isinstance(one, torch.amp.GradScaler))]
 
 
 class _Streams:

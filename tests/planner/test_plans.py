@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import math
 import warnings
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, estimate_memory, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
-from ckpt_hooks.planner.choosing import Problem, block_options, choices_of, choose, lasting_in
+from ckpt_hooks.planner.choosing import Problem, _choices_of, block_options, choices_of, choose, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.simulating import natural_ends
 from ckpt_hooks.report.entries import format_bytes
@@ -123,6 +124,37 @@ def problem_of(profile, names):
     choices = {name: choices_of(profile, profile.entries[first[name]], lasting[first[name]]) for name in names}
     options = block_options(profile, choices)
     return Problem(profile, options, natural_ends(profile))
+
+
+@pytest.mark.parametrize("name", ["gpt", "shared"])
+def test_windows_in_which_nothing_changes_are_passed_over(name):
+    """The bytes of each option are those of a look at every window."""
+    model, step, blocks = built(name)
+    profile, found = profiled(model, step, blocks)
+    problem = problem_of(profile, found)
+    for number, of in enumerate(problem.options):
+        for option, row in zip(of, problem.memory[number].tolist(), strict=True):
+            expected = []
+            for window, (before, changes) in enumerate(problem._by_window(problem._changes_of(option.effects))):
+                owner = problem._owners[window]
+                inside = [before, *itertools.accumulate((nbytes for *_, nbytes in sorted(changes)), initial=before)]
+                if owner == number:
+                    expected.append(problem._most(window, changes, before) - float(problem.base[window]))
+                else:
+                    expected.append(inside[-1] if owner is None else max(inside))
+            assert row == expected
+
+
+def test_equal_blocks_have_their_choices_once():
+    model, step, blocks = built("gpt")
+    profile, _ = profiled(model, step, blocks)
+    lasting = lasting_in(profile)
+    _choices_of.cache_clear()
+    found = [choices_of(profile, entry, own) for entry, own in zip(profile.entries, lasting, strict=True)]
+    assert _choices_of.cache_info().hits > 0
+    for entry, own, choices in zip(profile.entries, lasting, found, strict=True):
+        _choices_of.cache_clear()
+        assert choices_of(profile, entry, own) == choices
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "shared"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import sys
 import threading
@@ -22,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ckpt_hooks._core.call_sites import site_of
+from ckpt_hooks._core.call_sites import objects_of, site_of
 from ckpt_hooks._core.events import Observer, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Holding, Reason, Saved, address_in, address_of
 from ckpt_hooks._torch.autograd import sequence_number
@@ -173,12 +172,11 @@ class OlderMemory:
 
 
 def _leaves_and_others() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor):
-            gradient = None
-            with contextlib.suppress(Exception):  # of a tensor of others, half made maybe
-                gradient = found.grad if found.is_leaf and found.requires_grad else None
-            yield found, gradient
+    for found in objects_of(torch.Tensor):
+        gradient = None
+        with contextlib.suppress(Exception):  # of a tensor of others, half made maybe
+            gradient = found.grad if found.is_leaf and found.requires_grad else None
+        yield found, gradient
 
 
 def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
