@@ -304,7 +304,7 @@ class Search:
         least = int(self.least_of_all)
         most = max(self.plain_peak, self.problem.peak([len(of) - 1 for of in self.problem.options]))
         most += most * _OFF if part == 1 else 0
-        return int(least + part * max(0.0, most - least))
+        return max(int(least + part * max(0.0, most - least)), math.ceil(least / (1 - self._margin)))
 
     @property
     def least_of_all(self) -> float:

@@ -695,3 +695,11 @@ def test_no_step_runs_without_regions():
     assert min(peaks) > 0
     plain = memory_ledger(lambda: step(model)).peak.nbytes
     assert plan.plain_peak == pytest.approx(plain, rel=1e-3)
+
+
+def test_a_part_leaves_its_margin_free():
+    """The least part too: a part of the way from the least peak is no budget below it."""
+    model, step, blocks = built("mlp")
+    plan = plan_memory(model, step, 0.0, blocks=blocks, margin=0.1, cost="operations")
+    assert plan.measured_peak <= plan.budget * 0.9
+    assert plan.budget == math.ceil(plan.least_peak / 0.9)
