@@ -26,7 +26,7 @@ _UNFILLED = UNINITIALIZED | {"resize_", "_grouped_mm", "_varlen_attn", "_flash_a
 _REPEATABLE = REPEATABLE | {"bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_"}
 
 #: Read what they write where an argument is set: its place, and its name.
-_ACCUMULATE = {
+_READS_IF_SET = {
     "index_put_": (3, "accumulate"),
     "_index_put_impl_": (3, "accumulate"),
     "put_": (3, "accumulate"),
@@ -35,6 +35,7 @@ _ACCUMULATE = {
     "cudnn_batch_norm": (5, "training"),
     "miopen_batch_norm": (5, "training"),
     "native_batch_norm": (5, "training"),
+    "_native_batch_norm_legit": (5, "training"),
 }
 
 _ADVICE = (
@@ -65,7 +66,7 @@ class CheckedRerun(QuietDispatchMode):
         return output
 
     def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
-        place, name = _ACCUMULATE.get(facts.name, (-1, ""))
+        place, name = _READS_IF_SET.get(facts.name, (-1, ""))
         reads = not (facts.name in _REPEATABLE or kwargs.get("beta") == 0)  # of ``baddbmm_``, say
         if name:
             reads = bool(args[place] if place < len(args) else kwargs.get(name))
