@@ -304,7 +304,8 @@ class Search:
         least = int(self.least_of_all)
         most = max(self.plain_peak, self.problem.peak([len(of) - 1 for of in self.problem.options]))
         most += most * _OFF if part == 1 else 0
-        return max(int(least + part * max(0.0, most - least)), math.ceil(least / (1 - self._margin)))
+        lowest: int = math.ceil(least / (1 - self._margin))
+        return max(int(least + part * max(0.0, most - least)), lowest)
 
     @property
     def least_of_all(self) -> float:
