@@ -76,11 +76,11 @@ def numbers_of(samples: Sequence[Any]) -> list[Any]:
         flat = group[0].reshape(-1).tolist() if len(group) == 1 else torch.cat([one.reshape(-1) for one in group]).tolist()
         for one in group:
             numbers[id(one)], flat = tuple(flat[: one.numel()]), flat[one.numel() :]
+    return [_in_numbers(sample, numbers) for sample in samples]
 
-    def in_numbers(sample: Any) -> Any:
-        return list(map(in_numbers, sample)) if isinstance(sample, list) else numbers.get(id(sample), sample)
 
-    return list(map(in_numbers, samples))
+def _in_numbers(sample: Any, numbers: dict[int, tuple[Any, ...]]) -> Any:
+    return [_in_numbers(one, numbers) for one in sample] if isinstance(sample, list) else numbers.get(id(sample), sample)
 
 
 def others(samples: Sequence[Any], values: Sequence[Any]) -> list[int]:
