@@ -686,3 +686,21 @@ def test_buffers_that_are_not_put_back_may_be_updated_twice():
     module = Counting()
     step(module, preserve_buffers=False)
     assert module.count == 2
+
+
+def test_a_backward_that_failed_leaves_later_ones_compared(device):
+    x = torch.randn(3, 4, requires_grad=True)
+    with checkpoint_region():  # a line that no other test has passed
+        y = operator(x.sin(), 1.0).exp().tanh()
+    failing = [True]
+
+    def fail(grad):
+        if failing:
+            raise ValueError("a hook fails")
+
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="a hook fails"):
+        y.sum().backward(retain_graph=True)
+    failing.clear()
+    with pytest.raises(DeterminismError, match="self-check"):
+        y.sum().backward()

@@ -154,6 +154,7 @@ class ComparedValues:
         "_pending",
         "_sampled",
         "_taken",
+        "_task",
         "_without_grad",
         "modes",
     )
@@ -166,6 +167,7 @@ class ComparedValues:
         self._taken = self._fingerprints.taken
         self._numbers: list[int] = []  # numbers of values
         self._without_grad: set[int] = set()
+        self._task = -1  # the latest backward at whose end values are compared
         # Samples of forward and of replays, not compared yet, with what makes the error.
         self._pending: list[tuple[tuple[Any, Any, torch.dtype], Callable[[str, str], DeterminismError]]] = []
 
@@ -216,9 +218,11 @@ class ComparedValues:
             return
         sampled.passed()
         self._pending.append(((expected, found, tensor.dtype), error))
-        if is_on_host(tensor) or graph_task_id() == -1:
+        task = graph_task_id()
+        if is_on_host(tensor) or task == -1:
             self._settle()
-        elif len(self._pending) == 1:  # to wait for the device once, as the backward ends
+        elif task != self._task:  # to wait for the device once, as the backward ends; one that fails calls nothing back
+            self._task = task
             queue_callback(self._settle)
 
     def _settle(self) -> None:
