@@ -111,7 +111,7 @@ _lines: Places = {}
 
 
 def place_of(function: Any, places: Places | None) -> Place:
-    """Returns the place of a function. ``places`` are those of the first module that it reaches; None without a module."""
+    """Returns the place of a function, among the ``places`` of the first module that it reaches; None if it reaches none."""
     owner: Any = function
     is_shared = False
     if isinstance(function, Module):

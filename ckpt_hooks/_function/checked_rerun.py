@@ -1,4 +1,4 @@
-"""The dispatch mode of a rerun that the self-check compares: it sees memory left unfilled, and updates that are done twice."""
+"""The dispatch mode of a rerun that the self-check compares: sees unfilled memory, and updates that the rerun does again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ckpt_hooks._core.call_sites import name_in_models, place_in_words, place_of
 from ckpt_hooks._core.descriptions import describe_kind, format_path
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._operators.facts import REPEATABLE, UNINITIALIZED, OpFacts, facts_of
+from ckpt_hooks._operators.facts import NORMALIZES_BY_BATCH, REPEATABLE, UNINITIALIZED, OpFacts, facts_of
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.tensors import storage_of, version_of
 from ckpt_hooks.errors import MutationError
@@ -31,11 +31,7 @@ _READS_IF_SET = {
     "_index_put_impl_": (3, "accumulate"),
     "put_": (3, "accumulate"),
     "scatter_": (4, "reduce"),
-    "batch_norm": (5, "training"),
-    "cudnn_batch_norm": (5, "training"),
-    "miopen_batch_norm": (5, "training"),
-    "native_batch_norm": (5, "training"),
-    "_native_batch_norm_legit": (5, "training"),
+    **dict.fromkeys(NORMALIZES_BY_BATCH | {"batch_norm", "_native_batch_norm_legit"}, (5, "training")),
 }
 
 _ADVICE = (

@@ -27,9 +27,10 @@ from .contents import WRITES, Complain, Contents, Undo
 from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
 from .reach import Walk, facts_of_code, walk_from
-from .trees import Tree, dicts_of, is_of_framework, storage_object, tree_of
+from .trees import Tree, dicts_of, is_of_framework, tree_of
 
 _version: Callable[[Any], int] = attrgetter("_version")
+_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 
 _Changed = list[tuple[torch.Tensor, int]]
 #: Dictionaries of hooks for all modules.
@@ -59,7 +60,7 @@ class Journal:
         self._parameters: Any = [tree.get_parameters(flat) for tree, flat in found]  # while forward runs
         self._versions = [list(map(_version, parameters)) for parameters in self._parameters]
         # While forward runs, in which ``.data =`` may drop one; afterwards the ones that forward has exchanged are kept.
-        self._storages: Any = [list(map(storage_object, parameters)) for parameters in self._parameters]
+        self._storages: Any = [list(map(_storage, parameters)) for parameters in self._parameters]
         self.kept: Sequence[Any] = ()
         self.emptied: set[int] = set()
         self._steps = num_fused_steps()
@@ -111,11 +112,13 @@ class Journal:
             if list(map(_version, parameters)) != versions or tree.history.num_forwards == 1:
                 tree.note_writes(parameters, versions)
             # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
-            if any(map(is_not, storages, map(storage_object, parameters))):
+            if any(map(is_not, storages, map(_storage, parameters))):
                 for one, storage in zip(parameters, storages, strict=True):
-                    if storage_object(one) is not storage and one.numel():
+                    if _storage(one) is storage:
+                        continue
+                    if one.numel():
                         kept.append(storage)
-                    elif storage_object(one) is not storage:
+                    else:
                         self.emptied.add(id(one))  # by a framework, which fills it before a rerun reads it
             kept += tree.unbound(parameters) if tree.has_frozen else ()
         self.kept, self._storages, self._parameters = kept, (), ()

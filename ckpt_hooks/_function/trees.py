@@ -48,7 +48,6 @@ _NOTED = (Note, TensorNote, weakref.ref)
 _vars: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 dicts_of: Callable[[Any], Any] = itemgetter(*DICTS)
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
-storage_object: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 _size: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
 _strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _flatten = chain.from_iterable
