@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -56,21 +56,29 @@ class OnBuffers:
         output_tensor.copy_(buffer if gathers else own)
 
 
+def sharded(model: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> nn.Module:
+    """Makes each block a unit, and the rest of a model one."""
+    on_buffers = OnBuffers()
+    for block in (*blocks, model):
+        fully_shard(block, mesh=mesh_of(), **options)
+        block.set_custom_all_gather(on_buffers)
+        block.set_custom_reduce_scatter(on_buffers)
+    return model
+
+
 def of_units(options: dict[str, Any]) -> nn.Module:
     """Returns eight blocks, each a unit."""
     model = nn.Sequential()
     for _ in range(UNITS):
         model.append(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)))
-    prefetches, on_buffers = options.pop("prefetches", False), OnBuffers()
-    for block in model:
-        fully_shard(block, mesh=mesh_of(), **options)
-        block.set_custom_all_gather(on_buffers)
-        block.set_custom_reduce_scatter(on_buffers)
+    prefetches = options.pop("prefetches", False)
+    blocks = list(model)
+    sharded(model, blocks, **options)
     if prefetches:
         for before, block, after in zip(model, model[1:], model[2:], strict=False):
             before.set_modules_to_forward_prefetch([block, after])
             after.set_modules_to_backward_prefetch([block, before])
-    return fully_shard(model, mesh=mesh_of())
+    return model
 
 
 def planned(options: dict[str, Any], parts: tuple[float, ...]) -> tuple[int, list[Any]]:
@@ -126,9 +134,7 @@ def trained(kind: str, lengths: list[list[int]], on: bool) -> Any:
     if kind == "ddp":
         outer: nn.Module = nn.parallel.DistributedDataParallel(model)
     else:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh_of())
-        outer = fully_shard(model, mesh=mesh_of())
+        outer = sharded(model, model.blocks)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(rank)
     losses = []
