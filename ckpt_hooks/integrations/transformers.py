@@ -248,7 +248,7 @@ def enable_in_transformers(
             by :func:`ckpt_hooks.apply_checkpointing`. In place of the other options of regions; ``plan`` is then one of an
             earlier run, or what ``to_json()`` of the handle has returned.
         margin: The part of the budget that the measured step leaves free.
-        cost: What is to be the least: ``"operations"``, or ``"seconds"`` as measured in the first step.
+        cost: What is to be the least: ``"seconds"`` or ``"operations"``, as for :func:`ckpt_hooks.apply_checkpointing`.
         policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
         plan: A :class:`ckpt_hooks.planner.Plan` of the model, whose blocks are layers of the switch: each layer keeps what the
             plan says. In place of the other options of regions.

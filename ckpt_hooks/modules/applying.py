@@ -196,8 +196,8 @@ def apply_checkpointing(
             step begins, on an accelerator in all; a part from 0.0, the least peak of any plan, to 1.0, that of no regions; or
             ``"auto"``, what the accelerator has free. Such regions have no options of their own.
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory.
-        cost: What is to be the least: ``"operations"``, or ``"seconds"`` of operators as measured in the first step.
-            None for operations.
+        cost: What is to be the least: ``"seconds"`` of operators, as measured in the first step on a host, or ``"operations"``,
+            the same in each run. None for seconds on a host where they do not spread, else operations.
         plan: The plan of an earlier run, or what ``to_json()`` of its handle has returned: the first step runs under it.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.

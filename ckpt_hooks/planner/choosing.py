@@ -140,21 +140,29 @@ def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()
     return [*nested, *_choices_of(graph, len(entry.ops)), *called, Choice(None, sum(graph.size.values()))]
 
 
+def _between(graph: _Graph, prices: Sequence[float]) -> list[Choice]:
+    """Returns the cheapest options at falling prices; between two prices with one option there is no other."""
+    found = {at: graph.cheapest(prices[at]) for at in (0, len(prices) - 1)}
+    todo = [(0, len(prices) - 1)]
+    while todo:
+        first, last = todo.pop()
+        if last - first > 1 and found[first].kept != found[last].kept:
+            middle = (first + last) // 2
+            found[middle] = graph.cheapest(prices[middle])
+            todo += (first, middle), (middle, last)
+    return [found[at] for at in sorted(found)]
+
+
 @functools.lru_cache(1024)
 def _choices_of(graph: _Graph, num_ops: int) -> list[Choice]:
     nothing = graph.choice(())
     largest = max(graph.cost.values(), default=0.0)
     smallest = min(graph.size.values(), default=1)
-    found = {nothing.kept: nothing}
-    price = max(largest, 1.0) / max(smallest, 1) * num_ops
-    least = 1e-3
-    ratio = (least / price) ** (1 / (_PRICES - 1)) if price > least else 0.5
-    for _ in range(_PRICES):
-        choice = graph.cheapest(price)
-        found.setdefault(choice.kept, choice)
-        price *= ratio
-    hull = [*found.values()]
-    for choice in hull:
+    highest, least = max(largest, 1.0) / max(smallest, 1) * num_ops, 1e-3
+    ratio = (least / highest) ** (1 / (_PRICES - 1)) if highest > least else 0.5
+    hull = _between(graph, [highest * ratio**number for number in range(_PRICES)])
+    found = {one.kept: one for one in (nothing, *hull)}
+    for choice in [*found.values()]:
         kept = set(choice.kept or ())
         for one in graph.size:
             other = graph.choice(kept ^ {one})

@@ -36,7 +36,7 @@ from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
 from .profiling import OpenStep, Profile
 from .ranks import Ranks
 from .restoring import trainers_of
-from .searching import COSTS, Room, Search, accelerator_of, check_model, parsed, too_small
+from .searching import Room, Search, accelerator_of, check_cost, check_model, cost_per_second, parsed, too_small
 
 _logger = logging.getLogger("ckpt_hooks")
 
@@ -123,7 +123,7 @@ class Machine:
     """Finds plans while a program trains: held by the model's hooks, which it holds weakly."""
 
     def __init__(
-        self, model: Module, budget: int | float | str, names: list[str], margin: float, cost: str, plan: Plan | None
+        self, model: Module, budget: int | float | str, names: list[str], margin: float, cost: str | None, plan: Plan | None
     ) -> None:
         self._budget, self._margin, self._cost = budget, margin, cost
         self._reference = weakref.ref(model)
@@ -382,7 +382,7 @@ class Machine:
     def _searched(self, model: Module, profile: Profile, names: list[str]) -> Search:
         common = {"margin": self._margin, "device": None, "base": 0, "chunks": ()}
         ranks = self._together()
-        per_second = max(ranks.all(profile.cost_per_second())) if self._cost == "seconds" else None
+        per_second = cost_per_second(ranks, profile, self._cost, self._device)
         shapes = {name: self._seen[name] for name in names}
         return Search(ranks, per_second, profile, Blocks(model, names), shapes, common, may_call_again=False)
 
@@ -496,10 +496,8 @@ def machine_of(
     if memory_budget == "auto":
         Room(accelerator_of(model))
     budget = memory_budget if memory_budget == "auto" else parsed(memory_budget)
-    margin, cost = 0.0 if margin is None else margin, "operations" if cost is None else cost
-    margin = checked_part(margin, "margin", "Pass 0.03, say.", is_below=True)
-    if not isinstance(cost, str) or cost not in COSTS:
-        raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these, or leave it out.", ValueError)
+    margin = checked_part(0.0 if margin is None else margin, "margin", "Pass 0.03, say.", is_below=True)
+    check_cost(cost)
     check_model(model)
     if plan is not None:
         plan = Plan.from_json(plan) if isinstance(plan, Mapping) else plan

@@ -491,10 +491,10 @@ def plan_memory(
         margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
             whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
-        cost: What is to be the least: ``"seconds"``, those of operators that run again as measured on the host, in two steps
-            more, and what regions add, about; or ``"operations"``, the same in each run: those that run again, ten for each
+        cost: What is to be the least: ``"seconds"``, those of operators that run again, as measured on the host, and what
+            regions add, about; or ``"operations"``, the same in each run: those that run again, ten for each
             byte that these move, a thousand for each number that a host draws, and three million for each operator that a
-            region records. None for seconds of a model on the host where no group of some ranks plans, else operations.
+            region records. None for seconds of a model on a host where they do not spread, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
             choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or

@@ -99,7 +99,8 @@ class OpRun:
     makes: list[Value]  # made or written, each once
     fresh: list[int]  # the allocations of the results
     cost: float
-    seconds: float  # in forward, on the host
+    alike: object
+    seconds: float = 0.0  # on the host
     temporary: int = 0  # the most bytes that a second run takes besides the results
     extras: list[int] = dataclasses.field(default_factory=list)  # allocations for a second run, as the state of a generator
 
@@ -173,6 +174,7 @@ class Profile:
     entries: list[BlockCall]
     older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
     others_cost: float = 0.0  # of what recomputes of other regions run again, as those of chunks
+    times: dict[object, list[float]] = dataclasses.field(default_factory=dict)  # of second runs, by what :func:`_alike` returns
     # Of each operator in a recorded region, besides its own cost, and of each that the region replays.
     record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
@@ -202,21 +204,11 @@ class Profile:
         for op in [op for entry in self.entries for op in entry.ops]:
             op.cost = op.seconds * per_second if op.cost else 0.0  # views are free
 
-    def smooth(self, others: Sequence[Profile] = ()) -> None:
-        """Makes the seconds of each operator the median of its runs on tensors of the same sizes, in other steps too."""
-        own = [op for entry in self.entries for op in entry.ops]
-        for runs in zip(own, *([op for entry in other.entries for op in entry.ops] for other in others), strict=False):
-            if len({op.name for op in runs}) == 1:
-                runs[0].seconds = statistics.median(op.seconds for op in runs)
-        sizes = [one.nbytes for one in self.allocations]
-        alike: dict[object, list[OpRun]] = {}
-        for op in [op for entry in self.entries for op in entry.ops]:
-            numbers = op.fresh, [number for number, _ in op.reads]
-            alike.setdefault((op.name, *(tuple(sorted(sizes[one] for one in of)) for of in numbers)), []).append(op)
-        for ops in alike.values():
-            seconds = statistics.median(op.seconds for op in ops)
-            for op in ops:
-                op.seconds = seconds
+    def spread(self) -> float:
+        """Returns the part of the seconds by which second runs on tensors of the same sizes differ from their median."""
+        runs = [(times, statistics.median(times)) for times in self.times.values()]
+        apart = sum(abs(one - median) for times, median in runs for one in times)
+        return apart / max(1e-9, sum(median * len(times) for times, median in runs))
 
 
 #: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which
@@ -232,6 +224,11 @@ def cost_of(operator: Operator) -> float:
     """Returns the floating-point operations of a second run, and ten for each byte moved."""
     moved = sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
     return 0.0 if operator.is_view else _BYTE * moved + _count(operator)
+
+
+def _alike(operator: Operator) -> object:
+    """Returns what operators that take the same time have in common: a name, and sizes."""
+    return operator.name, *(tuple(sorted(one.nbytes for one in of)) for of in (operator.inputs, operator.outputs))
 
 
 def _count(operator: Operator) -> float:
@@ -323,6 +320,7 @@ class _Reader:
         self._seen = 0  # allocations up to the latest operator of forward
         self._at = 0  # the row
         self._again = 0.0
+        self._times = collections.defaultdict[tuple[object, bool], list[float]](list)
 
     def read(self, rows: Sequence[Row]) -> Profile:
         for self._at, row in enumerate(rows):
@@ -346,9 +344,11 @@ class _Reader:
         for entry in entries:
             for number, (first, _) in entry.outside().items():
                 self._allocations[number].is_lent |= self._allocations[number].freed < first
-        found = Profile(len(rows), self._allocations, entries, self._freed, self._again)
-        found.smooth()
-        return found
+        for op in itertools.chain(*(entry.ops for entry in entries)):
+            # A first run is cold, and the recorder's time counts in it.
+            op.seconds = statistics.median(self._times.get((op.alike, True)) or self._times.get((op.alike, False), (0.0,)))
+        again = {alike: times for (alike, is_again), times in self._times.items() if is_again}
+        return Profile(len(rows), self._allocations, entries, self._freed, self._again, again)
 
     def _change(self, nbytes: int) -> None:
         if nbytes > 0 and not self._has_begun:  # what the operator before has read is freed by now
@@ -406,6 +406,8 @@ class _Reader:
 
     def ran(self, region: int, operator: Operator, run: Run | None) -> None:
         around = {} if operator.in_recompute else self._entries.get(region, {})
+        if operator.seconds is not None:
+            self._times[_alike(operator), operator.in_recompute].append(operator.seconds)
         if operator.in_recompute and region not in self._entries:
             self._again += cost_of(operator)
         new = range(self._seen, len(self._allocations))
@@ -442,7 +444,7 @@ class _Reader:
             makes,
             fresh,
             cost_of(operator),
-            operator.seconds or 0.0,
+            _alike(operator),
         )
         op.extras = [number for number in new if number not in fresh]
         stays = sum(one.nbytes for one in self._allocations[self._first :] if one.freed > self._at)

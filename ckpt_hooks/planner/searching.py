@@ -39,8 +39,7 @@ _CORRECTIONS = 3
 _OFF = 1e-3  # the part by which the peak without regions may be predicted too low
 #: Steps that are run to measure a plan: with corrections, a check of blocks called again, and the least where none fits.
 MOST_MEASURED = _CORRECTIONS + 2
-#: Profiles besides the first, for the seconds of operators.
-MORE_PROFILES = 2
+_SPREAD = 0.5  # of the seconds of operators: with more they say less than operations
 
 
 def searched(
@@ -72,16 +71,12 @@ def searched(
     if memory_budget != "auto":
         parsed(memory_budget)
     checked_flag(total, "total")
-    if cost is not None and (not isinstance(cost, str) or cost not in COSTS):
-        raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these, or leave it out.", ValueError)
+    check_cost(cost)
     margin = checked_part(margin, "margin", "Pass 0.03, say.", is_below=True)
     tolerance = checked_part(tolerance, "tolerance", "Pass 0.01, say.")
     check_model(model)
     check_step(step)
     device = accelerator_of(model)
-    # The host does not tell a device's time; stages of a pipeline would run many steps for others.
-    if cost is None and (device is not None or dry_mode.get() is not None or ranks.is_part):
-        cost = "operations"
     if memory_budget == "auto":
         Room(device)
     selected = None if blocks is None else selected_blocks(model, blocks)
@@ -89,7 +84,7 @@ def searched(
     given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**given, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
-    most = 2 * len(chunkings) + MORE_PROFILES + MOST_MEASURED
+    most = 2 * len(chunkings) + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         common = {"margin": margin, "cost": cost, "device": device}
         common.update(base=ranks.most(base))
@@ -101,9 +96,8 @@ def searched(
         per_second: float | None = None
         for chunking in chunkings:
             parts = profiled(model, step, names, chunking, common, is_selected=selected is not None)
-            if cost != "operations" and not found:
-                parts[0].smooth([profiled(model, step, names, chunking, common)[0] for _ in range(MORE_PROFILES)])
-                per_second = max(ranks.all(parts[0].cost_per_second()))
+            if not found:
+                per_second = cost_per_second(ranks, parts[0], cost, device)
             found.append(Search(ranks, per_second, *parts))
             # There are none around layers that are called in another order.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
@@ -111,6 +105,15 @@ def searched(
                 found.append(spans)
         found[0].others = found[1:]
         return found[0].plan(memory_budget, model, step, tolerance)
+
+
+def cost_per_second(ranks: Ranks, profile: Profile, cost: str | None, device: torch.device | None) -> float | None:
+    """Returns the operations in whose time a second passes, for costs by seconds; None for costs by operations."""
+    # The host does not tell a device's time, and there is none in a dry run.
+    is_by_seconds = cost == "seconds" or (cost is None and device is None and dry_mode.get() is None)
+    if not is_by_seconds or (cost is None and max(ranks.all(profile.spread())) > _SPREAD):
+        return None
+    return max(ranks.all(profile.cost_per_second()))
 
 
 @contextlib.contextmanager
@@ -187,6 +190,12 @@ def parsed(budget: Any) -> int | float:
 
 #: What a plan makes the least.
 COSTS = ("operations", "seconds")
+
+
+def check_cost(cost: Any) -> None:
+    """Raises unless a cost is known, or is to be chosen."""
+    if cost is not None and (not isinstance(cost, str) or cost not in COSTS):
+        raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these, or leave it out.", ValueError)
 
 
 def check_step(step: Any) -> None:
