@@ -94,11 +94,9 @@ class _Backwards(Observer):
 class _Step:
     """A step of the program under the profiler: from a forward to a step of the last optimizer."""
 
-    def __init__(self, model: Module, blocks: Mapping[str, Module] | None, device: torch.device | None) -> None:
-        gc.collect()  # garbage from before would be freed in the step, and make its peak lower
+    def __init__(self, optimizers: set[int], blocks: Mapping[str, Module] | None, device: torch.device | None) -> None:
         self.backwards = _Backwards()
-        # By the lists of their groups, which wrappers of optimizers share.
-        self.optimizers = {id(one.param_groups) for one in trainers_of(model) if isinstance(one, Optimizer)}
+        self.optimizers = optimizers  # by the lists of their groups, which wrappers of optimizers share
         self.stepped: set[int] = set()
         self.num_steps = self.num_forwards = 0
         self._open = OpenStep(blocks, device)
@@ -139,6 +137,7 @@ class Machine:
         self._say_other = OtherShapes()
         self._next: Literal["profile", "measure"] | None = "profile" if plan is None else "measure"
         self._open: _Step | None = None
+        self._optimizers: set[int] = set()
         self._is_profile = False  # whether the open step is to be a profile
         self._seen: dict[str, dict[Shapes, None]] = {}  # in the open step
         self._others: dict[str, dict[Shapes, None]] = {}  # of no plan, in steps since the latest profile
@@ -251,8 +250,12 @@ class Machine:
                 runner.keep({})
         blocks = Blocks(model, self.names).roots if self._is_profile else None
         self._fit_in(ranks)
+        # Garbage from before would be freed in the step, and make its peak lower. The step before a measured one left it young.
+        gc.collect(2 if self._is_profile else 1)
+        if self._is_profile or not self._optimizers:  # a look at all objects of the program
+            self._optimizers = {id(one.param_groups) for one in trainers_of(model) if isinstance(one, Optimizer)}
         with contextlib.suppress(RuntimeError):  # of another thread's profiler
-            self._open = _Step(model, blocks, self._device)
+            self._open = _Step(self._optimizers, blocks, self._device)
             giving_way[self._thread] = _weakly(self._abandon)
 
     def _fit_in(self, ranks: Ranks) -> None:
