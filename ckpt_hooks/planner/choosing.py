@@ -486,6 +486,8 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
             for entry in entries:
                 if choice.is_function:
                     effects.append(function_effect_of(profile, entry))
+                    # Autocast casts a parameter once for all calls of forward, and once more in each call by backward.
+                    effects[-1].cost += max(0.0, first.cast_cost - entry.cast_cost)
                 elif choice.is_nested:
                     effects.append(nested_effect_of(profile, entry))
                 else:

@@ -129,6 +129,11 @@ class BlockCall:
     own: list[Request] = dataclasses.field(default_factory=list)  # the handles of none inside
     first: int = 0  # the number of operators of the call around when this one began
 
+    @property
+    def cast_cost(self) -> float:
+        """The cost of casts of what was there before the step."""
+        return sum(op.cost for op in self.ops if op.name == "aten._to_copy.default" and not op.reads)
+
     def outside(self) -> dict[int, tuple[int, int]]:
         """Returns the allocations from outside which replays read, and the rows of the first and of the last need."""
         found: dict[int, tuple[int, int]] = {}
@@ -222,7 +227,7 @@ _DRAW = 1000
 
 def cost_of(operator: Operator) -> float:
     """Returns the floating-point operations of a second run, and ten for each byte moved."""
-    moved = sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
+    moved = sum(tensor.nbytes for tensor in (*(() if operator.reads_shape_only else operator.inputs), *operator.outputs))
     return 0.0 if operator.is_view else _BYTE * moved + _count(operator)
 
 
@@ -346,7 +351,8 @@ class _Reader:
                 self._allocations[number].is_lent |= self._allocations[number].freed < first
         for op in itertools.chain(*(entry.ops for entry in entries)):
             # A first run is cold, and the recorder's time counts in it.
-            op.seconds = statistics.median(self._times.get((op.alike, True)) or self._times.get((op.alike, False), (0.0,)))
+            times = self._times.get((op.alike, True), []) or self._times.get((op.alike, False), [0.0])
+            op.seconds = statistics.median(times)
         again = {alike: times for (alike, is_again), times in self._times.items() if is_again}
         return Profile(len(rows), self._allocations, entries, self._freed, self._again, again)
 

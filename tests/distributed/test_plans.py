@@ -151,18 +151,25 @@ def trained(kind: str, lengths: list[list[int]], on: bool) -> Any:
     return losses + left, (applied.peaks, applied.budget, [[block.kept for block in plan.blocks] for plan in plans])
 
 
+def check_loops(ranks: Any, kind: str, lengths: list[list[int]]) -> None:
+    plain, planned = ranks.run(trained, kind, lengths, False), ranks.run(trained, kind, lengths, True)
+    for (without, _), (under, _) in zip(plain, planned, strict=True):
+        assert all(map(torch.equal, without, under))
+    (peaks, budget, kept), *others = [of_plan for _, of_plan in planned]
+    assert all(of_plan == (peaks, budget, kept) for of_plan in others)
+    assert len(peaks) == 2
+    assert max(peaks) <= budget * 1.005  # collectives of gloo free memory on a thread of theirs
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_budget_as_an_option_of_two_ranks(ranks, kind):
     """Ranks with unequal data have one plan, and the losses of the loop without."""
-    lengths = [[48, 64]] * 4
-    plain, found = ranks.run(trained, kind, lengths, False), ranks.run(trained, kind, lengths, True)
-    for (without, _), (under, _) in zip(plain, found, strict=True):
-        assert all(map(torch.equal, without, under))
-    (_, one), (_, other) = found
-    assert one == other
-    peaks, budget, _ = one
-    assert len(peaks) == 2
-    assert max(peaks) <= budget * 1.005  # collectives of gloo free memory on a thread of theirs
+    check_loops(ranks, kind, [[48, 64]] * 4)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_budget_as_an_option_of_four_ranks(four_ranks, kind):
+    check_loops(four_ranks, kind, [[48, 64, 32, 56]] * 4)
 
 
 def test_larger_shapes_of_one_rank_are_a_step_of_all(ranks):

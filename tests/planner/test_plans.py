@@ -6,6 +6,7 @@ import collections
 import copy
 import itertools
 import math
+import statistics
 import warnings
 
 import pytest
@@ -16,7 +17,9 @@ from torch.nn import functional as F
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, estimate_memory, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, _choices_of, block_options, choices_of, choose, lasting_in
-from ckpt_hooks.planner.profiling import profile_step
+from ckpt_hooks.planner.profiling import cost_of, profile_step
+from ckpt_hooks.planner.ranks import Ranks
+from ckpt_hooks.planner.searching import cost_per_second
 from ckpt_hooks.planner.simulating import natural_ends
 from ckpt_hooks.report.entries import format_bytes
 from tests.measure import Watch
@@ -428,6 +431,46 @@ def test_the_front_of_a_plan():
     assert "torch.utils.checkpoint" in str(front)
     with pytest.raises(ValueError, match="The profile of this plan is not there: the plan comes from a file"):
         Plan.from_json(plan.to_json()).pareto()
+
+
+class _Again(Watch):
+    """The cost of what runs again."""
+
+    wants_operators = True
+
+    def __init__(self):
+        self.cost = 0.0
+
+    def ran(self, region, operator):
+        self.cost += cost_of(operator) if operator.in_recompute else 0.0
+
+
+@pytest.mark.parametrize("variant", ["plain", "autocast", "microbatches"])
+@pytest.mark.parametrize("name", [*MODELS])
+def test_what_runs_again_is_what_the_plan_says(name, variant):
+    model, step, blocks = built(name, variant)
+    for part in (0.25, 0.75):
+        plan = plan_memory(model, step, part, blocks=blocks)
+        with plan.apply(), as_before(model), _Again() as again:
+            step(model)
+        of_forward = sum(op.cost for entry in plan._search.profile.entries for op in entry.ops)
+        assert again.cost / of_forward == pytest.approx(plan.recomputed, rel=1e-3)
+
+
+def test_seconds_are_those_of_second_runs_unless_they_spread():
+    model, step, blocks = built("gpt")
+    profile, _ = profiled(model, step, blocks)
+    assert all(
+        op.seconds == statistics.median(profile.times[op.alike]) for op in profile.entries[0].ops if op.alike in profile.times
+    )
+    profile.times = {"steady": [1.0, 1.0, 1.25], "one": [4.0]}
+    assert profile.spread() == 0.25 / 7
+    assert cost_per_second(Ranks(), profile, None, None) == profile.cost_per_second()
+    profile.times = {"unsteady": [0.5, 1.0, 2.5]}
+    assert profile.spread() == 2 / 3
+    assert cost_per_second(Ranks(), profile, None, None) is None
+    assert cost_per_second(Ranks(), profile, "seconds", None) == profile.cost_per_second()
+    assert cost_per_second(Ranks(), profile, None, torch.device("cuda")) is None
 
 
 def test_other_budgets_from_the_same_profile():
