@@ -383,11 +383,11 @@ class Machine:
         )
 
     def _searched(self, model: Module, profile: Profile, names: list[str]) -> Search:
-        common = {"margin": self._margin, "device": None, "base": 0, "chunks": ()}
         ranks = self._together()
         per_second = cost_per_second(ranks, profile, self._cost, self._device)
         shapes = {name: self._seen[name] for name in names}
-        return Search(ranks, per_second, profile, Blocks(model, names), shapes, common, may_call_again=False)
+        blocks = Blocks(model, names)
+        return Search(ranks, per_second, profile, blocks, shapes, margin=self._margin, may_call_again=False)
 
     def _is_known(self) -> bool:
         known = kept_in(block for plan in self.plans for block in plan.blocks)
@@ -396,8 +396,7 @@ class Machine:
     def _chosen(self) -> Plan:
         search = self._searches[-1]
         chosen = search.choice(self._target) or search.problem.least
-        found = {**search.attributes(chosen), "budget": self.budget, "is_measured": False, "_model": self._reference}
-        return Plan(**found)
+        return Plan.of(dataclasses.replace(search.predicted(chosen, self.budget), _model=self._reference))
 
     def _measured(self, peak: int) -> None:
         plan = self.plans[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,13 +22,23 @@ from ckpt_hooks.report.entries import Printed, Table, alike, fold_names, format_
 from .blocks import names_in
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch, step_of
-from .planned import KeptRun, PlannedBlock, PlannedChunks, PlannedRunner, chunk, chunks_in_words, runners_of, shapes_in_words
+from .planned import (
+    KeptRun,
+    PlanData,
+    PlannedBlock,
+    PlannedChunks,
+    PlannedRunner,
+    chunk,
+    chunks_in_words,
+    runners_of,
+    shapes_in_words,
+)
 from .ranks import Ranks
 from .searching import COSTS, MOST_MEASURED, Budget, Search, as_often, check_model, check_step, searched
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan(Printed):
+class Plan(PlanData, Printed):
     """Which results each block of a model keeps, for a step to fit a budget.
 
     Made by :func:`ckpt_hooks.plan_memory`. ``print`` shows a table of blocks. Peaks are above the memory in use when a
@@ -64,25 +73,11 @@ class Plan(Printed):
         others: The plans of other shapes, for the same budget.
     """
 
-    blocks: tuple[PlannedBlock, ...]
-    budget: int
-    predicted_peak: int
-    measured_peak: int
-    least_peak: int
-    plain_peak: int
-    recomputed: float
-    recomputed_seconds: float
-    margin: float = 0.0
-    cost: str = "operations"
-    outside_bytes: int = 0
-    outside_module: str = ""
-    is_measured: bool = True
-    region_seconds: float = 0.0
-    next_peak: int = 0
-    chunks: tuple[PlannedChunks, ...] = ()
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
-    _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
-    _search: Search | None = dataclasses.field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, data: PlanData) -> Plan:
+        return cls(**{one.name: getattr(data, one.name) for one in dataclasses.fields(data)})
 
     def apply(self, model: Module | None = None, *, group: Any = None) -> AppliedCheckpointing:
         """Makes the blocks of a model regions which keep what the plan says.
@@ -160,7 +155,7 @@ class Plan(Printed):
                 del options["name"], options["is_attribute"]
             blocks = [selector_of(names[block.name]) for block in self.blocks]
             given: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
-            found = Plan(**searched(model, step, self.budget, ranks, **given))
+            found = Plan.of(searched(model, step, self.budget, ranks, **given))
         found = dataclasses.replace(
             found,
             blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
@@ -188,11 +183,11 @@ class Plan(Printed):
         with search.ranks.together():
             search.ranks.agree({"memory_budget": memory_budget})
             if step is None:
-                return Plan(**{**search.plan(memory_budget), "_model": self._model})
+                return Plan.of(dataclasses.replace(search.plan(memory_budget), _model=self._model))
             check_step(step)
             model = self._found(model, "replan")
             with as_often(model, step, search.ranks, MOST_MEASURED) as step:
-                return Plan(**search.plan(memory_budget, model, step))
+                return Plan.of(search.plan(memory_budget, model, step))
 
     def pareto(self) -> ParetoFront:
         """Finds the costs of other budgets, from the profile, which the plan holds.
@@ -216,8 +211,8 @@ class Plan(Printed):
 
     def _at(self, budget: int, search: Search, chosen: Sequence[int]) -> Plan:
         """Returns another choice from the same profile, as predicted."""
-        attributes = {**search.attributes(chosen), "budget": budget, "is_measured": False, "_model": self._model}
-        return Plan(**{**attributes, "_search": self._search, "least_peak": self.least_peak})
+        data = search.predicted(chosen, budget)
+        return Plan.of(dataclasses.replace(data, least_peak=self.least_peak, _model=self._model, _search=self._search))
 
     def _tighter(self) -> Plan | None:
         """Returns the plan a step of the front below this one; None if this is the least."""
@@ -274,7 +269,8 @@ class Plan(Printed):
             raise ValueError(
                 f"The profile of this plan is not there: the plan comes from a file. Call {method}() where the plan is made."
             )
-        return self._search
+        search: Search = self._search
+        return search
 
     def _found(self, model: Module | None, method: str) -> Module:
         found = model if model is not None else None if self._model is None else self._model()
@@ -535,4 +531,4 @@ def plan_memory(
     options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
     ranks = Ranks(group)
     with ranks.together(), set_self_check(False):  # which takes time in the steps that are measured
-        return Plan(**searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))
+        return Plan.of(searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))

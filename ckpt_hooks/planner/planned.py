@@ -110,6 +110,30 @@ class PlannedBlock:
     recorded: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanData:
+    """What a plan is; see :class:`ckpt_hooks.planner.Plan` for the attributes."""
+
+    blocks: tuple[PlannedBlock, ...]
+    budget: int
+    predicted_peak: int
+    measured_peak: int
+    least_peak: int
+    plain_peak: int
+    recomputed: float
+    recomputed_seconds: float
+    margin: float = 0.0
+    cost: str = "operations"
+    outside_bytes: int = 0
+    outside_module: str = ""
+    is_measured: bool = True
+    region_seconds: float = 0.0
+    next_peak: int = 0
+    chunks: tuple[PlannedChunks, ...] = ()
+    _model: weakref.ref[torch.nn.Module] | None = dataclasses.field(default=None, compare=False)
+    _search: Any = dataclasses.field(default=None, compare=False)  # where the profile is, for plans of other budgets
+
+
 class OtherShapes:
     """Says once that a call has shapes which a plan has not measured."""
 

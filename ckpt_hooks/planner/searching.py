@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
@@ -27,7 +28,7 @@ from ckpt_hooks.report.ledger.data import maker_in_words
 
 from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choices_of, choose, lasting_in
-from .planned import Chunking, KeptRun, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
+from .planned import Chunking, KeptRun, PlanData, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
 from .profiling import Profile, profile_step
 from .ranks import Ranks
 from .restoring import as_before, dry, dry_mode, optimizer_state
@@ -55,8 +56,8 @@ def searched(
     cost: str | None = None,
     chunks: Any = None,
     dry_run: bool = False,
-) -> dict[str, Any]:
-    """Returns the attributes of the plan that is found; all ranks call it together."""
+) -> PlanData:
+    """Returns the plan that is found; all ranks call it together."""
     if checked_flag(dry_run, "dry_run"):
         for value, name, wanted in ((memory_budget, "memory_budget", "auto"), (cost, "cost", "seconds")):
             if value == wanted:
@@ -66,7 +67,7 @@ def searched(
         check_model(model, is_dry=True)
         with dry(model):
             plan = searched(model, step, memory_budget, ranks, cost=cost, chunks=chunks, **options)
-        return {**plan, "is_measured": False, "predicted_peak": plan["measured_peak"]}
+        return dataclasses.replace(plan, is_measured=False, predicted_peak=plan.measured_peak)
     # All arguments are checked before the first profile.
     if memory_budget != "auto":
         parsed(memory_budget)
@@ -86,8 +87,7 @@ def searched(
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     most = 2 * len(chunkings) + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
-        common = {"margin": margin, "cost": cost, "device": device}
-        common.update(base=ranks.most(base))
+        common: dict[str, Any] = {"margin": margin, "device": device, "base": ranks.most(base)}
         names = selected or ranks.first(lambda: blocks_of(model, {one.name for one in chunkings[0]}))
         around = with_spans_around(names) if selected is None else []
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -95,14 +95,15 @@ def searched(
         found: list[Search] = []
         per_second: float | None = None
         for chunking in chunkings:
-            parts = profiled(model, step, names, chunking, common, is_selected=selected is not None)
+            parts = profiled(model, step, names, chunking, is_selected=selected is not None)
             if not found:
                 per_second = cost_per_second(ranks, parts[0], cost, device)
-            found.append(Search(ranks, per_second, *parts))
+            found.append(Search(ranks, per_second, *parts, chunks=chunking, **common))
             # There are none around layers that are called in another order.
-            nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking, common)) if around else None
-            if nested is not None and (spans := Search(ranks, per_second, *nested)).least < found[-1].least:
-                found.append(spans)
+            nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking)) if around else None
+            if nested is not None:
+                spans = Search(ranks, per_second, *nested, chunks=chunking, **common)
+                found += [spans] if spans.least < found[-1].least else []
         found[0].others = found[1:]
         return found[0].plan(memory_budget, model, step, tolerance)
 
@@ -139,10 +140,9 @@ def profiled(
     step: Callable[[Module], Any],
     names: Sequence[str],
     chunking: Chunking,
-    common: dict[str, Any],
     *,
     is_selected: bool = False,
-) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]], dict[str, Any]]:
+) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]]]:
     """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
@@ -165,7 +165,7 @@ def profiled(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
         )
-    return profile, blocks, shapes, {**common, "chunks": chunking}
+    return profile, blocks, shapes
 
 
 def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tuple[str, int]]) -> None:
@@ -269,8 +269,11 @@ class Search:
         profile: Profile,
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
-        common: dict[str, Any],
         *,
+        margin: float,
+        chunks: Chunking = (),
+        device: torch.device | None = None,
+        base: int = 0,
         may_call_again: bool = True,
     ) -> None:
         self.ranks, self.profile, self._per_second = ranks, profile, per_second  # the cost of a second; None for operations
@@ -297,11 +300,9 @@ class Search:
         self._solve()
         self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
-        self._blocks, self._margin = blocks, common["margin"]
-        self._common = {**common, "cost": "operations" if per_second is None else "seconds"}
-        self._base, self._device = self._common.pop("base"), self._common.pop("device")
+        self._blocks, self._margin, self._chunks, self._base, self._device = blocks, margin, chunks, base, device
         plain = [effect for of in self.problem.options for effect in of[-1].effects]
-        self.plain_peak = self._common["plain_peak"] = ranks.most(peak_of(profile, plain, self.natural))
+        self.plain_peak = ranks.most(peak_of(profile, plain, self.natural))
 
     def _solve(self) -> None:
         self.problem = Problem(self.profile, self._options, self.natural)
@@ -327,8 +328,8 @@ class Search:
         model: Module | None = None,
         step: Callable[[Module], Any] | None = None,
         tolerance: float = 0.01,
-    ) -> dict[str, Any]:
-        """Returns the attributes of the plan of a budget: measured, or without a step as predicted."""
+    ) -> PlanData:
+        """Returns the plan of a budget: measured, or without a step as predicted."""
         if model is not None and step is not None:
             self._check_called_again(model, step)
         room = Room(self._device) if memory_budget == "auto" else None
@@ -343,15 +344,15 @@ class Search:
             raise too_small(budget, least, self._base, margin, self.problem, self._peak)
         one, chosen = self.cheapest(target)
         if model is None or step is None:
-            found = {**one.attributes(chosen), "is_measured": False}
+            plan = one.predicted(chosen, budget)
         else:
-            found = one._corrected(model, step, target, tolerance, room)
-        found = {**found, "budget": budget, "least_peak": least, "_search": self}
-        if found["measured_peak"] > target and is_part:
-            found["budget"] = math.ceil(found["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
-        elif found["measured_peak"] > target:
-            raise too_small(budget, found["measured_peak"], 0, margin, one.problem, one._peak)
-        return found
+            plan = one._corrected(model, step, target, tolerance, room)
+        plan = dataclasses.replace(plan, budget=budget, least_peak=least, _search=self)
+        if plan.measured_peak > target and is_part:  # the prediction was off: this is the least
+            plan = dataclasses.replace(plan, budget=math.ceil(plan.measured_peak / (1 - margin)))
+        elif plan.measured_peak > target:
+            raise too_small(budget, plan.measured_peak, 0, margin, one.problem, one._peak)
+        return plan
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
         """Returns the search of those whose least peak is within a budget with the cheapest choice, and the choice."""
@@ -366,7 +367,7 @@ class Search:
 
     def _corrected(
         self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float, room: Room | None
-    ) -> dict[str, Any]:
+    ) -> PlanData:
         """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
@@ -376,18 +377,18 @@ class Search:
                 break
             seen.append(chosen)
             plan = self._measured(model, step, chosen, room)
-            measured = plan["measured_peak"]
+            measured = plan.measured_peak
             if measured <= budget and self.problem.cost(chosen) < least:
                 best, least = plan, self.problem.cost(chosen)
-            is_more = measured > plan["predicted_peak"] * (1 + tolerance)
-            if is_more and not all(block.recorded for block in plan["blocks"]):
+            is_more = measured > plan.predicted_peak * (1 + tolerance)
+            if is_more and not all(block.recorded for block in plan.blocks):
                 # Their functions hold arguments that forward writes to, as a cache of keys and values.
                 self._call_none_again()
                 target, best, least = budget, None, math.inf
             elif budget * (1 - tolerance) <= measured <= budget:
                 break
             else:
-                target = budget + plan["predicted_peak"] - measured
+                target = budget + plan.predicted_peak - measured
         return self._measured(model, step, self.problem.least, room) if best is None else best
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
@@ -400,7 +401,7 @@ class Search:
         runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
 
         def check() -> bool:
-            with as_before(model), applied(model, runners, self._common["chunks"]):
+            with as_before(model), applied(model, runners, self._chunks):
                 step(model)
             return True
 
@@ -413,21 +414,27 @@ class Search:
             one._options = {name: [way for way in of if not way.choice.is_function] for name, of in one._options.items()}
             one._solve()
 
-    def _measured(
-        self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
-    ) -> dict[str, Any]:
-        plan = self.attributes(chosen)
-        with as_before(model), applied(model, _runners_in(plan), plan["chunks"]):
+    def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None) -> PlanData:
+        plan = self.predicted(chosen)
+        runners = {selector_of(name): runner for name, runner in runners_of(plan.blocks).items()}
+        with as_before(model), applied(model, runners, self._chunks):
             if room is not None:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak
             nbytes = peak.nbytes if room is None else room.taken()
-        measured, outside = max(self.ranks.all((nbytes, outside_of(peak.holders, self._blocks.members))))
-        plan["outside_module"], plan["outside_bytes"] = outside
-        return {**plan, "measured_peak": measured, "_model": weakref.ref(model)}
+        outside = outside_of(peak.holders, self._blocks.members)
+        measured, (module, outside_bytes) = max(self.ranks.all((nbytes, outside)))
+        return dataclasses.replace(
+            plan,
+            measured_peak=measured,
+            outside_module=module,
+            outside_bytes=outside_bytes,
+            is_measured=True,
+            _model=weakref.ref(model),
+        )
 
-    def attributes(self, chosen: Sequence[int]) -> dict[str, Any]:
-        """Returns the attributes of a plan, as predicted."""
+    def predicted(self, chosen: Sequence[int], budget: int = 0) -> PlanData:
+        """Returns the plan of a choice, not measured."""
         profile, problem = self.profile, self.problem
         blocks, effects = [], []
         forward = again = 0.0
@@ -462,22 +469,23 @@ class Search:
                 blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name))
             forward, again = forward + whole, again + cost
         predicted = self.ranks.most(peak_of(profile, effects, self.natural))
-        found = {
-            "blocks": tuple(blocks),
-            "predicted_peak": predicted,
-            "measured_peak": predicted,
-            "next_peak": int(problem.next_peak(chosen)),
-            "recomputed": again / forward if forward else 0.0,
-            "recomputed_seconds": sum(block.recomputed_seconds for block in blocks),
-            "region_seconds": sum(of[one].region_seconds for of, one in zip(problem.options, chosen, strict=True)),
-            "least_peak": int(self.least),
-            **self._common,
-        }
-        return {**self.ranks.first(lambda: found), "_search": self}
-
-
-def _runners_in(plan: dict[str, Any]) -> dict[Any, PlannedRunner]:
-    return {selector_of(name): runner for name, runner in runners_of(plan["blocks"]).items()}
+        found = PlanData(
+            blocks=tuple(blocks),
+            budget=budget,
+            predicted_peak=predicted,
+            measured_peak=predicted,
+            least_peak=int(self.least),
+            plain_peak=self.plain_peak,
+            recomputed=again / forward if forward else 0.0,
+            recomputed_seconds=sum(block.recomputed_seconds for block in blocks),
+            margin=self._margin,
+            cost="operations" if self._per_second is None else "seconds",
+            is_measured=False,
+            region_seconds=sum(of[one].region_seconds for of, one in zip(problem.options, chosen, strict=True)),
+            next_peak=int(problem.next_peak(chosen)),
+            chunks=self._chunks,
+        )
+        return dataclasses.replace(self.ranks.first(lambda: found), _search=self)
 
 
 #: The part of the room that is left: to other programs on the device, and to what a driver allocates for kernels.
