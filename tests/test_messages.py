@@ -980,6 +980,7 @@ CALLS = {
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),
         "plan should be a Plan of .* but got 3 of type int": lambda: enable_in_transformers(fake.Model(), plan=3),
         # Reports and plans
+        r"step should be a function to run, but got None .* not `memory_ledger\(step\(\)\)`": lambda: memory_ledger(None),
         "saved_residuals reads the graph of the function's result, but got int": lambda: ckpt_hooks.saved_residuals(lambda: 3),
         r"reads the graph of tensors, but got \['str'\]": lambda: ckpt_hooks.saved_tensors_report("loss"),
         r"memory_budget should be a number of bytes, a part .* but got \[1\] of type list": lambda: planned(budget=[1]),
