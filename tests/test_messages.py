@@ -761,11 +761,25 @@ def an_option_of_the_models_own_switch():
     enabled(enable_in_transformers).gradient_checkpointing_enable({"context_fn": torch.sin})
 
 
-@says(RuntimeError, "was undone before the block")
+@says(RuntimeError, "This patch was undone before the block.*patch_torch")
 def a_patch_entered_after_its_end():
-    patch = patch_torch()
-    patch.undo()
-    patch.__enter__()
+    entered_twice(patch_torch())
+
+
+@says(RuntimeError, "This handle was undone before the block.*apply_checkpointing")
+def regions_entered_after_their_end():
+    entered_twice(apply_checkpointing(two_blocks(), "*"))
+
+
+@says(RuntimeError, "This handle was undone before the block.*enable_in_transformers")
+def a_switch_entered_after_its_end():
+    entered_twice(enable_in_transformers(fake.Model()))
+
+
+def entered_twice(handle):
+    for _ in range(2):
+        with handle:
+            pass
 
 
 @says(RuntimeError, "but found")

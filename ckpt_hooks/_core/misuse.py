@@ -42,6 +42,7 @@ class Misuse(enum.Enum):
         "{name} belongs to objects of this process, and cannot be pickled. Leave it out, and carry its `to_json()`, if it has "
         "one. Modules that are regions can be pickled; `remove_checkpointing(model)` undoes their copies."
     )
+    UNDONE = "{name} was undone before the block, which would run without it. Write {call} for another."
     #: Any argument of the wrong kind, or with a wrong value.
     WRONG = "{name} should be {wanted}, but got {given}. {advice}"
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."

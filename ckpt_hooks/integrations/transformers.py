@@ -15,7 +15,7 @@ from torch.nn import Module
 from typing_extensions import Self
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.misuse import OfThisProcess, checked_flag, checked_integer, described_as, wrong
+from ckpt_hooks._core.misuse import Misuse, OfThisProcess, checked_flag, checked_integer, described_as, wrong
 from ckpt_hooks.modules.applying import check_none, planner
 from ckpt_hooks.modules.forward import (
     FUNCTION,
@@ -391,6 +391,8 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         self._before, self._switches = [], []
 
     def __enter__(self) -> Self:
+        if not self._before:
+            raise Misuse.UNDONE.error(kind=RuntimeError, name="This handle", call="`with enable_in_transformers(...):`")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import OfThisProcess, check_module, checked_flag
+from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
 from ckpt_hooks._function.options import checked_name
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
@@ -116,7 +116,7 @@ class AppliedRegion(NamedTuple):
 class AppliedCheckpointing(OfThisProcess, Printed):
     """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
 
-    As a context manager, undoes itself at the end of the block. Holds no module. ``kept`` names what ``keep_first`` and
+    As a context manager, undoes itself at the end of the block; it is entered once. Holds no module. ``kept`` names what ``keep_first`` and
     ``keep_last`` left without regions.
     """
 
@@ -124,15 +124,17 @@ class AppliedCheckpointing(OfThisProcess, Printed):
         self, regions: Iterable[AppliedRegion], undo: Iterable[Callable[[], object]], kept: Iterable[str] = ()
     ) -> None:
         self.regions, self.kept = tuple(regions), tuple(kept)
-        self._undo = tuple(undo)
+        self._undo: tuple[Callable[[], object], ...] | None = tuple(undo)
 
     def undo(self) -> None:
         """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
-        for one in self._undo:
+        for one in self._undo or ():
             one()
-        self._undo = ()
+        self._undo = None
 
     def __enter__(self) -> Self:
+        if self._undo is None:
+            raise Misuse.UNDONE.error(kind=RuntimeError, name="This handle", call="`with apply_checkpointing(...):` or `with plan.apply():`")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
