@@ -318,10 +318,10 @@ def a_compiled_function_that_is_compiled_anew():
 class Spanned(nn.Module):
     """Calls a layer, and another one without gradients, or not at all."""
 
-    def __init__(self, is_called):
+    def __init__(self, is_called, one="one", other="other"):
         super().__init__()
         self.one, self.other, self.is_called = nn.Linear(3, 3), nn.Linear(3, 3), is_called
-        apply_checkpointing(self, span("one", "other"))
+        apply_checkpointing(self, span(one, other))
 
     def forward(self, x):
         x = self.one(x)
@@ -337,6 +337,11 @@ def a_span_whose_ends_differ():
 @says(CheckpointError, "has not called the last layer after the first", region=("one to other",))
 def a_span_without_an_end():
     Spanned(False)(torch.ones(2, 3))
+
+
+@says(CheckpointError, "the last layer of the span has run before the first", region=("other to one",))
+def a_span_in_another_order_than_the_calls():
+    Spanned(True, "other", "one")(torch.ones(2, 3))
 
 
 @says(CheckpointError, "a tensor that a recompute of the region has left outside")
@@ -987,6 +992,17 @@ CALLS = {
         r"every\(n=2, of=None\)\. Multiply": lambda: apply_checkpointing(block, every(2, of=every(2))),
         "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
         "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
+        r"select should be module classes.* but got <dots_saveable: .*Pass a policy by name": lambda: apply_checkpointing(
+            two_blocks(), policies.dots_saveable
+        ),
+        r"select should be .* got \[<OpOverload.* type list\. Pass a policy": lambda: apply_checkpointing(two_blocks(), [MM]),
+        r"The result of select\('0', module\) should be True or False, but got 'no' of type str": lambda: apply_checkpointing(
+            two_blocks(), lambda name, module: "no" if name else False
+        ),
+        r"The result of of\('', module\) should be True or False, but got <CheckpointPolicy": lambda: apply_checkpointing(
+            two_blocks(), every(2, of=lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        ),
+        r"The result of blocks\('0', module\) should be True or False, but got None": lambda: planned(blocks=lambda *given: None),
         "root should be a torch.nn.Module, but got 3": lambda: policies.save_indices([("", MM, 0)], root=3),
         "a key of select should be a name pattern, but got 3 of type int": lambda: apply_checkpointing(block, {3: None}),
         "select should be module classes.* but got 3 of type int": lambda: apply_checkpointing(block, 3),
@@ -1051,6 +1067,9 @@ CALLS = {
         "n should be a positive integer, but got 0 of type int. Pass 2 to select": lambda: every(0),
         "selects no module. Select among these classes: Linear": lambda: apply_checkpointing(block, nn.Conv2d),
         "a span of two modules whose forwards one module calls": lambda: apply_checkpointing(two_blocks(), span("0", "1.0")),
+        r"a span whose last layer runs after its first, but got span\(first='1', last='0'\).*Write span\('0', '1'\)": (
+            lambda: apply_checkpointing(two_blocks(), span("1", "0"))
+        ),
         "The spans .* overlap. Pass": lambda: apply_checkpointing(nn.Sequential(*two_blocks(), block), SPANS),
         "is a span, of which no argument": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
         "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),

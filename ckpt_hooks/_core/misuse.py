@@ -66,6 +66,10 @@ class Misuse(enum.Enum):
         "region {region!r}: the module around has returned, and has not called the last layer after the first, as where an "
         "exception was caught between. Let the span end at a layer which runs in each call."
     )
+    SPAN_REVERSED = (
+        "region {region!r}: the last layer of the span has run before the first, and not after it. Name the layers in the order "
+        "in which they run, and exchange the two."
+    )
     SPAN_END = (
         "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
         "the span begin and end inside of one block, or on either side of it."
@@ -238,14 +242,15 @@ def check_curried(function: Any, others: Sequence[Any], named: Mapping[str, Any]
         raise Misuse.MORE_ARGUMENTS.error(more[0], form=form, count=len(more), name=name_of_callable(function))
 
 
-def checked_flag(value: Any, name: str, *, or_none: bool = False) -> bool:
+def checked_flag(value: Any, name: str, *, or_none: bool = False, advice: str | None = None) -> bool:
     """Returns a yes-or-no option as a boolean, given a boolean, 0 or 1; an error says None too, if that is another choice."""
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     # By name: NumPy may be absent, and is not imported for this.
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    raise wrong(value, name, f"True or False{' or None' if or_none else ''}", f"Pass {name}=False where that means no.")
+    advice = advice or f"Pass {name}=False where that means no."
+    raise wrong(value, name, f"True or False{' or None' if or_none else ''}", advice)
 
 
 def integer_in(value: Any) -> int | None:

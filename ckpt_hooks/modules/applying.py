@@ -184,8 +184,8 @@ def apply_checkpointing(
         select: With ``memory_budget`` the blocks whose calls may be regions; None to find them: modules that have at most a
             quarter of the model's leaves, or spans of layers in a row. Without, the modules:
 
-            - module classes, one or several, or a predicate called with each module's name and the module: the outermost
-              modules found;
+            - module classes, one or several, or a predicate, which gets each module's name and the module, and returns True or
+              False: the outermost modules found;
             - :func:`every` for every n-th layer;
             - :class:`span` for one region from one layer to another, a recorded one in any case;
             - name patterns and spans, one or several; in a pattern ``*`` stands for a part of a name between dots and ``**``
