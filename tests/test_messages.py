@@ -1002,7 +1002,9 @@ CALLS = {
         r"The result of of\('', module\) should be True or False, but got <CheckpointPolicy": lambda: apply_checkpointing(
             two_blocks(), every(2, of=lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
         ),
-        r"The result of blocks\('0', module\) should be True or False, but got None": lambda: planned(blocks=lambda *given: None),
+        r"The result of blocks\('0', module\) should be True or False, but got None": lambda: planned(
+            blocks=lambda *given: None
+        ),
         "root should be a torch.nn.Module, but got 3": lambda: policies.save_indices([("", MM, 0)], root=3),
         "a key of select should be a name pattern, but got 3 of type int": lambda: apply_checkpointing(block, {3: None}),
         "select should be module classes.* but got 3 of type int": lambda: apply_checkpointing(block, 3),

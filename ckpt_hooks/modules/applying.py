@@ -134,7 +134,9 @@ class AppliedCheckpointing(OfThisProcess, Printed):
 
     def __enter__(self) -> Self:
         if self._undo is None:
-            raise Misuse.UNDONE.error(kind=RuntimeError, name="This handle", call="`with apply_checkpointing(...):` or `with plan.apply():`")
+            raise Misuse.UNDONE.error(
+                kind=RuntimeError, name="This handle", call="`with apply_checkpointing(...):` or `with plan.apply():`"
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -104,7 +104,11 @@ def selected_of(modules: dict[str, Module], select: Select, policy: Any, argumen
     if are_names or isinstance(select, Mapping):
         selected = _by_patterns(modules, dict.fromkeys(names, policy) if are_names else select, argument)
     else:
-        found = _every(modules, select) if isinstance(select, every) else _outermost(modules, _predicate(select, argument), argument)
+        found = (
+            _every(modules, select)
+            if isinstance(select, every)
+            else _outermost(modules, _predicate(select, argument), argument)
+        )
         selected = {name: (module, policy) for name, module in found.items()}
     if not selected:
         classes = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
