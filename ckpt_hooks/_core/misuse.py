@@ -67,8 +67,8 @@ class Misuse(enum.Enum):
         "exception was caught between. Let the span end at a layer which runs in each call."
     )
     SPAN_REVERSED = (
-        "region {region!r}: the last layer of the span has run before the first, and not after it. Name the layers in the order "
-        "in which they run, and exchange the two."
+        "region {region!r}: the last layer of the span has run before the first, and not after it. Exchange the two names: "
+        "they come in the order in which the layers run."
     )
     SPAN_END = (
         "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "

@@ -116,8 +116,8 @@ class AppliedRegion(NamedTuple):
 class AppliedCheckpointing(OfThisProcess, Printed):
     """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
 
-    As a context manager, undoes itself at the end of the block; it is entered once. Holds no module. ``kept`` names what ``keep_first`` and
-    ``keep_last`` left without regions.
+    As a context manager, undoes itself at the end of the block, and is not entered again. Holds no module. ``kept`` names what
+    ``keep_first`` and ``keep_last`` left without regions.
     """
 
     def __init__(
