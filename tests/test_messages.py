@@ -1226,6 +1226,42 @@ def test_a_message(name):
         assert _FIX.search(text), text
 
 
+def takes_a_tensor(tensor, ctx, op, *args, **kwargs):
+    yield tensor
+
+
+SECRET = torch.full((2,), 1234.5)
+HOLDERS = {
+    "a dict": {"x": [SECRET]},
+    "a partial": functools.partial(takes_a_tensor, SECRET),
+    "a parameter": (3, [nn.Parameter(SECRET)]),
+    "an object": types.SimpleNamespace(x=SECRET),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda value: checkpoint(block, x, determinism_check=value),
+        lambda value: checkpoint(block, x, debug=value),
+        lambda value: apply_checkpointing(block, value),
+        lambda value: checkpoint_chunks(torch.sin, value),
+        lambda value: with_contexts((value,)),
+        lambda value: with_contexts((contextlib.nullcontext(), value)),
+        lambda value: save_ops(value),
+        lambda value: checkpoint(functools.partial(takes_a_tensor, value), None, MM)(x),
+        lambda value: policies.save_from_both_policies(value, 3),
+        lambda value: plan_memory(block, lambda model: None, value),
+        lambda value: Plan.from_json({"version": value}),
+    ],
+)
+def test_messages_have_no_contents_of_tensors(call, holder):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(HOLDERS[holder])
+    assert "1234" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_wrong_calls_are_noticed_without_gradients(name):
     """And have no cause of their own."""

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from ckpt_hooks._torch.modes import is_refused_by_transform
 from ckpt_hooks.errors import CheckpointError
 
-from .descriptions import RegionPath, describe_tensor, format_path
+from .descriptions import RegionPath, describe_tensor, format_path, text_of
 
 
 class Misuse(enum.Enum):
@@ -118,11 +118,7 @@ def described_as(value: Any) -> str:
         return f"{name_of_callable(value)!r}"
     if isinstance(value, (list, tuple)) and any(isinstance(entry, torch.Tensor) for entry in value):
         return f"a {type(value).__name__} of {len(value)}"
-    try:
-        text = repr(value)
-    except Exception:  # of an integer of thousands of digits, too
-        text = object.__repr__(value)
-    return f"{text if len(text) <= 200 else f'{text[:200]}...'} of type {type(value).__name__}"
+    return f"{text_of(value)} of type {type(value).__name__}"
 
 
 def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Sequence[str]) -> Exception | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.nn import Module
 from typing_extensions import Self
 
+from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
 from ckpt_hooks._function.options import checked_name
 from ckpt_hooks.policies.base import Policy
@@ -313,4 +314,4 @@ def _check_free(module: Module, name: str) -> None:
 def _in_words(policy: Any) -> str:
     if policy is None:
         return ""
-    return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", repr(policy)))
+    return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", None) or text_of(policy))

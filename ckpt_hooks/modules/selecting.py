@@ -11,6 +11,7 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import name_expression
+from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, checked_integer, wrong
 from ckpt_hooks._function.options import is_policy
 from ckpt_hooks._function.places import class_attribute
@@ -112,7 +113,7 @@ def selected_of(modules: dict[str, Module], select: Select, policy: Any, argumen
         selected = {name: (module, policy) for name, module in found.items()}
     if not selected:
         classes = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
-        raise ValueError(f"{argument}={select!r} selects no module. Select among these classes: {classes}.")
+        raise ValueError(f"{argument}={text_of(select)} selects no module. Select among these classes: {classes}.")
     return selected
 
 
@@ -164,7 +165,9 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
             for index, layer in entries.named_children()
         }
     elif isinstance(select.of, every):
-        raise TypeError(f"of should be module classes, name patterns or a predicate, but got {select.of!r}. Multiply the two.")
+        raise TypeError(
+            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Multiply the two."
+        )
     else:
         layers = {name: module for name, (module, _) in selected_of(modules, select.of, None, "of").items()}
     counts: dict[str, int] = {}
