@@ -665,6 +665,14 @@ def planned(step=None, budget=0.5, blocks=None, model=None, **options):
 GUARDED = two_blocks()
 
 
+def nested():
+    """Returns the values of a plan with plans in its plans of other shapes, 10,000 deep."""
+    found = values = planned(blocks=["1"]).to_json()
+    for _ in range(10_000):
+        found = {**values, "others": [found]}
+    return found
+
+
 def guarded(step, limit=1):
     with planned(model=GUARDED).guard(GUARDED, limit=limit) as guard:
         guard(step, GUARDED)
@@ -1100,6 +1108,13 @@ CALLS = {
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
         "blocks=.* selects no module": lambda: planned(blocks=""),
         "chunks='lost' selects no module.*Take a name near to it: '0'": lambda: planned(chunks={"lost": (1, 8)}),
+        r"chunks should be modules inside of blocks, .* but got \['0', '1'\].*Name modules in the blocks": lambda: planned(
+            chunks={"*": (1, 2)}
+        ),
+        r"chunks should be modules inside of blocks, .* but got \['1'\].* or others as blocks": lambda: planned(
+            chunks={"*": (1, 2)}, blocks=["1"]
+        ),
+        "plan should be plans in others, of no others themselves, but got": lambda: Plan.from_json(nested()),
         "rows. chunks takes chunks, dim": lambda: planned(chunks={"0": {"chunks": (1, 2), "rows": 1}}),
         "The step ran no backward": lambda: planned(step=lambda model: model(torch.ones(2, 4))),
         "never calls '1'": lambda: planned(step=lambda model: backward(model[0](torch.ones(2, 4))), blocks=["1"]),

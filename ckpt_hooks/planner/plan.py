@@ -369,7 +369,10 @@ class Plan(Printed):
         Raises:
             ValueError: If a value is none of a plan, is missing or unknown, or comes from a newer version; or TypeError.
         """
-        plan: Plan = _read(values, "plan", "Plan")
+        try:
+            plan: Plan = _read(values, "plan", "Plan")
+        except RecursionError:  # a thousand plans, each in others of another
+            raise wrong(values, "plan", "plans in others, of no others themselves", _ADVICE, ValueError) from None
         return plan
 
 
@@ -496,7 +499,7 @@ def plan_memory(
             byte that these move, a thousand for each number that a host draws, and three million for each operator that a
             region records. None for seconds of a model on the host where no group of some ranks plans, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
-            choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
+            choose from: ``{"head": (1, 4, 8)}``, or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``; no blocks. Of a module with an integer
             attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
             two. Never without this, since chunks round otherwise.
         group: The process group whose ranks plan together; None for all, where ``torch.distributed`` is initialized. All run as

@@ -25,7 +25,7 @@ from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
-from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
+from .blocks import Blocks, blocks_of, check_chunked, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choices_of, choose, lasting_in
 from .planned import Chunking, KeptRun, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
 from .profiling import Profile, profile_step
@@ -93,6 +93,7 @@ def searched(
     with as_often(model, step, ranks, most) as step:
         common = {"margin": margin, "cost": cost, "device": device}
         common.update(base=ranks.most(base))
+        check_chunked(selected or (), {one.name for one in chunkings[-1] if one.chunks > 1 and not one.is_attribute})
         names = selected or ranks.first(lambda: blocks_of(model, {one.name for one in chunkings[0]}))
         around = with_spans_around(names) if selected is None else []
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
