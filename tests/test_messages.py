@@ -665,6 +665,11 @@ def planned(step=None, budget=0.5, blocks=None, model=None, **options):
 GUARDED = two_blocks()
 
 
+def within_a_region(call):
+    with checkpoint_region(name="block"):
+        call()
+
+
 def nested():
     """Returns the values of a plan with plans in its plans of other shapes, 10,000 deep."""
     found = values = planned(blocks=["1"]).to_json()
@@ -1134,6 +1139,10 @@ CALLS = {
         "No plan of the front is below the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },
     RuntimeError: {
+        "a plan or an estimate would run inside of region 'block'.*outside of regions": lambda: within_a_region(planned),
+        "would run inside of region 'block', which changes": lambda: within_a_region(
+            lambda: ckpt_hooks.estimate_memory(block, lambda model: None)
+        ),
         "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
         "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),

@@ -523,6 +523,7 @@ def plan_memory(
         TypeError: If an argument is of another kind.
         ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, the
             model is compiled, or a dry run meets an operator whose results depend on data.
+        RuntimeError: If it is called inside of a region.
 
     Example:
         >>> import torch

@@ -17,6 +17,8 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.descriptions import region_in_words
+from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules.forward import RegionRunner
@@ -191,8 +193,13 @@ COSTS = ("operations", "seconds")
 
 
 def check_step(step: Any) -> None:
-    """Raises unless a step can be called."""
+    """Raises unless a step can be called, as a program does: outside of regions."""
     check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
+    if (frame := stack.innermost) is not None:
+        raise RuntimeError(
+            f"The step of a plan or an estimate would run inside of {region_in_words(frame.path)}, which changes what it holds. "
+            "Call plan_memory, or estimate_memory, outside of regions."
+        )
 
 
 def check_model(model: Any, *, is_dry: bool = False) -> None:
