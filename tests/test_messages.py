@@ -1090,6 +1090,16 @@ CALLS = {
         "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
         r"Take a name near to it: 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
         "To select by class, pass the class Layer itself": lambda: apply_checkpointing(fake.Model(), "Layer"),
+        r"keep_frist\. apply_checkpointing takes .*keep_last, .*policy, .*, chunks, dim, .* Write keep_first for keep_frist": (
+            lambda: apply_checkpointing(block, "", keep_frist=1)
+        ),
+        r"chunk\. With recorded=True checkpoint_module takes .*replay_whole, chunks, dim, .* Write chunks for chunk": (
+            lambda: checkpoint_module(nn.Tanh(), recorded=True, chunk=1)
+        ),
+        r"every_n\. enable_in_transformers takes .*every_n_layers, .*keep_last, .*early_stop": lambda: enable_in_transformers(
+            fake.Model(), every_n=2
+        ),
+        "chunks. enable_in_transformers takes": lambda: enable_in_transformers(fake.Model(), chunks=2),
         "name. apply_checkpointing, for '0', takes": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "leave no region of 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),

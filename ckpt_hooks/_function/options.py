@@ -350,8 +350,8 @@ def refuse_unrun(function: Any, result: Any) -> NoReturn:
 
 def _unrun_error(function: Any) -> TypeError:
     return TypeError(
-        f"{text_of(function)} does not run when it is called, so its calls cannot be regions. Write `with checkpoint_region():` "
-        "around lines of it."
+        f"{text_of(function)} does not run when it is called, so its calls cannot be regions. Write "
+        "`with checkpoint_region():` around lines of it."
     )
 
 

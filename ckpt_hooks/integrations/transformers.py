@@ -303,7 +303,8 @@ def enable_in_transformers(
     options["policy"] = policy
     planned = None if plan is None else planned_layers(plan, model, owner)
     taken = Taken(recorded or plan is not None, options, planned, keep)
-    checked_runner("enable_in_transformers", taken.recorded, options, of=type(owner).__name__)  # before the model is touched
+    of = type(owner).__name__
+    checked_runner(enable_in_transformers, taken.recorded, options, of=of, cut=())  # before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     check_support(owner, flagged)
     for module in owner.modules():  # regions that were switched off since

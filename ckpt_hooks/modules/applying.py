@@ -70,7 +70,7 @@ def checkpoint_module(
     """
     check_module(module, "module", "For a function, write `checkpoint`.")
     name = checked_name(name) or type(module).__qualname__
-    runner = checked_runner("checkpoint_module", recorded, {"policy": policy, "name": name, **options})
+    runner = checked_runner(checkpoint_module, recorded, {"policy": policy, "name": name, **options})
     _check_free(module, name)
     region_forward_for(module).run = runner
     return module
@@ -297,9 +297,9 @@ def _runner_for(name: str, one: Module | span, recorded: Any, common: dict[str, 
         return value
     own = value if isinstance(value, Mapping) else {"policy": value}
     options = {"recorded": recorded, "policy": None, **common, **own}
-    form = f"apply_checkpointing, for {name!r}," if own is value else "apply_checkpointing"
+    where = f", for {name!r}," if own is value else ""
     is_recorded = checked_flag(options.pop("recorded"), "recorded") or isinstance(one, span)
-    runner = checked_runner(form, is_recorded, options, of=name)
+    runner = checked_runner(apply_checkpointing, is_recorded, options, of=name, where=where)
     if isinstance(one, span) and runner.chunks is not None:
         raise ValueError(f"{name!r} is a span, of which no argument can be cut. Select the modules in it for chunks.")
     return runner

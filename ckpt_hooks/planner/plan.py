@@ -499,9 +499,9 @@ def plan_memory(
             byte that these move, a thousand for each number that a host draws, and three million for each operator that a
             region records. None for seconds of a model on the host where no group of some ranks plans, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
-            choose from: ``{"head": (1, 4, 8)}``, or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``; no blocks. Of a module with an integer
-            attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
-            two. Never without this, since chunks round otherwise.
+            choose from: ``{"head": (1, 4, 8)}``, or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``. A block itself is
+            not cut. Of a module with an integer attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``.
+            Each number takes a step more, or two. Never without this, since chunks round otherwise.
         group: The process group whose ranks plan together; None for all, where ``torch.distributed`` is initialized. All run as
             many steps and have one plan: budgets hold for the largest peak of any, costs are those of the slowest. An exception
             on one is an error on all: one that waits in a collective then is fetched out of it after five seconds, by closing

@@ -197,8 +197,8 @@ def check_step(step: Any) -> None:
     check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
     if (frame := stack.innermost) is not None:
         raise RuntimeError(
-            f"The step of a plan or an estimate would run inside of {region_in_words(frame.path)}, which changes what it holds. "
-            "Call plan_memory, or estimate_memory, outside of regions."
+            f"The step of a plan or an estimate would run inside of {region_in_words(frame.path)}, which changes what it "
+            "holds. Call plan_memory, or estimate_memory, outside of regions."
         )
 
 
