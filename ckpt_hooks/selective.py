@@ -13,7 +13,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.hooks import RemovableHandle
 
 from ._core.call_sites import warn_user
-from ._core.misuse import checked_flag
+from ._core.misuse import checked_flag, described_as
 from ._core.self_check import Place, place_of
 from ._core.self_check import settings as self_check
 from ._function.options import (
@@ -184,7 +184,7 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
         if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):
             raise TypeError(
                 "context_fn should return two context managers, one for forward and one for recomputes, but one of them is "
-                f"{context!r} of type {type(context).__name__}. Where there is nothing to do, return contextlib.nullcontext()."
+                f"{described_as(context)}. Where there is nothing to do, return contextlib.nullcontext()."
             )
     if type(forward) in _SELECTIVE or type(recompute) in _SELECTIVE:
         raise TypeError(

@@ -318,10 +318,10 @@ def a_compiled_function_that_is_compiled_anew():
 class Spanned(nn.Module):
     """Calls a layer, and another one without gradients, or not at all."""
 
-    def __init__(self, is_called):
+    def __init__(self, is_called, one="one", other="other"):
         super().__init__()
         self.one, self.other, self.is_called = nn.Linear(3, 3), nn.Linear(3, 3), is_called
-        apply_checkpointing(self, span("one", "other"))
+        apply_checkpointing(self, span(one, other))
 
     def forward(self, x):
         x = self.one(x)
@@ -337,6 +337,11 @@ def a_span_whose_ends_differ():
 @says(CheckpointError, "has not called the last layer after the first", region=("one to other",))
 def a_span_without_an_end():
     Spanned(False)(torch.ones(2, 3))
+
+
+@says(CheckpointError, "the last layer of the span has run before the first", region=("other to one",))
+def a_span_in_another_order_than_the_calls():
+    Spanned(True, "other", "one")(torch.ones(2, 3))
 
 
 @says(CheckpointError, "a tensor that a recompute of the region has left outside")
@@ -660,6 +665,19 @@ def planned(step=None, budget=0.5, blocks=None, model=None, **options):
 GUARDED = two_blocks()
 
 
+def within_a_region(call):
+    with checkpoint_region(name="block"):
+        call()
+
+
+def nested():
+    """Returns the values of a plan with plans in its plans of other shapes, 10,000 deep."""
+    found = values = planned(blocks=["1"]).to_json()
+    for _ in range(10_000):
+        found = {**values, "others": [found]}
+    return found
+
+
 def guarded(step, limit=1):
     with planned(model=GUARDED).guard(GUARDED, limit=limit) as guard:
         guard(step, GUARDED)
@@ -761,11 +779,25 @@ def an_option_of_the_models_own_switch():
     enabled(enable_in_transformers).gradient_checkpointing_enable({"context_fn": torch.sin})
 
 
-@says(RuntimeError, "was undone before the block")
+@says(RuntimeError, "This patch was undone before the block.*patch_torch")
 def a_patch_entered_after_its_end():
-    patch = patch_torch()
-    patch.undo()
-    patch.__enter__()
+    entered_twice(patch_torch())
+
+
+@says(RuntimeError, "This handle was undone before the block.*apply_checkpointing")
+def regions_entered_after_their_end():
+    entered_twice(apply_checkpointing(two_blocks(), "*"))
+
+
+@says(RuntimeError, "This handle was undone before the block.*enable_in_transformers")
+def a_switch_entered_after_its_end():
+    entered_twice(enable_in_transformers(fake.Model()))
+
+
+def entered_twice(handle):
+    for _ in range(2):
+        with handle:
+            pass
 
 
 @says(RuntimeError, "but found")
@@ -973,6 +1005,19 @@ CALLS = {
         r"every\(n=2, of=None\)\. Multiply": lambda: apply_checkpointing(block, every(2, of=every(2))),
         "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
         "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
+        r"select should be module classes.* but got <dots_saveable: .*Pass a policy by name": lambda: apply_checkpointing(
+            two_blocks(), policies.dots_saveable
+        ),
+        r"select should be .* got \[<OpOverload.* type list\. Pass a policy": lambda: apply_checkpointing(two_blocks(), [MM]),
+        r"The result of select\('0', module\) should be True or False, but got 'no' of type str": lambda: apply_checkpointing(
+            two_blocks(), lambda name, module: "no" if name else False
+        ),
+        r"The result of of\('', module\) should be True or False, but got <CheckpointPolicy": lambda: apply_checkpointing(
+            two_blocks(), every(2, of=lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        ),
+        r"The result of blocks\('0', module\) should be True or False, but got None": lambda: planned(
+            blocks=lambda *given: None
+        ),
         "root should be a torch.nn.Module, but got 3": lambda: policies.save_indices([("", MM, 0)], root=3),
         "a key of select should be a name pattern, but got 3 of type int": lambda: apply_checkpointing(block, {3: None}),
         "select should be module classes.* but got 3 of type int": lambda: apply_checkpointing(block, 3),
@@ -980,6 +1025,7 @@ CALLS = {
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),
         "plan should be a Plan of .* but got 3 of type int": lambda: enable_in_transformers(fake.Model(), plan=3),
         # Reports and plans
+        r"step should be a function to run, but got None .* not `memory_ledger\(step\(\)\)`": lambda: memory_ledger(None),
         "saved_residuals reads the graph of the function's result, but got int": lambda: ckpt_hooks.saved_residuals(lambda: 3),
         r"reads the graph of tensors, but got \['str'\]": lambda: ckpt_hooks.saved_tensors_report("loss"),
         r"memory_budget should be a number of bytes, a part .* but got \[1\] of type list": lambda: planned(budget=[1]),
@@ -1036,11 +1082,24 @@ CALLS = {
         "n should be a positive integer, but got 0 of type int. Pass 2 to select": lambda: every(0),
         "selects no module. Select among these classes: Linear": lambda: apply_checkpointing(block, nn.Conv2d),
         "a span of two modules whose forwards one module calls": lambda: apply_checkpointing(two_blocks(), span("0", "1.0")),
+        r"a span whose last layer runs after its first, but got span\(first='1', last='0'\).*Write span\('0', '1'\)": (
+            lambda: apply_checkpointing(two_blocks(), span("1", "0"))
+        ),
         "The spans .* overlap. Pass": lambda: apply_checkpointing(nn.Sequential(*two_blocks(), block), SPANS),
         "is a span, of which no argument": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
         "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
         r"Take a name near to it: 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
         "To select by class, pass the class Layer itself": lambda: apply_checkpointing(fake.Model(), "Layer"),
+        r"keep_frist\. apply_checkpointing takes .*keep_last, .*policy, .*, chunks, dim, .* Write keep_first for keep_frist": (
+            lambda: apply_checkpointing(block, "", keep_frist=1)
+        ),
+        r"chunk\. With recorded=True checkpoint_module takes .*replay_whole, chunks, dim, .* Write chunks for chunk": (
+            lambda: checkpoint_module(nn.Tanh(), recorded=True, chunk=1)
+        ),
+        r"every_n\. enable_in_transformers takes .*every_n_layers, .*keep_last, .*early_stop": lambda: enable_in_transformers(
+            fake.Model(), every_n=2
+        ),
+        "chunks. enable_in_transformers takes": lambda: enable_in_transformers(fake.Model(), chunks=2),
         "name. apply_checkpointing, for '0', takes": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "leave no region of 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),
@@ -1064,6 +1123,13 @@ CALLS = {
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
         "blocks=.* selects no module": lambda: planned(blocks=""),
         "chunks='lost' selects no module.*Take a name near to it: '0'": lambda: planned(chunks={"lost": (1, 8)}),
+        r"chunks should be modules inside of blocks, .* but got \['0', '1'\].*Name modules in the blocks": lambda: planned(
+            chunks={"*": (1, 2)}
+        ),
+        r"chunks should be modules inside of blocks, .* but got \['1'\].* or others as blocks": lambda: planned(
+            chunks={"*": (1, 2)}, blocks=["1"]
+        ),
+        "plan should be plans in others, of no others themselves, but got": lambda: Plan.from_json(nested()),
         "rows. chunks takes chunks, dim": lambda: planned(chunks={"0": {"chunks": (1, 2), "rows": 1}}),
         "The step ran no backward": lambda: planned(step=lambda model: model(torch.ones(2, 4))),
         "never calls '1'": lambda: planned(step=lambda model: backward(model[0](torch.ones(2, 4))), blocks=["1"]),
@@ -1083,6 +1149,10 @@ CALLS = {
         "No plan of the front is below the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },
     RuntimeError: {
+        "a plan or an estimate would run inside of region 'block'.*outside of regions": lambda: within_a_region(planned),
+        "would run inside of region 'block', which changes": lambda: within_a_region(
+            lambda: ckpt_hooks.estimate_memory(block, lambda model: None)
+        ),
         "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
         "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
@@ -1188,6 +1258,42 @@ def test_a_message(name):
     if row.kind is not AttributeError:  # which Python writes
         assert text.endswith(".")
         assert _FIX.search(text), text
+
+
+def takes_a_tensor(tensor, ctx, op, *args, **kwargs):
+    yield tensor
+
+
+SECRET = torch.full((2,), 1234.5)
+HOLDERS = {
+    "a dict": {"x": [SECRET]},
+    "a partial": functools.partial(takes_a_tensor, SECRET),
+    "a parameter": (3, [nn.Parameter(SECRET)]),
+    "an object": types.SimpleNamespace(x=SECRET),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda value: checkpoint(block, x, determinism_check=value),
+        lambda value: checkpoint(block, x, debug=value),
+        lambda value: apply_checkpointing(block, value),
+        lambda value: checkpoint_chunks(torch.sin, value),
+        lambda value: with_contexts((value,)),
+        lambda value: with_contexts((contextlib.nullcontext(), value)),
+        lambda value: save_ops(value),
+        lambda value: checkpoint(functools.partial(takes_a_tensor, value), None, MM)(x),
+        lambda value: policies.save_from_both_policies(value, 3),
+        lambda value: plan_memory(block, lambda model: None, value),
+        lambda value: Plan.from_json({"version": value}),
+    ],
+)
+def test_messages_have_no_contents_of_tensors(call, holder):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(HOLDERS[holder])
+    assert "1234" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -249,7 +249,6 @@ TAKEN = {
     ("saved_residuals", "function", "a class"): "likewise",
     ("print_saved_residuals", "function", "a class"): "likewise",
     ("memory_ledger", "step", "a class"): "likewise",
-    ("memory_ledger", "step", "None"): "a block",
     ("checkpoint_sequential", "input", "*"): "the argument of the first function, which is its affair",
     ("create_selective_checkpoint_contexts", "allow_cache_entry_mutation", "*"): "torch's, and means nothing here",
     ("get_device_states", "arg", "*"): "tensors are looked for in whatever comes",

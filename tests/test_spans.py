@@ -173,6 +173,21 @@ def test_lists_of_layers_and_layers_called_again():
     assert Counter(map(len, entered.paths)) == {1: 3, 2: 9}
 
 
+class Reversed(nn.Sequential):
+    """Calls its layers from the last to the first."""
+
+    def forward(self, x):
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def test_ends_are_in_the_order_of_calls():
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    check(nn.Sequential(one, nn.GELU(), other, one), X, span("2", "0"))
+    check(Reversed(one, nn.GELU(), other), X, span("2", "0"))
+
+
 def test_calls_by_others_are_plain():
     model = chain()
     with apply_checkpointing(model, span("0", "3")), Entered() as entered:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 # The names of a region and of those around it, innermost first: a linked list, for a tuple of all of them would be built by
 # every region and read by hardly any.
@@ -51,6 +52,23 @@ def kind_in_words(kind: tuple[torch.dtype, Any]) -> str:
 
 def describe_tensor(tensor: torch.Tensor) -> str:
     return f"{describe_kind(tensor)} on {tensor.device}"
+
+
+class _TensorsInWords(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+            return describe_tensor(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def text_of(value: Any) -> str:
+    """Returns the ``repr`` of a value, at most 200 characters, with shapes and dtypes in place of the contents of tensors."""
+    try:
+        with _TensorsInWords():
+            text = repr(value)
+    except Exception:  # of an integer of thousands of digits, too
+        text = object.__repr__(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _name_of(dtype: torch.dtype) -> str:

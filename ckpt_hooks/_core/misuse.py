@@ -17,7 +17,7 @@ from typing_extensions import Self
 from ckpt_hooks._torch.modes import is_refused_by_transform
 from ckpt_hooks.errors import CheckpointError
 
-from .descriptions import RegionPath, describe_tensor, format_path
+from .descriptions import RegionPath, describe_tensor, format_path, text_of
 
 
 class Misuse(enum.Enum):
@@ -42,6 +42,7 @@ class Misuse(enum.Enum):
         "{name} belongs to objects of this process, and cannot be pickled. Leave it out, and carry its `to_json()`, if it has "
         "one. Modules that are regions can be pickled; `remove_checkpointing(model)` undoes their copies."
     )
+    UNDONE = "{name} was undone before the block, which would run without it. Write {call} for another."
     #: Any argument of the wrong kind, or with a wrong value.
     WRONG = "{name} should be {wanted}, but got {given}. {advice}"
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
@@ -64,6 +65,10 @@ class Misuse(enum.Enum):
     SPAN_OPEN = (
         "region {region!r}: the module around has returned, and has not called the last layer after the first, as where an "
         "exception was caught between. Let the span end at a layer which runs in each call."
+    )
+    SPAN_REVERSED = (
+        "region {region!r}: the last layer of the span has run before the first, and not after it. Exchange the two names: "
+        "they come in the order in which the layers run."
     )
     SPAN_END = (
         "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
@@ -113,11 +118,7 @@ def described_as(value: Any) -> str:
         return f"{name_of_callable(value)!r}"
     if isinstance(value, (list, tuple)) and any(isinstance(entry, torch.Tensor) for entry in value):
         return f"a {type(value).__name__} of {len(value)}"
-    try:
-        text = repr(value)
-    except Exception:  # of an integer of thousands of digits, too
-        text = object.__repr__(value)
-    return f"{text if len(text) <= 200 else f'{text[:200]}...'} of type {type(value).__name__}"
+    return f"{text_of(value)} of type {type(value).__name__}"
 
 
 def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Sequence[str]) -> Exception | None:
@@ -237,14 +238,15 @@ def check_curried(function: Any, others: Sequence[Any], named: Mapping[str, Any]
         raise Misuse.MORE_ARGUMENTS.error(more[0], form=form, count=len(more), name=name_of_callable(function))
 
 
-def checked_flag(value: Any, name: str, *, or_none: bool = False) -> bool:
+def checked_flag(value: Any, name: str, *, or_none: bool = False, advice: str | None = None) -> bool:
     """Returns a yes-or-no option as a boolean, given a boolean, 0 or 1; an error says None too, if that is another choice."""
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     # By name: NumPy may be absent, and is not imported for this.
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    raise wrong(value, name, f"True or False{' or None' if or_none else ''}", f"Pass {name}=False where that means no.")
+    advice = advice or f"Pass {name}=False where that means no."
+    raise wrong(value, name, f"True or False{' or None' if or_none else ''}", advice)
 
 
 def integer_in(value: Any) -> int | None:

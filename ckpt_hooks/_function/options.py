@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from torch.nn import Module
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.descriptions import format_path
+from ckpt_hooks._core.descriptions import format_path, text_of
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.misuse import (
@@ -30,6 +30,7 @@ from ckpt_hooks._core.misuse import (
     check_is,
     check_signature,
     checked_flag,
+    described_as,
     flag_or_none,
     is_swallowed,
     slip,
@@ -193,7 +194,7 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
     if not (isinstance(contexts, (tuple, list)) and len(contexts) == 2):
         raise TypeError(
             "context_fn should return two context managers, one for forward and one for recomputes, but returned "
-            f"{contexts!r}. Return contextlib.nullcontext() where there is nothing to enter."
+            f"{described_as(contexts)}. Return contextlib.nullcontext() where there is nothing to enter."
         )
     return contexts[0], contexts[1]
 
@@ -349,8 +350,8 @@ def refuse_unrun(function: Any, result: Any) -> NoReturn:
 
 def _unrun_error(function: Any) -> TypeError:
     return TypeError(
-        f"{function!r} does not run when it is called, so its calls cannot be regions. Write `with checkpoint_region():` "
-        "around lines of it."
+        f"{text_of(function)} does not run when it is called, so its calls cannot be regions. Write "
+        "`with checkpoint_region():` around lines of it."
     )
 
 

@@ -17,7 +17,7 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.events import Settings, current_settings
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
-from ckpt_hooks._core.misuse import OfThisProcess, flag_or_none
+from ckpt_hooks._core.misuse import Misuse, OfThisProcess, flag_or_none
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
@@ -73,7 +73,7 @@ class TorchPatch(OfThisProcess):
 
     def __enter__(self) -> TorchPatch:
         if not self.active:
-            raise RuntimeError("This patch was undone before the block. Write `with patch_torch(...):` for another patch.")
+            raise Misuse.UNDONE.error(kind=RuntimeError, name="This patch", call="`with patch_torch(...):`")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

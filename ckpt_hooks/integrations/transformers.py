@@ -15,7 +15,7 @@ from torch.nn import Module
 from typing_extensions import Self
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.misuse import OfThisProcess, checked_flag, checked_integer, described_as, wrong
+from ckpt_hooks._core.misuse import Misuse, OfThisProcess, checked_flag, checked_integer, described_as, wrong
 from ckpt_hooks.modules.applying import check_none, planner
 from ckpt_hooks.modules.forward import (
     FUNCTION,
@@ -303,7 +303,8 @@ def enable_in_transformers(
     options["policy"] = policy
     planned = None if plan is None else planned_layers(plan, model, owner)
     taken = Taken(recorded or plan is not None, options, planned, keep)
-    checked_runner("enable_in_transformers", taken.recorded, options, of=type(owner).__name__)  # before the model is touched
+    of = type(owner).__name__
+    checked_runner(enable_in_transformers, taken.recorded, options, of=of, cut=())  # before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     check_support(owner, flagged)
     for module in owner.modules():  # regions that were switched off since
@@ -391,6 +392,8 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         self._before, self._switches = [], []
 
     def __enter__(self) -> Self:
+        if not self._before:
+            raise Misuse.UNDONE.error(kind=RuntimeError, name="This handle", call="`with enable_in_transformers(...):`")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch.nn import Module
 from typing_extensions import Self
 
-from ckpt_hooks._core.misuse import OfThisProcess, check_module, checked_flag
+from ckpt_hooks._core.descriptions import text_of
+from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
 from ckpt_hooks._function.options import checked_name
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
@@ -69,7 +70,7 @@ def checkpoint_module(
     """
     check_module(module, "module", "For a function, write `checkpoint`.")
     name = checked_name(name) or type(module).__qualname__
-    runner = checked_runner("checkpoint_module", recorded, {"policy": policy, "name": name, **options})
+    runner = checked_runner(checkpoint_module, recorded, {"policy": policy, "name": name, **options})
     _check_free(module, name)
     region_forward_for(module).run = runner
     return module
@@ -116,23 +117,27 @@ class AppliedRegion(NamedTuple):
 class AppliedCheckpointing(OfThisProcess, Printed):
     """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
 
-    As a context manager, undoes itself at the end of the block. Holds no module. ``kept`` names what ``keep_first`` and
-    ``keep_last`` left without regions.
+    As a context manager, undoes itself at the end of the block, and is not entered again. Holds no module. ``kept`` names what
+    ``keep_first`` and ``keep_last`` left without regions.
     """
 
     def __init__(
         self, regions: Iterable[AppliedRegion], undo: Iterable[Callable[[], object]], kept: Iterable[str] = ()
     ) -> None:
         self.regions, self.kept = tuple(regions), tuple(kept)
-        self._undo = tuple(undo)
+        self._undo: tuple[Callable[[], object], ...] | None = tuple(undo)
 
     def undo(self) -> None:
         """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
-        for one in self._undo:
+        for one in self._undo or ():
             one()
-        self._undo = ()
+        self._undo = None
 
     def __enter__(self) -> Self:
+        if self._undo is None:
+            raise Misuse.UNDONE.error(
+                kind=RuntimeError, name="This handle", call="`with apply_checkpointing(...):` or `with plan.apply():`"
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -182,8 +187,8 @@ def apply_checkpointing(
         select: With ``memory_budget`` the blocks whose calls may be regions; None to find them: modules that have at most a
             quarter of the model's leaves, or spans of layers in a row. Without, the modules:
 
-            - module classes, one or several, or a predicate called with each module's name and the module: the outermost
-              modules found;
+            - module classes, one or several, or a predicate, which gets each module's name and the module, and returns True or
+              False: the outermost modules found;
             - :func:`every` for every n-th layer;
             - :class:`span` for one region from one layer to another, a recorded one in any case;
             - name patterns and spans, one or several; in a pattern ``*`` stands for a part of a name between dots and ``**``
@@ -292,9 +297,9 @@ def _runner_for(name: str, one: Module | span, recorded: Any, common: dict[str, 
         return value
     own = value if isinstance(value, Mapping) else {"policy": value}
     options = {"recorded": recorded, "policy": None, **common, **own}
-    form = f"apply_checkpointing, for {name!r}," if own is value else "apply_checkpointing"
+    where = f", for {name!r}," if own is value else ""
     is_recorded = checked_flag(options.pop("recorded"), "recorded") or isinstance(one, span)
-    runner = checked_runner(form, is_recorded, options, of=name)
+    runner = checked_runner(apply_checkpointing, is_recorded, options, of=name, where=where)
     if isinstance(one, span) and runner.chunks is not None:
         raise ValueError(f"{name!r} is a span, of which no argument can be cut. Select the modules in it for chunks.")
     return runner
@@ -309,4 +314,4 @@ def _check_free(module: Module, name: str) -> None:
 def _in_words(policy: Any) -> str:
     if policy is None:
         return ""
-    return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", repr(policy)))
+    return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", None) or text_of(policy))

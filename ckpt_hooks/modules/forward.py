@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -141,15 +141,25 @@ class RegionRunner:
         return RegionRunner, self._made_of
 
 
-def checked_runner(form: str, recorded: Any, options: dict[str, Any], *, of: str | None = None) -> RegionRunner:
+def checked_runner(
+    form: Callable[..., Any],
+    recorded: Any,
+    options: dict[str, Any],
+    *,
+    of: str | None = None,
+    where: str = "",
+    cut: Sequence[str] = Chunks._fields,
+) -> RegionRunner:
     """Returns the runner for options that a form was given, the name of the region or else of the module ``of`` among these."""
     is_recorded, options = checked_flag(recorded, "recorded"), {**options}
-    chunks = chunks_among(options)
+    chunks = chunks_among(options) if cut else None
     known = ["recorded", *options_of(Form.RECORDED if is_recorded else Form.CURRIED)]
     if of is not None:
         known.remove("name")
     if unknown := [name for name in options if name not in known]:
-        raise unknown_error(unknown, known, f"With recorded=True {form}" if is_recorded else form)
+        own = () if where else (one.name for one in inspect.signature(form).parameters.values() if one.kind is one.KEYWORD_ONLY)
+        all_known = dict.fromkeys((*own, *known, *cut))
+        raise unknown_error(unknown, all_known, f"{'With recorded=True ' if is_recorded else ''}{form.__name__}{where}")
     return RegionRunner(is_recorded, options if of is None else {**options, "name": of}, chunks)
 
 

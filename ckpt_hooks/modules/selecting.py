@@ -11,7 +11,9 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.call_sites import name_expression
-from ckpt_hooks._core.misuse import check_callable, check_is, checked_integer, wrong
+from ckpt_hooks._core.descriptions import text_of
+from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, checked_integer, wrong
+from ckpt_hooks._function.options import is_policy
 from ckpt_hooks._function.places import class_attribute
 from ckpt_hooks.report.entries import name_pattern
 
@@ -103,11 +105,15 @@ def selected_of(modules: dict[str, Module], select: Select, policy: Any, argumen
     if are_names or isinstance(select, Mapping):
         selected = _by_patterns(modules, dict.fromkeys(names, policy) if are_names else select, argument)
     else:
-        found = _every(modules, select) if isinstance(select, every) else _outermost(modules, _predicate(select, argument))
+        found = (
+            _every(modules, select)
+            if isinstance(select, every)
+            else _outermost(modules, _predicate(select, argument), argument)
+        )
         selected = {name: (module, policy) for name, module in found.items()}
     if not selected:
         classes = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
-        raise ValueError(f"{argument}={select!r} selects no module. Select among these classes: {classes}.")
+        raise ValueError(f"{argument}={text_of(select)} selects no module. Select among these classes: {classes}.")
     return selected
 
 
@@ -124,6 +130,8 @@ def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
     if kinds and all(isinstance(kind, type) and issubclass(kind, Module) for kind in kinds):
         return lambda name, module: isinstance(module, kinds)
     wanted = "module classes, name patterns, spans, a function of a name and a module, every(n), or a mapping of these"
+    if is_policy(select):
+        raise wrong(select, argument, wanted, "Pass a policy by name, `policy=...`, after the modules.")
     if isinstance(select, (type, Module)):
         raise wrong(select, argument, wanted, "To select one module, write its name, or `checkpoint_module(module)`.")
     check_callable(select, argument, "name, module", wanted, "Write a name as `model.named_modules()` has it.")
@@ -131,12 +139,18 @@ def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
     return predicate
 
 
-def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], Any]) -> dict[str, Module]:
+_ANSWER = "Write `bool(...)` around it in the function. Pass a policy by name: `policy=...`."
+
+
+def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], Any], argument: str) -> dict[str, Module]:
     """Returns the modules for which a predicate holds, without those inside another."""
     found: dict[str, Module] = {}
     inside: set[int] = set()
     for name, module in modules.items():
-        if id(module) not in inside and predicate(name, module):
+        if id(module) in inside:
+            continue
+        answer = predicate(name, module)
+        if checked_flag(answer, f"The result of {argument}({name!r}, module)", advice=_ANSWER):
             found[name] = module
             inside.update(map(id, module.modules()))
     return found
@@ -144,14 +158,16 @@ def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], An
 
 def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
     if select.of is None:
-        lists = _outermost(modules, lambda _, module: isinstance(module, ModuleList))
+        lists = _outermost(modules, lambda _, module: isinstance(module, ModuleList), "of")
         layers = {
             f"{name}.{index}" if name else index: layer
             for name, entries in lists.items()
             for index, layer in entries.named_children()
         }
     elif isinstance(select.of, every):
-        raise TypeError(f"of should be module classes, name patterns or a predicate, but got {select.of!r}. Multiply the two.")
+        raise TypeError(
+            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Multiply the two."
+        )
     else:
         layers = {name: module for name, (module, _) in selected_of(modules, select.of, None, "of").items()}
     counts: dict[str, int] = {}

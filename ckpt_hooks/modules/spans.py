@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Sequential
 
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.frame import stack
@@ -44,9 +44,17 @@ def span_in(model: Module, one: span) -> SpanModules:
     if first != last:
         advice = "Pass two layers of one list or Sequential, or two attributes of one module."
         raise wrong(one, "select", "a span of two modules whose forwards one module calls", advice, ValueError)
+    ends = modules[one.first], modules[one.last]
+    order = [*map(id, vars(modules[first])["_modules"].values())]  # a module of two places is there twice
+    forward: Any = modules[first].forward
+    if getattr(getattr(forward, "__wrapped__", forward), "__func__", None) is Sequential.forward and (
+        id(ends[0]) in order and id(ends[1]) not in order[order.index(id(ends[0])) :]
+    ):
+        advice = f"Write span({one.last!r}, {one.first!r})."
+        raise wrong(one, "select", "a span whose last layer runs after its first", advice, ValueError)
     names = [*modules]
     place = names.index(one.first), names.index(one.last)
-    return SpanModules(str(one), modules[first], modules[one.first], modules[one.last], place)
+    return SpanModules(str(one), modules[first], *ends, place)
 
 
 def _parent_of(modules: dict[str, Module], name: str) -> str:
@@ -96,7 +104,7 @@ class RegionSpan:
             _calls.open.remove(call)
         if call.leave is not None:
             call.close()
-            raise Misuse.SPAN_OPEN.error_of((self.name, None))
+            raise (Misuse.SPAN_REVERSED if call.is_reversed else Misuse.SPAN_OPEN).error_of((self.name, None))
         return result
 
     @skipped
@@ -113,7 +121,7 @@ class RegionSpan:
         call = self._call()
         if call is None or call.is_in_last:
             return function(*args, **kwargs)
-        call.is_in_last = True
+        call.is_in_last, call.is_reversed = True, not call.around
         try:
             result = function(*args, **kwargs)
         finally:
@@ -155,6 +163,7 @@ class _Call:
         self.leave: Callable[..., object] | None = None  # while the region is open
         self.around: dict[str, tuple[Any, ...]] = {}
         self.is_in_last = False  # a module may call itself
+        self.is_reversed = False  # the last module was called before the first
 
     def enter(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.around = _surroundings()

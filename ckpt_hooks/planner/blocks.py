@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._core.misuse import check_module
+from ckpt_hooks._core.misuse import check_module, wrong
 from ckpt_hooks.modules.selecting import selected_of, selector_of, span
 from ckpt_hooks.modules.spans import span_in
 from ckpt_hooks.report.ledger.data import Holder
@@ -49,11 +49,20 @@ def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
                 found += _spans_of(run, saved)
             todo += reversed(children)
     if not found:
+        if chunked and blocks_of(model):  # else the error of a model that has none anyway
+            check_chunked(sorted(chunked), chunked)
         raise ValueError(
             f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of the "
             "leaves, or layers in a row. Name some: module classes or patterns, as apply_checkpointing takes them."
         )
     return found
+
+
+def check_chunked(blocks: Iterable[str], chunked: Collection[str]) -> None:
+    """Raises if a block is itself a module which runs in chunks."""
+    if both := [name for name in blocks if name in chunked]:
+        advice = "Name modules in the blocks, as in chunks={'layers.*.mlp': (1, 4, 8)}, or others as blocks."
+        raise wrong(both, "chunks", "modules inside of blocks, or apart from these", advice, ValueError)
 
 
 def _leaves_in_a_row(name: str, module: Module) -> list[list[str]]:

@@ -109,6 +109,7 @@ def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstim
         TypeError: If an argument is of another kind.
         ValueError: If the step calls an operator whose results depend on data, as ``nonzero`` or ``item``; or the model is
             compiled.
+        RuntimeError: If it is called inside of a region.
 
     Example:
         >>> import torch

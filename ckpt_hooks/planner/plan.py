@@ -365,7 +365,10 @@ class Plan(PlanData, Printed):
         Raises:
             ValueError: If a value is none of a plan, is missing or unknown, or comes from a newer version; or TypeError.
         """
-        plan: Plan = _read(values, "plan", "Plan")
+        try:
+            plan: Plan = _read(values, "plan", "Plan")
+        except RecursionError:  # a thousand plans, each in others of another
+            raise wrong(values, "plan", "plans in others, of no others themselves", _ADVICE, ValueError) from None
         return plan
 
 
@@ -492,9 +495,9 @@ def plan_memory(
             byte that these move, a thousand for each number that a host draws, and three million for each operator that a
             region records. None for seconds of a model on a host where they do not spread, else operations.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
-            choose from: ``{"head": (1, 4, 8)}``, or ``{"mlp": {"chunks": (1, 4, 8), "dim": 1}}``. Of a module with an integer
-            attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``. Each number takes a step more, or
-            two. Never without this, since chunks round otherwise.
+            choose from: ``{"head": (1, 4, 8)}``, or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``. A block itself is
+            not cut. Of a module with an integer attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``.
+            Each number takes a step more, or two. Never without this, since chunks round otherwise.
         group: The process group whose ranks plan together; None for all, where ``torch.distributed`` is initialized. All run as
             many steps and have one plan: budgets hold for the largest peak of any, costs are those of the slowest. An exception
             on one is an error on all: one that waits in a collective then is fetched out of it after five seconds, by closing
@@ -516,6 +519,7 @@ def plan_memory(
         TypeError: If an argument is of another kind.
         ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, the
             model is compiled, or a dry run meets an operator whose results depend on data.
+        RuntimeError: If it is called inside of a region.
 
     Example:
         >>> import torch

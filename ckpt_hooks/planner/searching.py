@@ -18,6 +18,8 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.descriptions import region_in_words
+from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules.forward import RegionRunner
@@ -26,7 +28,7 @@ from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
-from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
+from .blocks import Blocks, blocks_of, check_chunked, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choices_of, choose, lasting_in
 from .planned import Chunking, KeptRun, PlanData, PlannedBlock, PlannedRunner, Shapes, applied, chunkings_of, runners_of
 from .profiling import Profile, profile_step
@@ -88,6 +90,7 @@ def searched(
     most = 2 * len(chunkings) + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         common: dict[str, Any] = {"margin": margin, "device": device, "base": ranks.most(base)}
+        check_chunked(selected or (), {one.name for one in chunkings[-1] if one.chunks > 1 and not one.is_attribute})
         names = selected or ranks.first(lambda: blocks_of(model, {one.name for one in chunkings[0]}))
         around = with_spans_around(names) if selected is None else []
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -199,8 +202,13 @@ def check_cost(cost: Any) -> None:
 
 
 def check_step(step: Any) -> None:
-    """Raises unless a step can be called."""
+    """Raises unless a step can be called, as a program does: outside of regions."""
     check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
+    if (frame := stack.innermost) is not None:
+        raise RuntimeError(
+            f"The step of a plan or an estimate would run inside of {region_in_words(frame.path)}, which changes what it "
+            "holds. Call plan_memory, or estimate_memory, outside of regions."
+        )
 
 
 def check_model(model: Any, *, is_dry: bool = False) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, check_signature, described_as
 from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks._torch.compiling import while_tracing
@@ -220,7 +221,7 @@ class _Function(Policy):
         return decision_of(self._function(ctx, op, *args, **kwargs), op)
 
     def __repr__(self) -> str:
-        return f"<policy: asks {getattr(self._function, '__qualname__', self._function)}>"
+        return f"<policy: asks {getattr(self._function, '__qualname__', None) or text_of(self._function)}>"
 
 
 class _TorchsFunction(_Function):

@@ -287,7 +287,8 @@ class Residual(NamedTuple):
         return json_of(self)
 
 
-#: What takes away memory that is held for a reason; None for what the program alone holds.
+#: What takes away memory that is held for a reason; None for what the program alone holds. Nothing takes away random states:
+#: regions that draw nothing share one, and those that draw need theirs.
 REMEDIES: dict[Reason | None, str] = {
     None: "delete it once it is used, with the list or attribute that has it",
     Reason.SAVED: "checkpoint_region() around the lines that use it",
@@ -298,7 +299,6 @@ REMEDIES: dict[Reason | None, str] = {
     Reason.POLICY: "a policy that keeps less, or offloads it",
     Reason.NAME: "a policy without this name, or one that offloads it",
     Reason.STATE: "make it inside of the region, or pass it as an argument",
-    Reason.RANDOM_STATE: "preserve_rng_state=False, where nothing is drawn",
     Reason.RECOMPUTED: "smaller regions",
     Reason.GRADIENT: "the optimizer's step in hooks of backward, with zero_grad()",
     Reason.BACKWARD: "fewer samples at a time",

@@ -67,8 +67,10 @@ class SavedResiduals(Printed):
         return sum(entry.nbytes for entry in self.dropped)
 
     def _headline(self) -> str:
-        most = "" if self.is_dropped_exact else "at most "
-        dropped = f"; regions dropped {most}{format_bytes(self.dropped_bytes)}" if self.dropped else ""
+        dropped = f"; regions dropped {format_bytes(self.dropped_bytes)}" if self.dropped else ""
+        if dropped and not self.is_dropped_exact:
+            # No bound: a loop that reads one tensor a hundred times has dropped one.
+            dropped = "; how much regions dropped is not known: for that, run forward under ckpt_hooks.trace()"
         return (
             f"backward holds {format_bytes(self.total_bytes)} in {count_of(len(self.tensors), 'storage')}, "
             f"{format_bytes(self.added_bytes)} of this for backward alone{dropped}"
@@ -79,14 +81,15 @@ class SavedResiduals(Printed):
         rows = [[format_bytes(nbytes), str(counts[reason]), reason] for reason, nbytes in self.by_reason.items()]
         yield Table(["bytes", "storages", "reason"], rows, (0, 1))
         yield _table(self.tensors)
-        yield _table(self.dropped, "dropped, and brought back in backward:")
+        shared = "" if self.is_dropped_exact else "; the bytes of each, which several may share"
+        yield _table(self.dropped, f"dropped, and brought back in backward{shared}:", is_exact=self.is_dropped_exact)
 
 
 _MOST_ROWS = 60
 _COLUMNS = ("bytes", "", "tensor", "reason", "module or name", "line", "operator", "region", "saved by", "why")
 
 
-def _table(entries: Sequence[Residual], title: str = "") -> Table:
+def _table(entries: Sequence[Residual], title: str = "", *, is_exact: bool = True) -> Table:
     pattern = functools.cache(name_pattern)
 
     def key(entry: Residual) -> object:
@@ -101,15 +104,17 @@ def _table(entries: Sequence[Residual], title: str = "") -> Table:
     ordered = sorted(alike(entries, key), key=lambda group: -group[0].nbytes * len(group))
     rows: list[list[str]] = []
     for group in ordered[:_MOST_ROWS]:
-        rows += _rows_of(group)
+        rows += _rows_of(group, is_exact)
     rest = [entry for group in ordered[_MOST_ROWS:] for entry in group]
-    more = f"and {len(rest)} more, {format_bytes(sum(entry.nbytes for entry in rest))}" if rest else ""
+    size = f", {format_bytes(sum(entry.nbytes for entry in rest))}" if is_exact else ""
+    more = f"and {len(rest)} more{size}" if rest else ""
     return Table(_COLUMNS, rows, (0, 1), range(4, len(_COLUMNS)), title, more)
 
 
-def _rows_of(group: Sequence[Residual]) -> list[list[str]]:
+def _rows_of(group: Sequence[Residual], is_exact: bool) -> list[list[str]]:
     first = group[0]
-    size = format_bytes(first.nbytes * len(group)) if first.nbytes or first.dtype is not None else "?"
+    count = len(group) if is_exact else 1
+    size = format_bytes(first.nbytes * count) if first.nbytes or first.dtype is not None else "?"
     operator = (first.operator or "").removeprefix("aten.").removesuffix(".default")
     # The name of a parameter has its module in it.
     place = fold_names(entry.name for entry in group if entry.name is not None)

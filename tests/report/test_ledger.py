@@ -242,6 +242,15 @@ def apply_and_run(net):
     net(torch.ones(4, 8)).sum().backward()
 
 
+def test_random_states_of_regions_that_draw_have_no_remedy():
+    """With preserve_rng_state=False gradients would be others, and no error."""
+    x = torch.ones(4, 8, requires_grad=True)
+    found = memory_ledger(lambda: sum(checkpoint(nn.Dropout(0.5), x * 1) for _ in range(8)).sum().backward())
+    (states,) = (holder for holder in found.peak.holders if holder.reason is Reason.RANDOM_STATE)
+    assert states.nbytes == 8 * torch.get_rng_state().nbytes > found.peak.nbytes / 2
+    assert "preserve_rng_state" not in f"{found} {found.to_json()['causes']}"
+
+
 def test_to_json_has_everything():
     x = torch.ones(16, requires_grad=True)
     found = memory_ledger(lambda: checkpoint(torch.sin, x).exp().sum().backward())

@@ -324,6 +324,23 @@ def test_views_of_parameters_are_not_dropped(form):
     assert report.to_json()["is_dropped_exact"] is report.is_dropped_exact
 
 
+def test_without_a_trace_the_report_does_not_say_how_much_is_dropped():
+    """128 nodes save one tensor of 16 KiB."""
+
+    def function(x):
+        once = x.sin()
+        return sum((once * once).sum() for _ in range(64))
+
+    x = torch.rand(4096, requires_grad=True)
+    y = checkpoint(function, x)
+    text = str(saved_tensors_report(y))
+    assert "how much regions dropped is not known: for that, run forward under ckpt_hooks.trace()" in text
+    assert "MiB" not in text
+    with trace():
+        y = checkpoint(function, x)
+    assert "regions dropped 16.0 KiB" in str(saved_tensors_report(y))
+
+
 def test_a_size_that_is_unknown_or_guessed_is_not_exact():
     """Of torch's own regions nothing shows; without a trace, a view of a weight counts."""
     x, weight = torch.rand(8, 8, requires_grad=True), torch.rand(8, 8, requires_grad=True)

@@ -227,7 +227,7 @@ def memory_ledger() -> contextlib.AbstractContextManager[MemoryLedger]: ...
 def memory_ledger(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryLedger: ...
 
 
-def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
+def memory_ledger(step: Any = ..., /, *args: Any, **kwargs: Any) -> Any:
     """Notes every allocation of a training step, or of a block, and what made it.
 
     Called with a step, runs it once: ``memory_ledger(step, *args)``. Called with nothing, returns a context manager, as in
@@ -267,10 +267,10 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
         >>> [(holder.nbytes, holder.reason.value) for holder in found.peak.holders if holder.reason]
         [(16384, 'backward'), (16384, 'backward'), (16384, 'gradient')]
     """
-    if step is None and not kwargs:
+    if step is ... and not kwargs:  # no default of None, which a call of the step returns
         return ledger_of(None)
     if not callable(step):
-        advice = "Write `memory_ledger(step, *args)`, or `with memory_ledger() as found:` around the step."
+        advice = "Write `memory_ledger(step, *args)`, not `memory_ledger(step())`, or `with memory_ledger() as found: step()`."
         raise wrong(step, "step", "a function to run", advice)
     with ledger_of(None) as found:
         step(*args, **kwargs)
