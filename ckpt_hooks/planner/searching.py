@@ -24,6 +24,7 @@ from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
+from ckpt_hooks.report.progress import begin_step, has_peak
 
 from .blocks import Blocks, blocks_of, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choices_of, choose, lasting_in
@@ -122,6 +123,7 @@ def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: i
     def counted(model: Module) -> Any:
         nonlocal runs
         runs += 1
+        begin_step(most)
         return step(model)
 
     yield counted
@@ -413,6 +415,7 @@ class Search:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak
             nbytes = peak.nbytes if room is None else room.taken()
+        has_peak(nbytes)
         measured, outside = max(self.ranks.all((nbytes, outside_of(peak.holders, self._blocks.members))))
         plan["outside_module"], plan["outside_bytes"] = outside
         return {**plan, "measured_peak": measured, "_model": weakref.ref(model)}
