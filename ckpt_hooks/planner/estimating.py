@@ -25,6 +25,7 @@ from ckpt_hooks.report.entries import (
     up_to_number,
 )
 from ckpt_hooks.report.ledger import MemoryLedger, ledger_of
+from ckpt_hooks.report.progress import begin_step, shown
 
 from .restoring import as_before, dry, optimizer_state, state_of
 from .searching import check_model, check_step
@@ -86,7 +87,7 @@ class MemoryEstimate(Printed):
         yield Table(["", "block", "class", "activations"], rows, (0, 3), (1,))
 
 
-def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstimate:
+def estimate_memory(model: Module, step: Callable[[Module], Any], *, progress: bool = True) -> MemoryEstimate:
     """Estimates the memory of a training step without taking it, for a model that fits nowhere yet too.
 
     Runs the step twice on fake tensors, which have shapes and no memory, and counts in the second run, in which gradients and
@@ -101,6 +102,8 @@ def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstim
     Args:
         model: The model, with parameters on a device, or on the meta device: those count as on the default device.
         step: Runs one training step, ``step(model)``. It may make an optimizer, or use one of the model's parameters.
+        progress: Whether a line on the terminal shows the running step, once the estimate takes two seconds, with ``tqdm`` if
+            it is there. The logger ``"ckpt_hooks"`` is told of each step in any case.
 
     Returns:
         The :class:`MemoryEstimate`: ``print`` shows it, ``to_json()`` has its values.
@@ -122,7 +125,8 @@ def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstim
     """
     check_step(step)
     check_model(model, is_dry=True)
-    with dry(model), as_before(model):
+    with shown("estimate_memory", progress), dry(model), as_before(model):
+        begin_step(2)
         step(model)
         before = _bytes_of(model.parameters()), _bytes_of(model.buffers()), _bytes_of(_gradients(model))
         states_before = sum(nbytes for _, nbytes in optimizer_state(model).values())
@@ -133,6 +137,7 @@ def estimate_memory(model: Module, step: Callable[[Module], Any]) -> MemoryEstim
 
         hook = register_optimizer_step_post_hook(after)
         try:
+            begin_step(2)
             with ledger_of(model) as found:
                 step(model)
         finally:

@@ -18,6 +18,7 @@ from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.entries import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
+from ckpt_hooks.report.progress import shown
 
 from .blocks import names_in
 from .guard import Guard
@@ -129,7 +130,7 @@ class Plan(PlanData, Printed):
                 )
         return facts
 
-    def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:
+    def add(self, step: Callable[[Module], Any], model: Module | None = None, *, progress: bool = True) -> Plan:
         """Measures a step of other shapes, and finds a plan for it with the same blocks and the same budget.
 
         Calls of blocks with the shapes of this step go by its plan, from the next :meth:`apply` on.
@@ -137,6 +138,7 @@ class Plan(PlanData, Printed):
         Args:
             step: Runs one training step, as for :func:`ckpt_hooks.plan_memory`.
             model: The model, without regions of a plan; None for the one that was planned.
+            progress: Whether a line shows what runs, as for :func:`ckpt_hooks.plan_memory`.
 
         Returns:
             The plan of the step, which is in ``others`` as well.
@@ -155,7 +157,8 @@ class Plan(PlanData, Printed):
                 del options["name"], options["is_attribute"]
             blocks = [selector_of(names[block.name]) for block in self.blocks]
             given: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
-            found = Plan.of(searched(model, step, self.budget, ranks, **given))
+            with shown("plan.add", progress):
+                found = Plan.of(searched(model, step, self.budget, ranks, **given))
         found = dataclasses.replace(
             found,
             blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
@@ -164,13 +167,21 @@ class Plan(PlanData, Printed):
         self.others.append(found)
         return found
 
-    def replan(self, memory_budget: Budget, step: Callable[[Module], Any] | None = None, model: Module | None = None) -> Plan:
+    def replan(
+        self,
+        memory_budget: Budget,
+        step: Callable[[Module], Any] | None = None,
+        model: Module | None = None,
+        *,
+        progress: bool = True,
+    ) -> Plan:
         """Finds a plan for another budget from the same profile, in a fraction of the time of :func:`ckpt_hooks.plan_memory`.
 
         Args:
             memory_budget: The peak allowed, as for :func:`ckpt_hooks.plan_memory`.
             step: A step to measure the plan, and to correct it; None for the peak as predicted, which the plan says.
             model: The model, without regions of a plan; None for the one that was planned.
+            progress: Whether a line shows what runs, as for :func:`ckpt_hooks.plan_memory`.
 
         Returns:
             The plan, for the shapes of the profile alone.
@@ -186,7 +197,7 @@ class Plan(PlanData, Printed):
                 return Plan.of(dataclasses.replace(search.plan(memory_budget), _model=self._model))
             check_step(step)
             model = self._found(model, "replan")
-            with as_often(model, step, search.ranks, MOST_MEASURED) as step:
+            with shown("plan.replan", progress), as_often(model, step, search.ranks, MOST_MEASURED) as step:
                 return Plan.of(search.plan(memory_budget, model, step))
 
     def pareto(self) -> ParetoFront:
@@ -466,6 +477,7 @@ def plan_memory(
     chunks: Mapping[str, Any] | None = None,
     group: Any = None,
     dry_run: bool = False,
+    progress: bool = True,
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
@@ -509,6 +521,8 @@ def plan_memory(
             depend on data do not run so: models of Transformers need an ``attention_mask`` of four dimensions. Blocks are
             recorded, never called again. What kernels take inside of an operator is not seen, but for those of a host in
             float32; matrices in bfloat16 take up to an operand more there.
+        progress: Whether a line on the terminal shows the running step and the peak so far, once planning takes two seconds,
+            with ``tqdm`` if it is there. The logger ``"ckpt_hooks"`` is told of each step in any case.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
@@ -534,5 +548,6 @@ def plan_memory(
     """
     options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
     ranks = Ranks(group)
-    with ranks.together(), set_self_check(False):  # which takes time in the steps that are measured
+    # The self-check takes time in the steps that are measured.
+    with ranks.together(), set_self_check(False), shown("plan_memory", progress):
         return Plan.of(searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))

@@ -19,6 +19,7 @@ from ckpt_hooks._core.holdings import Saved
 from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks._torch.profiling import profile_memory
 from ckpt_hooks.report.ledger.rows import Marks, OlderMemory, RegionMarks, Row, rows_of
+from ckpt_hooks.report.progress import has_peak
 
 
 class Run(NamedTuple):
@@ -302,7 +303,8 @@ def profile_step(step: Callable[[], Any], blocks: Mapping[str, Module]) -> Profi
     except BaseException:
         one.abandon()
         raise
-    _, profile = one.end()
+    peak, profile = one.end()
+    has_peak(peak)
     assert profile is not None
     return profile
 

@@ -27,6 +27,7 @@ from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
+from ckpt_hooks.report.progress import begin_step, has_peak
 
 from .blocks import Blocks, blocks_of, check_chunked, ends_of, outside_of, selected_blocks, with_spans_around
 from .choosing import Problem, block_options, choices_of, choose, lasting_in
@@ -129,6 +130,7 @@ def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: i
     def counted(model: Module) -> Any:
         nonlocal runs
         runs += 1
+        begin_step(most)
         return step(model)
 
     yield counted
@@ -430,6 +432,7 @@ class Search:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak
             nbytes = peak.nbytes if room is None else room.taken()
+        has_peak(nbytes)
         outside = outside_of(peak.holders, self._blocks.members)
         measured, (module, outside_bytes) = max(self.ranks.all((nbytes, outside)))
         return dataclasses.replace(

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import itertools
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks._core.misuse import check_is
 
 T = TypeVar("T")
 
@@ -184,6 +186,11 @@ def _ranges(numbers: Sequence[int]) -> str:
     found = itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0])
     runs = [[number for _, number in run] for _, run in found]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def check_path(path: Any, example: str) -> None:
+    """Checks the argument of the file that a report is written to."""
+    check_is(path, (str, os.PathLike), "path", "the path of a file", f"Write its name, as in {example!r}.")
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from .entries import (
     noting_out_of_memory,
     times,
 )
+from .snapshots import Exported, MemoryEvent, frame_of, snapshot_of
 
 
 @dataclasses.dataclass
@@ -146,10 +147,42 @@ class StepTrace(Printed):
         yield Table(_HEADER, [*_rows_of(self.regions, "")], _NUMBERS, (0,))
         yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in self.held_bytes.items()], (0,))
 
+    def scalars(self) -> dict[str, float]:
+        """Returns the step as a flat dict of numbers, as loggers of metrics take it.
+
+        Returns:
+            ``recomputes``, ``recompute_seconds``, and in bytes ``dropped``, ``held`` and ``offloaded``: of the step, and of
+            each outermost region by its module, or else its name, as in ``dropped/layers.0``.
+
+        Example:
+            >>> import torch
+            >>> from ckpt_hooks import checkpoint, trace
+            >>> x = torch.ones(256, requires_grad=True)
+            >>> with trace() as found:
+            ...     checkpoint(torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.Tanh()), x).sum().backward()
+            >>> found.scalars()["dropped"]
+            2048
+        """
+        found: dict[str, float] = dict.fromkeys(_SCALARS, 0)
+        for root in self.regions:
+            inside = [*root.walk()]
+            numbers = (
+                *(sum(one.recomputes for one in inside), root.recompute_seconds, sum(one.dropped_bytes for one in inside)),
+                *(sum(sum(one.held_bytes.values()) for one in inside), sum(one.offloaded_bytes for one in inside)),
+            )
+            for name, number in zip(_SCALARS, numbers, strict=True):
+                for key in (name, f"{name}/{root.module or root.name}"):
+                    found[key] = found.get(key, 0) + number
+        # A recompute may begin in another region's, and be of an earlier step.
+        return {**found, "recomputes": self.recomputes, "recompute_seconds": self.recompute_seconds}
+
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""
         return (inner for region in self.regions for inner in region.walk())
 
+
+#: The numbers of a step, and of each outermost region.
+_SCALARS = ("recomputes", "recompute_seconds", "dropped", "held", "offloaded")
 
 # Tables. Regions alike are one row, as in ``"x12 layers.0-11 Block"``: with figures of one, and a mean time.
 
@@ -198,7 +231,7 @@ class _Running(threading.local):
         self.ranges: list[tuple[int, Any]] = []
 
 
-class Trace(OfThisProcess, Observer, Printed):
+class Trace(OfThisProcess, Observer, Printed, Exported):
     """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive."""
 
     _json = ("steps",)
@@ -258,6 +291,31 @@ class Trace(OfThisProcess, Observer, Printed):
     def _tables(self) -> Iterator[Table]:
         for step in self.steps[-1:]:
             yield from step._tables()
+
+    def to_snapshot(self) -> dict[str, Any]:
+        """Returns what regions hold as a dict like ``torch.cuda.memory._snapshot()`` makes.
+
+        Each step allocates what its regions hold, in the order of forward, and frees all of it in the opposite order. The stack
+        of each has the reason, the line, and the names of the regions around. A trace knows bytes alone: addresses and times
+        have no meaning. Of a :func:`ckpt_hooks.memory_ledger` they are those of the step, with memory outside of regions.
+
+        Returns:
+            ``segments``, and ``device_traces`` with the steps on device 0, whatever device the regions were on.
+        """
+        events: list[MemoryEvent] = []
+        for step in self.steps:
+            at, begin = 0, len(events)
+            for one in step.walk():
+                names = [frame_of(name, "region") for name in (_label([one]), *reversed(one.path[:-1]))]
+                for reason, nbytes in one.held_bytes.items():
+                    events.append(MemoryEvent(True, at, nbytes, [frame_of(reason, "reason", one.site), *names]))
+                    at += nbytes
+            events += [event._replace(is_alloc=False) for event in reversed(events[begin:])]
+        return snapshot_of(one for one in events if one.nbytes)
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the numbers of the latest step; see :meth:`StepTrace.scalars`."""
+        return (self.steps or (self._present(),))[-1].scalars()
 
     def largest(self) -> list[str]:
         """Returns lines on the regions of this step that hold most, and live still."""

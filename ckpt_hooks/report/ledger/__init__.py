@@ -30,9 +30,10 @@ from ckpt_hooks.report.entries import (
     times,
     up_to_number,
 )
+from ckpt_hooks.report.snapshots import Exported, MemoryEvent, frames_of, snapshot_of
 
 from .data import Holder, LedgerData, Phase, maker_in_words
-from .pictures import Picture, compare
+from .pictures import BandKind, Blocks, Picture, band_of, compare
 from .rows import Marks, OlderMemory, rows_of, watch
 
 _HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
@@ -43,7 +44,7 @@ _MOST_PHASES = 6  # rows of phases, else phases of one name share a row
 _BAR = 24  # characters
 
 
-class MemoryLedger(LedgerData, Printed):
+class MemoryLedger(LedgerData, Printed, Exported):
     """The memory of one device in a step: every allocation, with the operator and module that made the allocation.
 
     ``print`` shows peak, phases, the largest holders at the peak, and what takes these away. In a block, the ledger can be read
@@ -106,6 +107,64 @@ class MemoryLedger(LedgerData, Printed):
         """
         return compare(path, **{"": self})  # without a title
 
+    def to_snapshot(self) -> dict[str, Any]:
+        """Returns the ledger as a dict like ``torch.cuda.memory._snapshot()`` makes; :meth:`save_snapshot` writes the pickle.
+
+        The stack of an allocation, and of its free, has the operator with its line, then modules, the region, and the kind of
+        maker. A segment is a run of addresses which the step used. Memory from before has no stack, and made-up addresses.
+
+        Returns:
+            ``segments``, as at the end of the ledger, and ``device_traces``, with the trace of this ledger's device. The trace
+            of the host is that of device 0.
+
+        Example:
+            >>> import torch
+            >>> from ckpt_hooks import memory_ledger
+            >>> x = torch.ones(4096, requires_grad=True)
+            >>> (events,) = memory_ledger(lambda: x.exp().sum().backward()).to_snapshot()["device_traces"]
+            >>> events[0]["action"], events[0]["size"], events[0]["frames"][0]["name"]
+            ('alloc', 16384, 'aten::exp')
+        """
+
+        def events() -> Iterator[MemoryEvent]:
+            for change in self.changes:
+                one = None if change.allocation is None else self.allocations[change.allocation]
+                address, stack = (None, []) if one is None else (one.address, stacks[one.origin])
+                yield MemoryEvent(change.nbytes > 0, address, abs(change.nbytes), stack, change.time // 1000)
+
+        stacks = _Stacks()
+        freed = sum(change.nbytes for change in self.changes if change.allocation is None)
+        return snapshot_of(events(), torch.device(self.device).index or 0, max(0, self.base_nbytes + freed))
+
+    def scalars(self) -> dict[str, int]:
+        """Returns the ledger as a flat dict of bytes, as loggers of metrics take it.
+
+        Returns:
+            ``peak``, above the memory in use when the ledger began, and ``base``, that memory. ``recomputed``: what recomputes
+            of regions have allocated in the step. By block of the model, as in ``peak/layers.0``: the part of what is in use
+            at the peak; ``recomputed/layers.0`` likewise. ``peak/older``, ``peak/gradients``, ``peak/optimizer``,
+            ``peak/outside`` and ``peak/backward`` are in no block. All ``peak/...`` add up to ``base`` and ``peak``.
+
+        Example:
+            >>> import torch
+            >>> from ckpt_hooks import memory_ledger
+            >>> x = torch.ones(4096, requires_grad=True)
+            >>> memory_ledger(lambda: x.exp().sum().backward()).scalars()["recomputed"]
+            0
+        """
+        peak, (names,) = self.peak, Blocks([self], 1).names
+        found = {"peak": peak.nbytes, "base": self.base_nbytes, "recomputed": 0}
+        found.update({"peak/older": peak.older_nbytes} if peak.older_nbytes else {})
+        for one, block in zip(self.allocations, names, strict=True):
+            part, keys = band_of(one, None if block is None else 0)[0], list[str]()
+            if one.origin.maker is Maker.RECOMPUTE:
+                keys = ["recomputed", *([] if block is None else [f"recomputed/{block}"])]
+            if one.born <= peak.change and (one.freed is None or peak.change < one.freed):
+                keys.append(f"peak/{block if part in (BandKind.BLOCK, BandKind.AGAIN) else part.name.lower()}")
+            for key in keys:
+                found[key] = found.get(key, 0) + one.nbytes
+        return found
+
     def _headline(self) -> str:
         peak = self.peak
         words = f"peak {format_bytes(peak.nbytes)} above the {format_bytes(self.base_nbytes)} in use before, on {self.device}"
@@ -155,6 +214,12 @@ class MemoryLedger(LedgerData, Printed):
             "allocations": rows,
             "changes": [[change.time, change.allocation, change.nbytes, change.live] for change in self.changes],
         }
+
+
+class _Stacks(dict[Origin, Any]):
+    # Each once: a pickle of events that share stacks is a tenth as large.
+    def __missing__(self, origin: Origin) -> Any:
+        return self.setdefault(origin, frames_of(origin))
 
 
 def _remedy_for(ledger: LedgerData, holder: Holder) -> str:

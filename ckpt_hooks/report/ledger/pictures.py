@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_hooks._core.misuse import check_is
-from ckpt_hooks.report.entries import Maker, alike, cut, fold_names, format_bytes, name_pattern, up_to_number
+from ckpt_hooks.report.entries import Maker, alike, check_path, cut, fold_names, format_bytes, name_pattern, up_to_number
 
 from .data import Allocation, LedgerData, maker_in_words
 
@@ -43,7 +43,7 @@ class Band(NamedTuple):
 
 def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
     """Returns about ``most`` moments of a ledger, as indices of changes, and its bands from the bottom up."""
-    keys = [_key_of(one, block) for one, block in zip(ledger.allocations, blocks.numbers[number], strict=True)]
+    keys = [band_of(one, block) for one, block in zip(ledger.allocations, blocks.numbers[number], strict=True)]
     before = BandKind.OLDER, None
     if not keys:
         return [0, 1], [Band(*before, [ledger.base_nbytes] * 2)]
@@ -60,7 +60,8 @@ def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tupl
     return moments, [Band(*key, column) for key, column in zip(order, zip(*values, strict=True), strict=True) if any(column)]
 
 
-def _key_of(allocation: Allocation, block: int | None) -> tuple[BandKind, int | None]:
+def band_of(allocation: Allocation, block: int | None) -> tuple[BandKind, int | None]:
+    """Returns the band of an allocation of a block."""
     maker = allocation.origin.maker
     part = BandKind.GRADIENTS if allocation.is_gradient else _KINDS.get(maker)
     if part is not None or block is None:
@@ -96,7 +97,8 @@ class Blocks:
         modules = [name for ledger in ledgers for one in ledger.allocations if (name := _module_of(one)) is not None]
         numbered = {end for name in [*modules, *self._regions] if (end := up_to_number(name)) is not None}
         self._containers = {name[:at] for name in numbered for at, letter in enumerate(name) if letter == "."}
-        names = [self._names_in(ledger) for ledger in ledgers]
+        # The name of the block of each allocation, by ledger; None for one of no block.
+        self.names = names = [self._names_in(ledger) for ledger in ledgers]
         sizes: collections.Counter[str] = collections.Counter()
         for ledger, of in zip(ledgers, names, strict=True):
             for one, name in zip(ledger.allocations, of, strict=True):
@@ -108,7 +110,7 @@ class Blocks:
         # In the order of forward. Equal layers share a label where there are many.
         self.labels = list(dict.fromkeys(labels.values()))
         places: dict[str | None, int] = {name: self.labels.index(label) for name, label in labels.items()}
-        # The number of the label of each allocation, by ledger; None for one of no block.
+        # The number of the label of each.
         self.numbers = [[places.get(name) for name in of] for of in names]
 
     def _names_in(self, ledger: LedgerData) -> list[str | None]:
@@ -200,11 +202,6 @@ class Picture:
         file = io.BytesIO()
         self.figure.savefig(file, format="png")
         return file.getvalue()
-
-
-def check_path(path: Any, example: str) -> None:
-    """Checks the argument of a picture's file."""
-    check_is(path, (str, os.PathLike), "path", "the path of a file", f"Write its name, as in {example!r}.")
 
 
 def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData) -> Picture:

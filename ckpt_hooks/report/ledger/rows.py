@@ -30,6 +30,7 @@ from ckpt_hooks._torch.modes import PastFunctionModes, active_fake_mode
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
 from ckpt_hooks._torch.tensors import dense_parts, dry_storages
 from ckpt_hooks.report.entries import NOWHERE, Origin
+from ckpt_hooks.report.progress import ticker
 
 _PREFIX = "ckpt_hooks##"
 _NODE = "autograd::engine::evaluate_function: "
@@ -53,6 +54,7 @@ class Marks:
         self.by_name: dict[str, Mark] = {}
         self._next = itertools.count().__next__
         self._thread = threading.get_ident()
+        self._tick = ticker()
         self.is_open = True  # frames keep their observers, and may tell more when the ledger has been taken
         if (listen := getattr(active_fake_mode(), "listen", None)) is not None:
             listen(functools.partial(self.add, _MEMORY))
@@ -65,6 +67,8 @@ class Marks:
 
     def add(self, event: str, *args: Any) -> None:
         if self.is_open:
+            if self._tick is not None:
+                self._tick()
             with self.range_of(event, *args):
                 pass
 

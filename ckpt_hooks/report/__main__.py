@@ -1,0 +1,123 @@
+"""Runs a training script, and prints the ledger of one of its steps: ``python -m ckpt_hooks.report script.py``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckpt_hooks._torch.autograd import graph_task_id
+
+from .ledger import MemoryLedger, ledger_of
+from .progress import is_first_rank
+
+
+class _Measured(SystemExit):
+    """Ends the script after the measured step."""
+
+
+class _Steps:
+    """The steps of a script. A step ends with the calls of ``optimizer.step()`` before the next call of a module."""
+
+    # A ledger begins and ends in such calls: at one depth of the program, where its function mode is the innermost.
+    def __init__(self, wanted: int, goes_on: bool) -> None:
+        self._wanted, self._goes_on, self._thread = wanted, goes_on, threading.get_ident()
+        self.ledger: MemoryLedger | None = None
+        self.number, self.is_done = 0, False
+        self.open = contextlib.ExitStack()
+        self._is_called = True  # whether a module was called since the latest step of an optimizer
+        self._stepped: list[int] = []  # the optimizers, in this step so far
+        self._count = 1  # of their calls, in the step before
+        if wanted == 1:
+            self._begin()
+
+    def called(self, module: Any, args: Any) -> None:
+        self._is_called = True
+
+    def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.is_done or threading.get_ident() != self._thread or graph_task_id() != -1:
+            return
+        if self._is_called or id(optimizer) in self._stepped:  # without modules, a second time
+            self._count, self._stepped = len(self._stepped) or 1, []
+            self.number, self._is_called = self.number + 1, False
+        self._stepped.append(id(optimizer))
+        if self.number == self._wanted - 1:
+            self.open.close()  # another optimizer of the step before
+            self._begin()
+        elif self.ledger is not None and (len(self._stepped) == self._count or self.number > self._wanted):
+            self.is_done = True
+            self.open.close()
+            if not self._goes_on:
+                raise _Measured
+
+    def _begin(self) -> None:
+        try:
+            self.ledger = self.open.enter_context(ledger_of(None))
+        except RuntimeError:  # of the program's own profiler
+            self._wanted += 1
+
+
+def _run(script: str, arguments: Sequence[str]) -> None:
+    """Runs a script as ``python script.py`` does."""
+    path = os.path.abspath(script)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    sys.argv = [script, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = path
+    exec(code, vars(module))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ckpt_hooks.report",
+        description="Run a training script, and print the ledger of one of its steps: every byte, by phase, what holds most at "
+        "the peak, and what takes that away. A step ends at optimizer.step(), or at the last of several in a row; not at those "
+        "inside of backward. With torchrun, write `torchrun -m ckpt_hooks.report script.py`: the first rank prints.",
+    )
+    parser.add_argument("--step", type=int, default=3, help="its number (default: 3; the first makes states of optimizers)")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="run the script to its end (default: stop it)")
+    parser.add_argument("--snapshot", metavar="FILE", help="write the step for https://pytorch.org/memory_viz, too")
+    parser.add_argument("script", help="the script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the arguments of the script")
+    options = parser.parse_args(arguments)
+    if options.step < 1:
+        parser.error(f"argument --step: got {options.step}, expected 1 or more")
+    if not os.path.isfile(options.script):
+        parser.error(f"argument script: {options.script!r} is no file")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints its own begin and end
+    steps, has_failed = _Steps(options.step, options.goes_on), False
+    hooks = register_module_forward_pre_hook(steps.called), register_optimizer_step_post_hook(steps.stepped)
+    try:
+        with steps.open:
+            _run(options.script, options.args)
+    except _Measured:
+        pass
+    except Exception:
+        has_failed = True
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if steps.ledger is not None and (steps.is_done or has_failed) and is_first_rank():
+            print(steps.ledger)  # noqa: T201
+            if options.snapshot is not None:
+                steps.ledger.save_snapshot(options.snapshot)
+        elif is_first_rank():
+            print(f"No ledger: the script ended after step {steps.number}. Pass another --step.", file=sys.stderr)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Steps that run for a plan or an estimate: a line on a terminal once they take long, and lines of the logger."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from time import monotonic
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.misuse import checked_flag
+
+from .entries import cut, format_bytes
+
+_logger = logging.getLogger("ckpt_hooks")
+
+_AFTER = 2.0  # seconds until the first line
+_EVERY = 0.1  # seconds from a line to the next
+
+_present: ContextVar[_Progress | None] = ContextVar("progress", default=None)
+
+
+def is_first_rank() -> bool:
+    """Returns whether this process is the one of its program that prints."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"  # as torchrun sets it, before a group is made or after its end
+
+
+class _Plain:
+    # Spaces, and no escape sequences, which not all terminals know.
+    def __init__(self) -> None:
+        self._width = 0
+
+    def write(self, text: str) -> None:
+        text = cut(text, shutil.get_terminal_size().columns - 1)
+        sys.stderr.write(f"\r{text.ljust(self._width)}")
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def close(self) -> None:
+        self.write("")
+        self.write("")
+
+
+def _new_line() -> tuple[Callable[[str], Any], Callable[[], Any]]:
+    """Returns what writes a line over the one before, and what clears it."""
+    try:
+        from tqdm import tqdm  # which knows the bars of the program's own
+    except ImportError:
+        plain = _Plain()
+        return plain.write, plain.close
+    # Without tqdm's thread, in which the garbage collector may run: the profiler of a step does not see what is freed there.
+    quiet = type("Line", (tqdm,), {"monitor_interval": 0})
+    bar = quiet(bar_format="{desc}", leave=False, file=sys.stderr, dynamic_ncols=True)
+    return bar.set_description_str, bar.close
+
+
+class _Progress:
+    def __init__(self, what: str, is_on: bool) -> None:
+        self.peak = 0
+        self._what, self._number, self._most = what, 0, 0
+        self._begun = self._shown = monotonic()
+        self._thread = threading.get_ident()
+        self._is_on = is_on and is_first_rank() and getattr(sys.stderr, "isatty", bool)()
+        self._write: Callable[[str], Any] | None = None
+        self._clear: Callable[[], Any] = bool
+
+    def __str__(self) -> str:
+        peak = f", peak so far {format_bytes(self.peak)}" if self.peak else ""
+        return f"{self._what}: step {self._number} of at most {self._most}{peak}"
+
+    def begin_step(self, most: int) -> None:
+        self._number, self._most = self._number + 1, most
+        _logger.info(str(self))
+        self._shown = self._begun
+        self.show()
+
+    def show(self) -> None:
+        if not self._is_on or threading.get_ident() != self._thread:
+            return
+        now = monotonic()
+        if now - self._begun >= _AFTER and now - self._shown >= _EVERY:
+            self._shown = now
+            with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+                if self._write is None:
+                    self._write, self._clear = _new_line()
+                self._write(str(self))
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._clear()
+
+
+@contextlib.contextmanager
+def shown(what: str, progress: Any) -> Iterator[None]:
+    """Shows the steps of a block, unless those of a block around are shown."""
+    is_on = checked_flag(progress, "progress")
+    if _present.get() is not None:
+        yield
+        return
+    one = _Progress(what, is_on)
+    token = _present.set(one)
+    try:
+        yield
+    finally:
+        _present.reset(token)
+        one.end()
+
+
+def begin_step(most: int) -> None:
+    """Tells that a step begins, of at most so many."""
+    if (one := _present.get()) is not None:
+        one.begin_step(most)
+
+
+def has_peak(nbytes: int) -> None:
+    """Tells of the peak of a step."""
+    if (one := _present.get()) is not None:
+        one.peak = max(one.peak, nbytes)
+
+
+def ticker() -> Callable[[], None] | None:
+    """Returns what to call often while a step runs; None where nothing is shown."""
+    one = _present.get()
+    return None if one is None else one.show

@@ -1,0 +1,138 @@
+"""Reports as the pickles of torch's snapshots of memory, for https://pytorch.org/memory_viz."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from .entries import Maker, Origin, check_path
+
+Frames = list[dict[str, Any]]
+
+_GAP = 2**20  # bytes between blocks of a segment: the host's allocator has headers between
+
+
+class MemoryEvent(NamedTuple):
+    """Memory allocated, or freed."""
+
+    is_alloc: bool
+    address: int | None  # None for memory from before
+    nbytes: int
+    frames: Frames
+    microseconds: int = 0
+
+
+class Exported:
+    """A report that is a snapshot of memory, too."""
+
+    __slots__ = ()
+
+    def to_snapshot(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Writes :meth:`to_snapshot` as a pickle, to drop on https://pytorch.org/memory_viz, which uploads nothing.
+
+        Args:
+            path: The file to write, as in ``"step.pickle"``.
+
+        Raises:
+            TypeError: If the path is none.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> from ckpt_hooks import memory_ledger
+            >>> x, path = torch.ones(4096, requires_grad=True), os.path.join(tempfile.mkdtemp(), "step.pickle")
+            >>> memory_ledger(lambda: x.exp().sum().backward()).save_snapshot(path)
+        """
+        check_path(path, "step.pickle")
+        with open(path, "wb") as file:
+            pickle.dump(self.to_snapshot(), file, protocol=4)  # the latest that the page reads
+
+
+def frame_of(name: str, kind: str, line: str | None = None) -> dict[str, Any]:
+    """Returns a frame of a snapshot: of a line of the program as in ``"model.py:12"``, else of a kind of name."""
+    file, _, number = (line or "").rpartition(":")
+    return {"name": name, "filename": file or kind, "line": int(number) if file else 0}
+
+
+def frames_of(origin: Origin) -> Frames:
+    """Returns an origin as a stack, innermost first: operator, node or optimizer, modules, region, maker."""
+    # Modules and not nodes on the outside: a flame graph is by modules. The node that asks for a recompute says nothing.
+    node = None if origin.maker is Maker.RECOMPUTE else origin.node
+    frames = [frame_of(origin.operator or "?", "operator", origin.line)] if origin.operator or origin.line else []
+    frames += [frame_of(name, kind) for kind, name in (("node", node), ("optimizer", origin.optimizer)) if name is not None]
+    if origin.module is not None:
+        frames.append(frame_of(origin.module, "module"))
+        parts = origin.module.rpartition(" ")[0].split(".")
+        frames += [frame_of(".".join(parts[:end]), "module") for end in range(len(parts) - 1, 0, -1)]
+    if origin.region is not None:
+        frames.append(frame_of(origin.region, "region"))
+    return [*frames, frame_of(origin.maker.value, "made by")]
+
+
+def snapshot_of(events: Iterable[MemoryEvent], device: int = 0, older_nbytes: int = 0) -> dict[str, Any]:
+    """Returns events as a snapshot. Memory from before lies behind all addresses, with what is left of it at the end."""
+    events = [*events]
+    trace: list[dict[str, Any]] = []
+    alive: dict[int, tuple[int, Frames]] = {}
+    spans = [(one.address, one.address + one.nbytes) for one in events if one.address is not None]
+    older = first = max((end for _, end in spans), default=0) + 2 * _GAP
+    for one in events:
+        if (address := one.address) is None:
+            address, older = older, older + one.nbytes
+        entry = {"addr": address, "size": one.nbytes, "stream": 0, "frames": one.frames, "time_us": one.microseconds}
+        trace += [{"action": action, **entry} for action in _ACTIONS[one.is_alloc]]
+        if one.is_alloc:
+            alive[address] = one.nbytes, one.frames
+        else:
+            alive.pop(address, None)
+    if older_nbytes:
+        alive[older] = older_nbytes, []  # in the page's words: from before
+    if (end := older + older_nbytes) > first:
+        spans.append((first, end))
+    segments = [_segment(begin, end, alive, device) for begin, end in _merged(spans)]
+    return {"segments": segments, "device_traces": [*([[]] * device), trace]}
+
+
+#: What torch's allocator notes of a free, and of an allocation.
+_ACTIONS = ("free_requested", "free_completed"), ("alloc",)
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    begin = end = -1
+    for first, last in sorted(spans):
+        if end >= 0 and first <= end + _GAP:
+            end = max(end, last)
+            continue
+        if end >= 0:
+            yield begin, end
+        begin, end = first, last
+    if end >= 0:
+        yield begin, end
+
+
+def _segment(begin: int, end: int, alive: dict[int, tuple[int, Frames]], device: int) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = []
+    at = begin
+
+    def add(address: int, nbytes: int, state: str, frames: Frames) -> None:
+        size = {"address": address, "size": nbytes, "requested_size": nbytes}
+        blocks.append({**size, "state": state, "frames": frames})
+
+    for address in sorted(one for one in alive if begin <= one < end):
+        nbytes, frames = alive[address]
+        if address < at:  # of memory which another thread has freed, as no profiler saw
+            continue
+        if address > at:
+            add(at, address - at, "inactive", [])
+        add(address, nbytes, "active_allocated", frames)
+        at = address + nbytes
+    if at < end:
+        add(at, end - at, "inactive", [])
+    used = sum(one["size"] for one in blocks if one["state"] != "inactive")
+    sizes = {"total_size": end - begin, "allocated_size": used, "active_size": used, "requested_size": used}
+    kind = "large" if end - begin > _GAP else "small"
+    return {"device": device, "address": begin, "stream": 0, "segment_type": kind, "frames": [], **sizes, "blocks": blocks}
