@@ -21,11 +21,12 @@ import torch
 
 from .profiling import BlockCall, Profile, recorded_in
 from .ranks import Ranks
-from .simulating import Delta, Effect, effect_of, function_effect_of, nested_effect_of, timeline_of
+from .simulating import Delta, Effect, effect_of, effect_with, function_effect_of, nested_effect_of, timeline_of
 
 # Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
 _PRICES = 28  # in the sweep
 _MOST = 40  # options of a block
+_MOST_INSIDE = 12  # in which modules inside are regions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Choice:
     cost: float = 0.0  # of the operators which run again, by which options of kept results compare
     is_nested: bool = False  # whether blocks inside are regions, too
     is_function: bool = False  # whether backward calls the block again, and replays no operators
+    parts: tuple[str, ...] = ()  # modules which are regions in place of the block
 
 
 class _Graph:
@@ -135,9 +137,32 @@ def lasting_in(profile: Profile) -> list[set[int]]:
 def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
-    nested = [Choice((), 0, is_nested=True)] if entry.inside else []
+    parts = [one for one in entry.inside if one.kind]
+    nested = [Choice((), 0, is_nested=True)] if len(parts) < len(entry.inside) else []
     called = [Choice((), 0, is_function=True)] if is_function else []
-    return [*nested, *_choices_of(graph, len(entry.ops)), *called, Choice(None, sum(graph.size.values()))]
+    inside = _choices_inside(profile, entry, parts, lasting, is_function)
+    return [*nested, *_choices_of(graph, len(entry.ops)), *inside, *called, Choice(None, sum(graph.size.values()))]
+
+
+def _choices_inside(
+    profile: Profile, entry: BlockCall, parts: Iterable[BlockCall], lasting: Collection[int], is_function: bool
+) -> list[Choice]:
+    """Returns options in which up to three modules inside are regions that keep nothing, and the rest of the block is none."""
+    found: list[tuple[BlockCall, Choice]] = []
+    plain = effect_of(profile, entry, (), is_plain=True).ends.keys() - lasting
+    of = functools.partial(function_effect_of, profile) if is_function else lambda one: effect_of(profile, one, ())
+    for one in parts:
+        effect = effect_with(profile, entry, [one], of)
+        sizes = {number: profile.allocations[number].nbytes for number in plain ^ (effect.ends.keys() - lasting)}
+        nbytes = sum(-size if number in plain else size for number, size in sizes.items())
+        if nbytes < 0:
+            found.append((one, Choice((), nbytes, effect.cost, is_function=is_function, parts=(one.block,))))
+    choices = []
+    for sets in itertools.chain(*(itertools.combinations(found, count) for count in (1, 2, 3))):
+        if all(one.end <= other.begin or other.end <= one.begin for (one, _), (other, _) in itertools.combinations(sets, 2)):
+            sums = sum(one.nbytes for _, one in sets), sum(one.cost for _, one in sets)
+            choices.append(Choice((), *sums, is_function=is_function, parts=tuple(one.block for one, _ in sets)))
+    return _front(choices, _MOST_INSIDE)
 
 
 @functools.lru_cache(1024)
@@ -162,13 +187,13 @@ def _choices_of(graph: _Graph, num_ops: int) -> list[Choice]:
     return _front(found.values())
 
 
-def _front(choices: Iterable[Choice]) -> list[Choice]:
+def _front(choices: Iterable[Choice], most: int = _MOST) -> list[Choice]:
     """Returns the options that no other beats in both bytes and cost, thinned to the most that are looked at."""
     front: list[Choice] = []
     for choice in sorted(choices, key=lambda one: (one.nbytes, one.cost)):
         if not front or choice.cost < front[-1].cost:
             front.append(choice)
-    while len(front) > _MOST:
+    while len(front) > most:
         # The one whose loss leaves the smallest gap.
         gaps = [front[at + 1].nbytes - front[at - 1].nbytes for at in range(1, len(front) - 1)]
         del front[gaps.index(min(gaps)) + 1]
@@ -289,9 +314,9 @@ class Problem:
     # Each block's best beside no other block had up to 1.8 times the least peak (Mixtral): budgets that fit were refused.
     @functools.cached_property
     def least(self) -> list[int]:
-        """The choice with the least peak that was found: by a descent, the option of one block at a time, from three starts."""
+        """The choice with the least peak that was found: by a descent, the option of one block at a time, from four starts."""
         alone = [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
-        starts = [alone, [0] * len(self.blocks), [len(costs) - 1 for costs in self.costs]]
+        starts = [alone, [0] * len(self.blocks), *([len(costs) - back for costs in self.costs] for back in (1, 2))]
         return min(map(self._descent, starts), key=self.peak)
 
     def _descent(self, chosen: list[int]) -> list[int]:
@@ -475,16 +500,19 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
         for choice in of:
             runs = None if choice.kept is None else {first.ops[at].run for at in choice.kept}
             effects = []
+            regions: list[BlockCall] = []
             for entry in entries:
-                if choice.is_function:
-                    effects.append(function_effect_of(profile, entry))
-                elif choice.is_nested:
+                own = [one for one in entry.inside if one.block in choice.parts] if choice.parts else [entry] * (runs is not None)
+                regions += own
+                if choice.is_nested:
                     effects.append(nested_effect_of(profile, entry))
+                elif choice.is_function:
+                    effects.append(effect_with(profile, entry, own, functools.partial(function_effect_of, profile)))
                 else:
-                    kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
-                    effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
-            calls = len(entries) if choice.is_function else 0
-            recorded = 0 if runs is None or choice.is_function else sum(map(recorded_in, entries))
+                    kept = lambda one: [at for at, op in enumerate(one.ops) if op.run in runs]
+                    effects.append(effect_with(profile, entry, own, lambda one: effect_of(profile, one, kept(one))))
+            calls = len(regions) if choice.is_function else 0
+            recorded = 0 if choice.is_function else sum(map(recorded_in, regions))
             pairs = zip(entries, effects, strict=True)
             replayed = sum(entry.ops[at].cost > 0 for entry, effect in pairs for at in effect.again) if recorded else 0
             cost = sum(effect.cost for effect in effects) + recorded * profile.record_cost + replayed * profile.replay_cost

@@ -48,6 +48,11 @@ def is_within(shapes: Shapes, others: Shapes) -> bool:
     )
 
 
+def shapes_of(args: Any, kwargs: Mapping[str, Any]) -> Shapes:
+    """Returns the shapes of a call."""
+    return tuple(map(dtype_and_shape, instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)))
+
+
 def _size_of(shapes: Shapes) -> int:
     return sum(0 if shape is None else shape.numel() for _, shape in shapes)
 
@@ -109,6 +114,25 @@ class PlannedBlock:
     around: str = ""
     recorded: bool = True
 
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a module inside of a block, which is a region in place of the block."""
+        return self.around != "" and " to " not in self.around
+
+
+class Hook:
+    """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
+
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()
+
 
 class OtherShapes:
     """Says once that a call has shapes which a plan has not measured."""
@@ -139,7 +163,8 @@ class PlannedRunner(RegionRunner):
 
     on_call: Callable[[str, Shapes], None] | None = None  # told of each call, while a step is profiled or measured
 
-    def __init__(self, name: str, kept: Mapping[Shapes, Kept] | None, on_other: Callable[[str, Shapes], None]) -> None:
+    # Without ``on_other`` calls of other shapes are plain: of a module inside of a block, which keeps nothing then.
+    def __init__(self, name: str, kept: Mapping[Shapes, Kept] | None, on_other: Callable[[str, Shapes], None] | None) -> None:
         super().__init__(True, {"name": name, "replay_whole": False})
         self._called_again = RegionRunner(False, {"name": name})
         self._name, self._on_other = name, on_other
@@ -168,8 +193,7 @@ class PlannedRunner(RegionRunner):
         """Returns the function which makes a call a region, with names of submodules in a module; None for a plain call."""
         if self._kept is None or not torch.is_grad_enabled():
             return None
-        tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
-        shapes = tuple(map(dtype_and_shape, tensors))
+        shapes = shapes_of(args, kwargs)
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             _warn_of_compilers()
@@ -179,6 +203,8 @@ class PlannedRunner(RegionRunner):
             larger = [one for one in self._kept if is_within(shapes, one)]
             if larger:
                 shapes = min(larger, key=_size_of)
+            elif self._on_other is None:
+                return None
             else:
                 self._on_other(self._name, shapes)
         kept = self._kept.get(shapes, ())
@@ -226,8 +252,9 @@ def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, Kept]]:
 
 def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
     """Returns a function for each block, by the block's name, which calls the block as planned."""
-    on_other = OtherShapes()
-    return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept_in(blocks).items()}
+    on_other, blocks = OtherShapes(), [*blocks]
+    parts = {block.name for block in blocks if block.is_part}
+    return {name: PlannedRunner(name, of, None if name in parts else on_other) for name, of in kept_in(blocks).items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -247,7 +247,7 @@ def _shared(ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes
     profile.others_cost = max(of_others)
     for op, *of_ranks in zip(ops, *costs, strict=True):
         op.cost, op.seconds = map(max, zip(*of_ranks, strict=True))
-    return {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
+    return {name: tuple(dict.fromkeys(itertools.chain(*(one.get(name, ()) for one in others)))) for name in shapes}
 
 
 class Search:
@@ -266,7 +266,12 @@ class Search:
     ) -> None:
         self.ranks, self.profile, self._per_second = ranks, profile, per_second  # the cost of a second; None for operations
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
-        self._shapes = _shared(ranks, profile, shapes)
+        inside = [one for entry in profile.entries for one in entry.inside if one.kind]
+        blocks.kinds.update({one.block: one.kind for one in inside})
+        of_parts: dict[str, dict[Shapes, None]] = {}
+        for one in inside:
+            of_parts.setdefault(one.block, {})[one.shapes] = None
+        self._shapes = _shared(ranks, profile, {**shapes, **of_parts})
         if per_second is not None:
             profile.cost_by_seconds(per_second)
         self.natural = natural_ends(profile)
@@ -383,10 +388,12 @@ class Search:
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
         """Calls blocks again. If one gives something else then, no choice of any budget has them."""
-        may_be = [name for name, of in self._options.items() if any(one.choice.is_function for one in of)]
-        if self._is_checked or not may_be:
+        called = [(name, one.choice) for name, of in self._options.items() for one in of if one.choice.is_function]
+        if self._is_checked or not called:
             return
 
+        # Parts as well, each by itself, which finds what the rest of the block has left.
+        may_be = {one: None for name, choice in called for one in (name, *choice.parts)}
         options = {"determinism_check": "values"}
         runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
 
@@ -428,8 +435,8 @@ class Search:
             entries = profile.calls_of(name)
             whole, cost = sum(op.cost for entry in entries for op in entry.ops), sum(one.cost for one in option.effects)
             ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
-            kept = None
-            if option.choice.kept is not None:
+            kept, parts = None, option.choice.parts
+            if option.choice.kept is not None and not parts:
                 runs = [(op.run, op.fresh) for op in map(entries[0].ops.__getitem__, option.choice.kept)]
                 sizes = ((run, sum(profile.allocations[one].nbytes for one in fresh)) for run, fresh in runs)
                 kept = tuple(KeptRun(*run, size) for run, size in sizes if run is not None)
@@ -443,14 +450,14 @@ class Search:
                     recomputed_seconds=sum(op.seconds for op in ran) + option.replay_seconds,
                     recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
                     shapes=tuple(self._shapes[name]),
-                    recorded=not option.choice.is_function,
+                    recorded=bool(parts) or not option.choice.is_function,
                 )
             )
-            inside = [inner for inner, outer in self._blocks.around.items() if outer == name]
-            for inner in inside:
-                nothing = () if option.choice.is_nested else None
-                kind, of_inner = self._blocks.kinds[inner], tuple(self._shapes[inner])
-                blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name))
+            for inner in (*parts, *(inner for inner, outer in self._blocks.around.items() if outer == name)):
+                nothing = () if parts or option.choice.is_nested else None
+                kind, of_inner = self._blocks.kinds[inner], self._shapes[inner]
+                recorded = not option.choice.is_function
+                blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name, recorded))
             forward, again = forward + whole, again + cost
         predicted = self.ranks.most(peak_of(profile, effects, self.natural))
         found = {
