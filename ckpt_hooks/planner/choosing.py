@@ -137,7 +137,7 @@ def lasting_in(profile: Profile) -> list[set[int]]:
 def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
-    parts = [one for one in entry.inside if one.kind]
+    parts = [one for one in entry.inside if one.part]
     nested = [Choice((), 0, is_nested=True)] if len(parts) < len(entry.inside) else []
     called = [Choice((), 0, is_function=True)] if is_function else []
     inside = _choices_inside(profile, entry, parts, lasting, is_function)
@@ -156,12 +156,12 @@ def _choices_inside(
         sizes = {number: profile.allocations[number].nbytes for number in plain ^ (effect.ends.keys() - lasting)}
         nbytes = sum(-size if number in plain else size for number, size in sizes.items())
         if nbytes < 0:
-            found.append((one, Choice((), nbytes, effect.cost, is_function=is_function, parts=(one.block,))))
+            found.append((one, Choice((), nbytes, effect.cost, is_function=is_function, parts=(one.part,))))
     choices = []
     for sets in itertools.chain(*(itertools.combinations(found, count) for count in (1, 2, 3))):
         if all(one.end <= other.begin or other.end <= one.begin for (one, _), (other, _) in itertools.combinations(sets, 2)):
             sums = sum(one.nbytes for _, one in sets), sum(one.cost for _, one in sets)
-            choices.append(Choice((), *sums, is_function=is_function, parts=tuple(one.block for one, _ in sets)))
+            choices.append(Choice((), *sums, is_function=is_function, parts=tuple(one.part for one, _ in sets)))
     return _front(choices, _MOST_INSIDE)
 
 
@@ -502,7 +502,7 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
             effects = []
             regions: list[BlockCall] = []
             for entry in entries:
-                own = [one for one in entry.inside if one.block in choice.parts] if choice.parts else [entry] * (runs is not None)
+                own = [one for one in entry.inside if one.part in choice.parts] if choice.parts else [entry] * (runs is not None)
                 regions += own
                 if choice.is_nested:
                     effects.append(nested_effect_of(profile, entry))

@@ -32,8 +32,8 @@ from ckpt_hooks.report.entries import Table, count_of, format_bytes
 
 from .blocks import Blocks, blocks_of, selected_blocks
 from .plan import Plan
-from .planned import Hook, OtherShapes, PlannedRunner, Shapes, is_within, kept_in
-from .profiling import OpenStep, Profile
+from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
+from .profiling import Hook, OpenStep, Profile
 from .ranks import Ranks
 from .restoring import trainers_of
 from .searching import COSTS, Room, Search, accelerator_of, check_model, parsed, too_small

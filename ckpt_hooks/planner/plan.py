@@ -129,6 +129,7 @@ class Plan(Printed):
                 facts[f"what block {block.name!r} keeps{where}, and its shapes"] = (
                     kept,
                     block.recorded,
+                    block.parts,
                     block.shapes,
                     block.around,
                 )
@@ -158,19 +159,12 @@ class Plan(Printed):
             chunks = {names[one.name]: {**dataclasses.asdict(one), "chunks": (one.chunks,)} for one in self.chunks}
             for options in chunks.values():
                 del options["name"], options["is_attribute"]
-            blocks = [selector_of(names[block.name]) for block in self.blocks if not block.is_part]
+            blocks = [selector_of(names[block.name]) for block in self.blocks]
             given: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
             found = Plan(**searched(model, step, self.budget, ranks, **given))
         found = dataclasses.replace(
             found,
-            blocks=tuple(
-                dataclasses.replace(
-                    one,
-                    name=own[one.around] + one.name.removeprefix(one.around) if one.is_part else own[one.name],
-                    around=own.get(one.around, ""),
-                )
-                for one in found.blocks
-            ),
+            blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
             chunks=self.chunks,
         )
         self.others.append(found)
@@ -314,25 +308,26 @@ class Plan(Printed):
         )
 
     def _tables(self) -> Iterator[Table]:
-        def kept_of(block: PlannedBlock) -> str:
-            inside = [one for one in self.blocks if one.around == block.name and one.kept is not None]
-            if inside and inside[0].is_part:
-                names = ", ".join(one.name.removeprefix(f"{block.name}.") for one in inside)
-                return f"all but in {names}" + (", called again" if not inside[0].recorded else "")
-            if inside:
-                return "nothing, blocks inside are regions"
-            if block.kept is None:
-                return "all, no region"
-            return ", ".join(map(_in_words, block.kept)) or ("nothing" if block.recorded else "nothing, called again")
-
         def key(block: PlannedBlock) -> object:
-            return name_pattern(block.name), block.kind, words[block.name], block.kept_bytes
+            kept = None if block.kept is None else tuple(map(_in_words, block.kept))
+            is_around = block.name in inside
+            return name_pattern(block.name), block.kind, kept, block.kept_bytes, is_around, block.recorded, block.parts
 
         rows = []
-        words = {block.name: kept_of(block) for block in self.blocks if not block.around}
+        inside = {block.around for block in self.blocks if block.around and block.kept is not None}
         for group in alike([block for block in self.blocks if not block.around], key):
             first = group[0]
-            kept = words[first.name]
+            kept = (
+                "nothing, blocks inside are regions"
+                if first.name in inside
+                else "all, no region"
+                if first.kept is None
+                else f"all but in {', '.join(first.parts)}{'' if first.recorded else ', called again'}"
+                if first.parts
+                else "nothing, called again"
+                if not first.recorded
+                else ", ".join(map(_in_words, first.kept)) or "nothing"
+            )
             seconds = sum(block.recomputed_seconds for block in group) / len(group)
             names = fold_names(block.name for block in group)
             in_ms = f"{seconds * 1e3:.2f}" if self.recomputed_seconds else ""

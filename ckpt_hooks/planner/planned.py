@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import gt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -21,7 +21,7 @@ from ckpt_hooks._core.misuse import check_is, unknown_error, wrong
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
-from ckpt_hooks.modules.forward import RegionRunner
+from ckpt_hooks.modules.forward import RegionRunner, region_forward_for
 from ckpt_hooks.modules.selecting import selected_of
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
@@ -32,8 +32,17 @@ from ckpt_hooks.report.entries import name_pattern
 Shapes = tuple[tuple[torch.dtype, Any], ...]
 #: Submodule, operator and number of each run whose result is kept.
 Runs = tuple[tuple[str, str, int], ...]
+
+
+class Inside(NamedTuple):
+    """Modules of a block which are regions in place of it."""
+
+    parts: tuple[str, ...]
+    recorded: bool
+
+
 #: What a call keeps: results of runs; None for a plain call; False where backward calls the block again.
-Kept = Runs | Literal[False] | None
+Kept = Runs | Inside | Literal[False] | None
 
 
 def is_within(shapes: Shapes, others: Shapes) -> bool:
@@ -46,11 +55,6 @@ def is_within(shapes: Shapes, others: Shapes) -> bool:
         and not any(map(gt, shape, bound))
         for (dtype, shape), (other, bound) in zip(shapes, others, strict=True)
     )
-
-
-def shapes_of(args: Any, kwargs: Mapping[str, Any]) -> Shapes:
-    """Returns the shapes of a call."""
-    return tuple(map(dtype_and_shape, instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)))
 
 
 def _size_of(shapes: Shapes) -> int:
@@ -101,6 +105,7 @@ class PlannedBlock:
         around: The name of the block around, whose figures count what runs in this one; ``""`` without one.
         recorded: Whether a region replays operators, as :func:`ckpt_hooks.checkpoint_region`; False where backward calls the
             block again, as :func:`ckpt_hooks.checkpoint` does.
+        parts: The names in the block of modules that are regions in place of the block; the rest of the block has none.
     """
 
     name: str
@@ -113,25 +118,7 @@ class PlannedBlock:
     shapes: tuple[Shapes, ...]
     around: str = ""
     recorded: bool = True
-
-    @property
-    def is_part(self) -> bool:
-        """Whether this is a module inside of a block, which is a region in place of the block."""
-        return self.around != "" and " to " not in self.around
-
-
-class Hook:
-    """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
-
-    def __init__(self, method: Callable[..., Any] | None = None) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any) -> None:
-        if self._method is not None and not torch.compiler.is_compiling():
-            self._method(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, ()
+    parts: tuple[str, ...] = ()
 
 
 class OtherShapes:
@@ -158,24 +145,44 @@ def _warn_of_compilers() -> None:
     )
 
 
+class _InsideRunner(RegionRunner):
+    """Calls a block with modules inside of it as regions, which are plain again afterwards."""
+
+    def __init__(self, name: str, inside: Inside) -> None:
+        options = {"replay_whole": False} if inside.recorded else {}
+        super().__init__(inside.recorded, {"name": name, **options})
+        self._parts = {part: RegionRunner(inside.recorded, {"name": f"{name}.{part}", **options}) for part in inside.parts}
+        self._run, self._region = self._run_inside, None
+
+    def _run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with contextlib.ExitStack() as undo:
+            for part, runner in self._parts.items():
+                with contextlib.suppress(AttributeError):  # of a function, or where a wrapper is around the part
+                    forward = region_forward_for(function.__self__.get_submodule(part))
+                    if forward.run is None:
+                        forward.run = runner
+                        undo.callback(forward.remove, runner)
+            return function(*args, **kwargs)
+
+
 class PlannedRunner(RegionRunner):
     """Calls a block as its plan says: as a region which keeps some results, or plainly; of larger shapes it keeps nothing."""
 
     on_call: Callable[[str, Shapes], None] | None = None  # told of each call, while a step is profiled or measured
 
-    # Without ``on_other`` calls of other shapes are plain: of a module inside of a block, which keeps nothing then.
-    def __init__(self, name: str, kept: Mapping[Shapes, Kept] | None, on_other: Callable[[str, Shapes], None] | None) -> None:
+    def __init__(self, name: str, kept: Mapping[Shapes, Kept] | None, on_other: Callable[[str, Shapes], None]) -> None:
         super().__init__(True, {"name": name, "replay_whole": False})
         self._called_again = RegionRunner(False, {"name": name})
         self._name, self._on_other = name, on_other
         # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
-        self._runners: weakref.WeakKeyDictionary[Any, dict[Runs, RegionRunner]] = weakref.WeakKeyDictionary()
+        self._runners: weakref.WeakKeyDictionary[Any, dict[Runs | Inside, RegionRunner]] = weakref.WeakKeyDictionary()
         self.keep(kept)
 
     def keep(self, kept: Mapping[Shapes, Kept] | None) -> None:
         """Has calls keep other results from now on; with None all are plain."""
         self._kept = kept
-        self._traced = {runs: self._runner_for(runs, None) for runs in (kept or {}).values() if runs}
+        of_runs = [one for one in (kept or {}).values() if one and not isinstance(one, Inside)]
+        self._traced = {runs: self._runner_for(runs, None) for runs in of_runs}
 
     @skipped
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +200,8 @@ class PlannedRunner(RegionRunner):
         """Returns the function which makes a call a region, with names of submodules in a module; None for a plain call."""
         if self._kept is None or not torch.is_grad_enabled():
             return None
-        shapes = shapes_of(args, kwargs)
+        tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
+        shapes = tuple(map(dtype_and_shape, tensors))
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             _warn_of_compilers()
@@ -203,8 +211,6 @@ class PlannedRunner(RegionRunner):
             larger = [one for one in self._kept if is_within(shapes, one)]
             if larger:
                 shapes = min(larger, key=_size_of)
-            elif self._on_other is None:
-                return None
             else:
                 self._on_other(self._name, shapes)
         kept = self._kept.get(shapes, ())
@@ -213,7 +219,7 @@ class PlannedRunner(RegionRunner):
         if not kept:
             return None if kept is None else self
         if is_traced:  # Dynamo traces regions that are there, and makes none
-            return self._traced[kept]
+            return None if isinstance(kept, Inside) else self._traced[kept]
         module = root if isinstance(root, Module) else None
         runners = self._runners.setdefault(module or self, {})
         found = runners.get(kept)
@@ -221,7 +227,9 @@ class PlannedRunner(RegionRunner):
             found = runners[kept] = self._runner_for(kept, module)
         return found
 
-    def _runner_for(self, kept: Runs, module: Module | None) -> RegionRunner:
+    def _runner_for(self, kept: Runs | Inside, module: Module | None) -> RegionRunner:
+        if isinstance(kept, Inside):
+            return _InsideRunner(self._name, kept)
         policy = save_indices([(name, operator_named(operator), number) for name, operator, number in kept], root=module)
         return RegionRunner(True, {"name": self._name, "replay_whole": False, "policy": policy})
 
@@ -236,7 +244,9 @@ def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, Kept]]:
     kinds: dict[str, tuple[str, str]] = {}
     for block in blocks:
         runs: Kept = None
-        if block.kept is not None:
+        if block.parts:
+            runs = Inside(block.parts, block.recorded)
+        elif block.kept is not None:
             runs = tuple((run.module, run.operator, run.number) for run in block.kept) if block.recorded else False
         # Of two blocks for the same shapes, as in several plans, the latter counts.
         kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
@@ -252,9 +262,8 @@ def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, Kept]]:
 
 def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
     """Returns a function for each block, by the block's name, which calls the block as planned."""
-    on_other, blocks = OtherShapes(), [*blocks]
-    parts = {block.name for block in blocks if block.is_part}
-    return {name: PlannedRunner(name, of, None if name in parts else on_other) for name, of in kept_in(blocks).items()}
+    on_other = OtherShapes()
+    return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept_in(blocks).items()}
 
 
 @dataclasses.dataclass(frozen=True)

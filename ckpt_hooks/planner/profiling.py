@@ -21,8 +21,6 @@ from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks._torch.profiling import profile_memory
 from ckpt_hooks.report.ledger.rows import Marks, OlderMemory, RegionMarks, Row, rows_of
 
-from .planned import Hook, Shapes, shapes_of
-
 
 class Run(NamedTuple):
     """What tells a run of an operator from others: the submodule's name in the block, the operator, and the number."""
@@ -131,8 +129,7 @@ class BlockCall:
     own: list[Request] = dataclasses.field(default_factory=list)  # the handles of none inside
     first: int = 0  # the number of operators of the call around when this one began
     first_handle: int = 0
-    kind: str = ""  # the class of a part: a module in the block, of whose call ``inside`` and these tell
-    shapes: Shapes = ()
+    part: str = ""  # the name in the block of a module which may be a region in place of it
 
     def outside(self) -> dict[int, tuple[int, int]]:
         """Returns the allocations from outside which replays read, and the rows of the first and of the last need."""
@@ -256,10 +253,24 @@ def _count(operator: Operator) -> float:
     return float((_DRAW if operator.draws_on_host else 1) * sum(shape.numel() for shape in outputs))
 
 
+class Hook:
+    """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
+
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()
+
+
 def _parts_of(blocks: Mapping[str, Module]) -> Iterator[tuple[str, str, Module]]:
     """Yields the modules in blocks that may be regions in place of these: the block, the name, and the module."""
     below = [
-        (block, f"{block}.{name}", module)
+        (block, name, module)
         for block, root in blocks.items()
         if " to " not in block
         for name, module in root.named_modules()
@@ -284,13 +295,12 @@ class OpenStep:
 
     def _hooked(self, blocks: Mapping[str, Module]) -> Iterator[Any]:
         for block, name, module in _parts_of(blocks):
-            begins = Hook(functools.partial(self._part_begins, block, name))
-            yield module.register_forward_pre_hook(begins, with_kwargs=True)
-            ends = Hook(lambda *_, name=name: self._marks.add("part_ends", name))
-            yield module.register_forward_hook(ends, always_call=True)
+            begins, ends = (functools.partial(self._mark, event, block, name) for event in ("part_begins", "part_ends"))
+            yield module.register_forward_pre_hook(Hook(begins))
+            yield module.register_forward_hook(Hook(ends), always_call=True)
 
-    def _part_begins(self, block: str, name: str, module: Module, args: Any, kwargs: Any) -> None:
-        self._marks.add("part_begins", block, name, type(module).__name__, shapes_of(args, kwargs))
+    def _mark(self, event: str, block: str, name: str, *args: Any) -> None:
+        self._marks.add(event, block, name)
 
     def abandon(self) -> None:
         """Ends without a look at what has happened."""
@@ -350,7 +360,6 @@ class _Reader:
         self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
         self._recomputes: list[int] = []
         self._latest: dict[str, BlockCall] = {}  # the open call of each block
-        self._parts: dict[str, tuple[BlockCall, BlockCall]] = {}  # open: the call around, and the part
         self._begun = 0  # the bytes that live when the latest operator ended, and the most since
         self._live = self._most = 0
         self._first, self._has_begun = 0, False  # the allocations before, and whether there is one since
@@ -408,18 +417,16 @@ class _Reader:
             entry.end = self._at
             self._latest.pop(entry.block, None)
 
-    def part_begins(self, block: str, name: str, kind: str, shapes: Shapes) -> None:
+    def part_begins(self, block: str, name: str) -> None:
         if (outer := self._latest.get(block)) is not None:
-            part = BlockCall(name, self._at, self._at, first=len(outer.ops), first_handle=len(outer.handles))
-            part.kind, part.shapes = kind, shapes
-            self._parts[name] = outer, part
+            part = BlockCall(block, self._at, 0, first=len(outer.ops), first_handle=len(outer.handles), part=name)
+            outer.inside.append(part)
 
-    def part_ends(self, name: str) -> None:
-        outer, part = self._parts.pop(name, (None, None))
-        if outer is not None and part is not None:
+    def part_ends(self, block: str, name: str) -> None:
+        outer = self._latest.get(block)
+        for part in () if outer is None else [one for one in outer.inside if one.part == name and not one.end]:
             part.end, part.ops, part.handles = self._at, outer.ops[part.first :], outer.handles[part.first_handle :]
             part.maker = {value: at - part.first for value, at in outer.maker.items() if at >= part.first}
-            outer.inside.append(part)
 
     def saved(self, region: int, position: int, address: int) -> None:
         for around, entry in self._entries.get(region, {}).items():  # numbers below 0 are those of tensors kept as they are

@@ -247,7 +247,7 @@ def _shared(ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes
     profile.others_cost = max(of_others)
     for op, *of_ranks in zip(ops, *costs, strict=True):
         op.cost, op.seconds = map(max, zip(*of_ranks, strict=True))
-    return {name: tuple(dict.fromkeys(itertools.chain(*(one.get(name, ()) for one in others)))) for name in shapes}
+    return {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
 
 
 class Search:
@@ -266,41 +266,34 @@ class Search:
     ) -> None:
         self.ranks, self.profile, self._per_second = ranks, profile, per_second  # the cost of a second; None for operations
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
-        inside = [one for entry in profile.entries for one in entry.inside if one.kind]
-        blocks.kinds.update({one.block: one.kind for one in inside})
-        of_parts: dict[str, dict[Shapes, None]] = {}
-        for one in inside:
-            of_parts.setdefault(one.block, {})[one.shapes] = None
-        self._shapes = _shared(ranks, profile, {**shapes, **of_parts})
+        self._shapes = _shared(ranks, profile, shapes)
         if per_second is not None:
             profile.cost_by_seconds(per_second)
         self.natural = natural_ends(profile)
-        lasting = {id(entry): own for entry, own in zip(profile.entries, lasting_in(profile), strict=True)}
-        called = {entry.block for entry in profile.entries}
-        firsts = {name: profile.calls_of(name)[0] for name in blocks.roots if name in called}
-        names = [*firsts]
+        self._blocks, self._margin = blocks, common["margin"]
         # In a dry run there are no values to tell whether a block that is called again gives the same.
-        may_call_again = may_call_again and dry_mode.get() is None
-        callable_again = {name for name in names if name not in blocks.spans and may_call_again}
-        # Of the first rank: its numbers of operators are those of all.
-        choices = ranks.first(
-            lambda: {
-                name: choices_of(profile, one, lasting[id(one)], is_function=name in callable_again)
-                for name, one in firsts.items()
-            }
-        )
-        self._options = block_options(profile, choices)
-        self._solve()
+        self._solve(may_call_again and dry_mode.get() is None)
         self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
-        self._blocks, self._margin = blocks, common["margin"]
         self._common = {**common, "cost": "operations" if per_second is None else "seconds"}
         self._base, self._device = self._common.pop("base"), self._common.pop("device")
         plain = [effect for of in self.problem.options for effect in of[-1].effects]
         self.plain_peak = self._common["plain_peak"] = ranks.most(peak_of(profile, plain, self.natural))
 
-    def _solve(self) -> None:
-        self.problem = Problem(self.profile, self._options, self.natural)
+    def _solve(self, may_call_again: bool) -> None:
+        profile, spans = self.profile, self._blocks.spans
+        lasting = {id(entry): own for entry, own in zip(profile.entries, lasting_in(profile), strict=True)}
+        called = {entry.block for entry in profile.entries}
+        firsts = {name: profile.calls_of(name)[0] for name in self._blocks.roots if name in called}
+        # Of the first rank: its numbers of operators are those of all.
+        choices = self.ranks.first(
+            lambda: {
+                name: choices_of(profile, one, lasting[id(one)], is_function=may_call_again and name not in spans)
+                for name, one in firsts.items()
+            }
+        )
+        self._options = block_options(profile, choices)
+        self.problem = Problem(profile, self._options, self.natural)
         self.problem.add_windows(self.ranks)
         self.least = self.problem.peak(self.problem.least)
 
@@ -393,7 +386,7 @@ class Search:
             return
 
         # Parts as well, each by itself, which finds what the rest of the block has left.
-        may_be = {one: None for name, choice in called for one in (name, *choice.parts)}
+        may_be = {f"{name}.{one}".strip("."): None for name, choice in called for one in ("", *choice.parts)}
         options = {"determinism_check": "values"}
         runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
 
@@ -408,8 +401,7 @@ class Search:
 
     def _call_none_again(self) -> None:
         for one in (self, *self.others):
-            one._options = {name: [way for way in of if not way.choice.is_function] for name, of in one._options.items()}
-            one._solve()
+            one._solve(may_call_again=False)
 
     def _measured(
         self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None
@@ -435,8 +427,8 @@ class Search:
             entries = profile.calls_of(name)
             whole, cost = sum(op.cost for entry in entries for op in entry.ops), sum(one.cost for one in option.effects)
             ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
-            kept, parts = None, option.choice.parts
-            if option.choice.kept is not None and not parts:
+            kept = None
+            if option.choice.kept is not None:
                 runs = [(op.run, op.fresh) for op in map(entries[0].ops.__getitem__, option.choice.kept)]
                 sizes = ((run, sum(profile.allocations[one].nbytes for one in fresh)) for run, fresh in runs)
                 kept = tuple(KeptRun(*run, size) for run, size in sizes if run is not None)
@@ -450,14 +442,15 @@ class Search:
                     recomputed_seconds=sum(op.seconds for op in ran) + option.replay_seconds,
                     recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
                     shapes=tuple(self._shapes[name]),
-                    recorded=bool(parts) or not option.choice.is_function,
+                    recorded=not option.choice.is_function,
+                    parts=option.choice.parts,
                 )
             )
-            for inner in (*parts, *(inner for inner, outer in self._blocks.around.items() if outer == name)):
-                nothing = () if parts or option.choice.is_nested else None
-                kind, of_inner = self._blocks.kinds[inner], self._shapes[inner]
-                recorded = not option.choice.is_function
-                blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name, recorded))
+            inside = [inner for inner, outer in self._blocks.around.items() if outer == name]
+            for inner in inside:
+                nothing = () if option.choice.is_nested else None
+                kind, of_inner = self._blocks.kinds[inner], tuple(self._shapes[inner])
+                blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name))
             forward, again = forward + whole, again + cost
         predicted = self.ranks.most(peak_of(profile, effects, self.natural))
         found = {

@@ -74,9 +74,11 @@ def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
 
 
 def effect_with(
-    profile: Profile, entry: BlockCall, regions: Iterable[BlockCall], of: Callable[[BlockCall], Effect]
+    profile: Profile, entry: BlockCall, regions: Sequence[BlockCall], of: Callable[[BlockCall], Effect]
 ) -> Effect:
     """Returns the effect of regions in a block's call, one for all of it, or of parts; the rest has no region."""
+    if [*map(id, regions)] == [id(entry)]:
+        return of(entry)
     theirs = {id(handle) for one in regions for handle in one.handles}
     rest = [handle for handle in entry.handles if id(handle) not in theirs]
     effect = effect_of(profile, dataclasses.replace(entry, handles=rest), (), is_plain=True)
