@@ -19,13 +19,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from .profiling import BlockCall, Profile, recorded_in
+from .profiling import BlockCall, Profile, Run, recorded_in
 from .ranks import Ranks
-from .simulating import Delta, Effect, effect_of, function_effect_of, nested_effect_of, timeline_of
+from .simulating import Delta, Effect, effect_of, effect_with, function_effect_of, nested_effect_of, timeline_of
 
 # Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
 _PRICES = 28  # in the sweep
 _MOST = 40  # options of a block
+_MOST_INSIDE = 12  # in which modules inside are regions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Choice:
     cost: float = 0.0  # of the operators which run again, by which options of kept results compare
     is_nested: bool = False  # whether blocks inside are regions, too
     is_function: bool = False  # whether backward calls the block again, and replays no operators
+    parts: tuple[str, ...] = ()  # modules which are regions in place of the block
 
 
 class _Graph:
@@ -135,9 +137,31 @@ def lasting_in(profile: Profile) -> list[set[int]]:
 def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
-    nested = [Choice((), 0, is_nested=True)] if entry.inside else []
+    parts = [one for one in entry.inside if one.part]
+    nested = [Choice((), 0, is_nested=True)] if len(parts) < len(entry.inside) else []
     called = [Choice((), 0, is_function=True)] if is_function else []
-    return [*nested, *_choices_of(graph, len(entry.ops)), *called, Choice(None, sum(graph.size.values()))]
+    inside = _choices_inside(profile, entry, parts, lasting, is_function)
+    return [*nested, *_choices_of(graph, len(entry.ops)), *inside, *called, Choice(None, sum(graph.size.values()))]
+
+
+def _choices_inside(
+    profile: Profile, entry: BlockCall, parts: Iterable[BlockCall], lasting: Collection[int], is_function: bool
+) -> list[Choice]:
+    """Returns options in which up to three modules inside are regions that keep nothing, and the rest of the block is none."""
+    found: list[tuple[BlockCall, Choice]] = []
+    plain = effect_of(profile, entry, (), is_plain=True).ends.keys() - lasting
+    for one in parts:
+        effect = _effect_of(profile, Choice((), 0, is_function=is_function), (), entry, [one])
+        sizes = {number: profile.allocations[number].nbytes for number in plain ^ (effect.ends.keys() - lasting)}
+        nbytes = sum(-size if number in plain else size for number, size in sizes.items())
+        if nbytes < 0:
+            found.append((one, Choice((), nbytes, effect.cost, is_function=is_function, parts=(one.part,))))
+    choices = []
+    for sets in itertools.chain(*(itertools.combinations(found, count) for count in (1, 2, 3))):
+        if all(one.end <= other.begin or other.end <= one.begin for (one, _), (other, _) in itertools.combinations(sets, 2)):
+            sums = sum(one.nbytes for _, one in sets), sum(one.cost for _, one in sets)
+            choices.append(Choice((), *sums, is_function=is_function, parts=tuple(one.part for one, _ in sets)))
+    return _front(choices, _MOST_INSIDE)
 
 
 def _between(graph: _Graph, prices: Sequence[float]) -> list[Choice]:
@@ -170,13 +194,13 @@ def _choices_of(graph: _Graph, num_ops: int) -> list[Choice]:
     return _front(found.values())
 
 
-def _front(choices: Iterable[Choice]) -> list[Choice]:
+def _front(choices: Iterable[Choice], most: int = _MOST) -> list[Choice]:
     """Returns the options that no other beats in both bytes and cost, thinned to the most that are looked at."""
     front: list[Choice] = []
     for choice in sorted(choices, key=lambda one: (one.nbytes, one.cost)):
         if not front or choice.cost < front[-1].cost:
             front.append(choice)
-    while len(front) > _MOST:
+    while len(front) > most:
         # The one whose loss leaves the smallest gap.
         gaps = [front[at + 1].nbytes - front[at - 1].nbytes for at in range(1, len(front) - 1)]
         del front[gaps.index(min(gaps)) + 1]
@@ -297,9 +321,9 @@ class Problem:
     # Each block's best beside no other block had up to 1.8 times the least peak (Mixtral): budgets that fit were refused.
     @functools.cached_property
     def least(self) -> list[int]:
-        """The choice with the least peak that was found: by a descent, the option of one block at a time, from three starts."""
+        """The choice with the least peak that was found: by a descent, the option of one block at a time, from four starts."""
         alone = [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
-        starts = [alone, [0] * len(self.blocks), [len(costs) - 1 for costs in self.costs]]
+        starts = [alone, [0] * len(self.blocks), *([len(costs) - back for costs in self.costs] for back in (1, 2))]
         return min(map(self._descent, starts), key=self.peak)
 
     def _descent(self, chosen: list[int]) -> list[int]:
@@ -473,6 +497,17 @@ def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, 
     chosen[block] = option
 
 
+def _effect_of(
+    profile: Profile, choice: Choice, runs: Collection[Run | None], entry: BlockCall, regions: Sequence[BlockCall]
+) -> Effect:
+    def of(region: BlockCall) -> Effect:
+        if choice.is_function:
+            return function_effect_of(profile, region)
+        return effect_of(profile, region, [at for at, op in enumerate(region.ops) if op.run in runs])
+
+    return nested_effect_of(profile, entry) if choice.is_nested else effect_with(profile, entry, regions, of)
+
+
 def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> dict[str, list[BlockOption]]:
     """Returns the options of each block, from its choices by its first call."""
     found: dict[str, list[BlockOption]] = {}
@@ -481,24 +516,25 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
         first = entries[0]
         found[block] = []
         for choice in of:
-            runs = None if choice.kept is None else {first.ops[at].run for at in choice.kept}
-            effects = []
-            for entry in entries:
-                if choice.is_function:
-                    effects.append(function_effect_of(profile, entry))
-                    # Autocast casts a parameter once for all calls of forward, and once more in each call by backward.
-                    effects[-1].cost += max(0.0, first.cast_cost - entry.cast_cost)
-                elif choice.is_nested:
-                    effects.append(nested_effect_of(profile, entry))
-                else:
-                    kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
-                    effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
-            calls = len(entries) if choice.is_function else 0
-            recorded = 0 if runs is None or choice.is_function else sum(map(recorded_in, entries))
+            # The regions of each call: none, the block's, or those of modules inside.
+            regions = [
+                [one for one in entry.inside if one.part in choice.parts]
+                if choice.parts
+                else [entry] * (choice.kept is not None)
+                for entry in entries
+            ]
+            runs = {first.ops[at].run for at in choice.kept or ()}
+            effects = [_effect_of(profile, choice, runs, *call) for call in zip(entries, regions, strict=True)]
+            if choice.is_function and not choice.parts:
+                # Autocast casts a parameter once for all calls of forward, and once more in each call by backward.
+                for entry, effect in zip(entries, effects, strict=True):
+                    effect.cost += max(0.0, first.cast_cost - entry.cast_cost)
+            num_calls = sum(map(len, regions)) if choice.is_function else 0
+            recorded = 0 if choice.is_function else sum(map(recorded_in, itertools.chain(*regions)))
             pairs = zip(entries, effects, strict=True)
             replayed = sum(entry.ops[at].cost > 0 for entry, effect in pairs for at in effect.again) if recorded else 0
             cost = sum(effect.cost for effect in effects) + recorded * profile.record_cost + replayed * profile.replay_cost
-            cost += calls * profile.call_cost
-            again = profile.replay_seconds * replayed + profile.call_seconds * calls
+            cost += num_calls * profile.call_cost
+            again = profile.replay_seconds * replayed + profile.call_seconds * num_calls
             found[block].append(BlockOption(choice, effects, cost, profile.record_seconds * recorded, again))
     return found

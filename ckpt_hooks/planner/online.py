@@ -33,7 +33,7 @@ from ckpt_hooks.report.entries import Table, count_of, format_bytes
 from .blocks import Blocks, blocks_of, selected_blocks
 from .plan import Plan
 from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
-from .profiling import OpenStep, Profile
+from .profiling import Hook, OpenStep, Profile
 from .ranks import Ranks
 from .restoring import trainers_of
 from .searching import Room, Search, accelerator_of, check_cost, check_model, cost_per_second, parsed, too_small
@@ -48,20 +48,6 @@ _MOST_MEASURED = 16
 _MOST_FORWARDS = 64  # without a backward, as in evaluation with gradients
 _MOST_STEPS = 8  # of optimizers that take turns, as those of a critic and a generator
 _ENOUGH = 2  # backwards of a step that accumulates: a third is like the second
-
-
-class _Hook:
-    """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
-
-    def __init__(self, method: Callable[..., Any] | None = None) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any) -> None:
-        if self._method is not None and not torch.compiler.is_compiling():
-            self._method(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
 
 
 def _tell_nobody(block: str, shapes: Shapes) -> None:
@@ -173,7 +159,7 @@ class Machine:
         blocks = Blocks(model, self.names)
         inside = {id(one) for name in blocks.members for one in model.get_submodule(name).modules()}
         tops = {id(root) for name, root in blocks.roots.items() if name not in blocks.spans}
-        begins, ends = _Hook(self._begins), _Hook(self._ends)
+        begins, ends = Hook(self._begins), Hook(self._ends)
         for module in model.modules():
             if id(module) in tops or id(module) not in inside:
                 for hook in (

@@ -125,6 +125,7 @@ class Plan(PlanData, Printed):
                 facts[f"what block {block.name!r} keeps{where}, and its shapes"] = (
                     kept,
                     block.recorded,
+                    block.parts,
                     block.shapes,
                     block.around,
                 )
@@ -316,7 +317,8 @@ class Plan(PlanData, Printed):
     def _tables(self) -> Iterator[Table]:
         def key(block: PlannedBlock) -> object:
             kept = None if block.kept is None else tuple(map(_in_words, block.kept))
-            return name_pattern(block.name), block.kind, kept, block.kept_bytes, block.name in inside, block.recorded
+            is_around = block.name in inside
+            return name_pattern(block.name), block.kind, kept, block.kept_bytes, is_around, block.recorded, block.parts
 
         rows = []
         inside = {block.around for block in self.blocks if block.around and block.kept is not None}
@@ -327,6 +329,8 @@ class Plan(PlanData, Printed):
                 if first.name in inside
                 else "all, no region"
                 if first.kept is None
+                else f"all but in {', '.join(first.parts)}{'' if first.recorded else ', called again'}"
+                if first.parts
                 else "nothing, called again"
                 if not first.recorded
                 else ", ".join(map(_in_words, first.kept)) or "nothing"

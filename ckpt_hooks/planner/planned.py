@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import gt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -21,7 +21,7 @@ from ckpt_hooks._core.misuse import check_is, unknown_error, wrong
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
-from ckpt_hooks.modules.forward import RegionRunner
+from ckpt_hooks.modules.forward import RegionRunner, region_forward_for
 from ckpt_hooks.modules.selecting import selected_of
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
@@ -32,8 +32,17 @@ from ckpt_hooks.report.entries import name_pattern
 Shapes = tuple[tuple[torch.dtype, Any], ...]
 #: Submodule, operator and number of each run whose result is kept.
 Runs = tuple[tuple[str, str, int], ...]
+
+
+class Inside(NamedTuple):
+    """Modules of a block which are regions in place of it."""
+
+    parts: tuple[str, ...]
+    recorded: bool
+
+
 #: What a call keeps: results of runs; None for a plain call; False where backward calls the block again.
-Kept = Runs | Literal[False] | None
+Kept = Runs | Inside | Literal[False] | None
 
 
 def is_within(shapes: Shapes, others: Shapes) -> bool:
@@ -96,6 +105,7 @@ class PlannedBlock:
         around: The name of the block around, whose figures count what runs in this one; ``""`` without one.
         recorded: Whether a region replays operators, as :func:`ckpt_hooks.checkpoint_region`; False where backward calls the
             block again, as :func:`ckpt_hooks.checkpoint` does.
+        parts: The names in the block of modules that are regions in place of the block; the rest of the block has none.
     """
 
     name: str
@@ -108,6 +118,7 @@ class PlannedBlock:
     shapes: tuple[Shapes, ...]
     around: str = ""
     recorded: bool = True
+    parts: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +169,26 @@ def _warn_of_compilers() -> None:
     )
 
 
+class _InsideRunner(RegionRunner):
+    """Calls a block with modules inside of it as regions, which are plain again afterwards."""
+
+    def __init__(self, name: str, inside: Inside) -> None:
+        options = {"replay_whole": False} if inside.recorded else {}
+        super().__init__(inside.recorded, {"name": name, **options})
+        self._parts = {part: RegionRunner(inside.recorded, {"name": f"{name}.{part}", **options}) for part in inside.parts}
+        self._run, self._region = self._run_inside, None
+
+    def _run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with contextlib.ExitStack() as undo:
+            for part, runner in self._parts.items():
+                with contextlib.suppress(AttributeError):  # of a function, or where a wrapper is around the part
+                    forward = region_forward_for(function.__self__.get_submodule(part))
+                    if forward.run is None:
+                        forward.run = runner
+                        undo.callback(forward.remove, runner)
+            return function(*args, **kwargs)
+
+
 class PlannedRunner(RegionRunner):
     """Calls a block as its plan says: as a region which keeps some results, or plainly; of larger shapes it keeps nothing."""
 
@@ -168,13 +199,14 @@ class PlannedRunner(RegionRunner):
         self._called_again = RegionRunner(False, {"name": name})
         self._name, self._on_other = name, on_other
         # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
-        self._runners: weakref.WeakKeyDictionary[Any, dict[Runs, RegionRunner]] = weakref.WeakKeyDictionary()
+        self._runners: weakref.WeakKeyDictionary[Any, dict[Runs | Inside, RegionRunner]] = weakref.WeakKeyDictionary()
         self.keep(kept)
 
     def keep(self, kept: Mapping[Shapes, Kept] | None) -> None:
         """Has calls keep other results from now on; with None all are plain."""
         self._kept = kept
-        self._traced = {runs: self._runner_for(runs, None) for runs in (kept or {}).values() if runs}
+        of_runs = [one for one in (kept or {}).values() if one and not isinstance(one, Inside)]
+        self._traced = {runs: self._runner_for(runs, None) for runs in of_runs}
 
     @skipped
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +243,7 @@ class PlannedRunner(RegionRunner):
         if not kept:
             return None if kept is None else self
         if is_traced:  # Dynamo traces regions that are there, and makes none
-            return self._traced[kept]
+            return None if isinstance(kept, Inside) else self._traced[kept]
         module = root if isinstance(root, Module) else None
         runners = self._runners.setdefault(module or self, {})
         found = runners.get(kept)
@@ -219,7 +251,9 @@ class PlannedRunner(RegionRunner):
             found = runners[kept] = self._runner_for(kept, module)
         return found
 
-    def _runner_for(self, kept: Runs, module: Module | None) -> RegionRunner:
+    def _runner_for(self, kept: Runs | Inside, module: Module | None) -> RegionRunner:
+        if isinstance(kept, Inside):
+            return _InsideRunner(self._name, kept)
         policy = save_indices([(name, operator_named(operator), number) for name, operator, number in kept], root=module)
         return RegionRunner(True, {"name": self._name, "replay_whole": False, "policy": policy})
 
@@ -234,7 +268,9 @@ def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, Kept]]:
     kinds: dict[str, tuple[str, str]] = {}
     for block in blocks:
         runs: Kept = None
-        if block.kept is not None:
+        if block.parts:
+            runs = Inside(block.parts, block.recorded)
+        elif block.kept is not None:
             runs = tuple((run.module, run.operator, run.number) for run in block.kept) if block.recorded else False
         # Of two blocks for the same shapes, as in several plans, the latter counts.
         kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList
 
 from ckpt_hooks._core.call_sites import called_modules
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo, observe
@@ -129,6 +130,8 @@ class BlockCall:
     inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks, with operators and handles of this one
     own: list[Request] = dataclasses.field(default_factory=list)  # the handles of none inside
     first: int = 0  # the number of operators of the call around when this one began
+    first_handle: int = 0
+    part: str = ""  # the name in the block of a module which may be a region in place of it
 
     @property
     def cast_cost(self) -> float:
@@ -253,6 +256,33 @@ def _count(operator: Operator) -> float:
     return float((_DRAW if operator.draws_on_host else 1) * sum(shape.numel() for shape in outputs))
 
 
+class Hook:
+    """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
+
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, ()
+
+
+def _parts_of(blocks: Mapping[str, Module]) -> Iterator[tuple[str, str, Module]]:
+    """Yields the modules in blocks that may be regions in place of these: the block, the name, and the module."""
+    below = [
+        (block, name, module)
+        for block, root in blocks.items()
+        if " to " not in block
+        for name, module in root.named_modules()
+        if name and not isinstance(module, (ModuleList, ModuleDict))
+    ]
+    counts = collections.Counter(id(module) for _, _, module in below)
+    yield from (one for one in below if counts[id(one[2])] == 1)
+
+
 class OpenStep:
     """A step under the profiler, until it ends; with blocks, their regions keep nothing, and replay by value."""
 
@@ -261,12 +291,24 @@ class OpenStep:
         self._blocks = None if blocks is None else {*blocks}
         self._marks = Marks()
         self._older = OlderMemory(self._marks)
+        self._hooks = [*self._hooked(blocks or {})]
         self.observers: tuple[Observer, ...] = () if blocks is None else (_Watch(self._marks, {**blocks}),)
         self._memory = profile_memory()
         self._memory.__enter__()
 
+    def _hooked(self, blocks: Mapping[str, Module]) -> Iterator[Any]:
+        for block, name, module in _parts_of(blocks):
+            begins, ends = (functools.partial(self._mark, event, block, name) for event in ("part_begins", "part_ends"))
+            yield module.register_forward_pre_hook(Hook(begins))
+            yield module.register_forward_hook(Hook(ends), always_call=True)
+
+    def _mark(self, event: str, block: str, name: str, *args: Any) -> None:
+        self._marks.add(event, block, name)
+
     def abandon(self) -> None:
         """Ends without a look at what has happened."""
+        for hook in self._hooks:
+            hook.remove()
         self._memory.__exit__(None, None, None)
         self._marks.is_open = False
         self._older.forget()
@@ -321,6 +363,7 @@ class _Reader:
         self._handles: dict[tuple[int, int], list[Request]] = {}
         self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
         self._recomputes: list[int] = []
+        self._latest: dict[str, BlockCall] = {}  # the open call of each block
         self._begun = 0  # the bytes that live when the latest operator ended, and the most since
         self._live = self._most = 0
         self._first, self._has_begun = 0, False  # the allocations before, and whether there is one since
@@ -372,12 +415,27 @@ class _Reader:
                 outer.inside.append(entry)
                 entry.first = len(outer.ops)
             self._entries[region.id] = {**around, region.id: entry}
+            self._latest[entry.block] = entry
             self._seen = len(self._allocations)
             self._restart()
 
     def exited(self, region: int) -> None:
         if region in self._entries:
-            self._entries[region][region].end = self._at
+            entry = self._entries[region][region]
+            entry.end = self._at
+            self._latest.pop(entry.block, None)
+
+    def part_begins(self, block: str, name: str) -> None:
+        if (outer := self._latest.get(block)) is not None:
+            part = BlockCall(block, self._at, 0, first=len(outer.ops), first_handle=len(outer.handles), part=name)
+            outer.inside.append(part)
+
+    def part_ends(self, block: str, name: str) -> None:
+        if (outer := self._latest.get(block)) is None:
+            return
+        for part in [one for one in outer.inside if one.part == name and not one.end]:
+            part.end, part.ops, part.handles = self._at, outer.ops[part.first :], outer.handles[part.first_handle :]
+            part.maker = {value: at - part.first for value, at in outer.maker.items() if at >= part.first}
 
     def saved(self, region: int, position: int, address: int) -> None:
         for around, entry in self._entries.get(region, {}).items():  # numbers below 0 are those of tensors kept as they are

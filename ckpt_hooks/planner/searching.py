@@ -292,30 +292,28 @@ class Search:
         if per_second is not None:
             profile.cost_by_seconds(per_second)
         self.natural = natural_ends(profile)
+        self._blocks, self._margin, self._chunks, self._base, self._device = blocks, margin, chunks, base, device
+        # In a dry run there are no values to tell whether a block that is called again gives the same.
+        self._solve(may_call_again and dry_mode.get() is None)
+        self._is_checked = False  # whether blocks that are called again gave the same
+        self._peak: Any = None  # of the latest step measured
+        plain = [effect for of in self.problem.options for effect in of[-1].effects]
+        self.plain_peak = ranks.most(peak_of(profile, plain, self.natural))
+
+    def _solve(self, may_call_again: bool) -> None:
+        profile, spans = self.profile, self._blocks.spans
         lasting = {id(entry): own for entry, own in zip(profile.entries, lasting_in(profile), strict=True)}
         called = {entry.block for entry in profile.entries}
-        firsts = {name: profile.calls_of(name)[0] for name in blocks.roots if name in called}
-        names = [*firsts]
-        # In a dry run there are no values to tell whether a block that is called again gives the same.
-        may_call_again = may_call_again and dry_mode.get() is None
-        callable_again = {name for name in names if name not in blocks.spans and may_call_again}
+        firsts = {name: profile.calls_of(name)[0] for name in self._blocks.roots if name in called}
         # Of the first rank: its numbers of operators are those of all.
-        choices = ranks.first(
+        choices = self.ranks.first(
             lambda: {
-                name: choices_of(profile, one, lasting[id(one)], is_function=name in callable_again)
+                name: choices_of(profile, one, lasting[id(one)], is_function=may_call_again and name not in spans)
                 for name, one in firsts.items()
             }
         )
         self._options = block_options(profile, choices)
-        self._solve()
-        self._is_checked = False  # whether blocks that are called again gave the same
-        self._peak: Any = None  # of the latest step measured
-        self._blocks, self._margin, self._chunks, self._base, self._device = blocks, margin, chunks, base, device
-        plain = [effect for of in self.problem.options for effect in of[-1].effects]
-        self.plain_peak = ranks.most(peak_of(profile, plain, self.natural))
-
-    def _solve(self) -> None:
-        self.problem = Problem(self.profile, self._options, self.natural)
+        self.problem = Problem(profile, self._options, self.natural)
         self.problem.add_windows(self.ranks)
         self.least = self.problem.peak(self.problem.least)
 
@@ -403,10 +401,12 @@ class Search:
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
         """Calls blocks again. If one gives something else then, no choice of any budget has them."""
-        may_be = [name for name, of in self._options.items() if any(one.choice.is_function for one in of)]
-        if self._is_checked or not may_be:
+        called = [(name, one.choice) for name, of in self._options.items() for one in of if one.choice.is_function]
+        if self._is_checked or not called:
             return
 
+        # Parts as well, each by itself, which finds what the rest of the block has left.
+        may_be = {f"{name}.{one}".strip("."): None for name, choice in called for one in ("", *choice.parts)}
         options = {"determinism_check": "values"}
         runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
 
@@ -421,8 +421,7 @@ class Search:
 
     def _call_none_again(self) -> None:
         for one in (self, *self.others):
-            one._options = {name: [way for way in of if not way.choice.is_function] for name, of in one._options.items()}
-            one._solve()
+            one._solve(may_call_again=False)
 
     def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None) -> PlanData:
         plan = self.predicted(chosen)
@@ -471,6 +470,7 @@ class Search:
                     recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
                     shapes=tuple(self._shapes[name]),
                     recorded=not option.choice.is_function,
+                    parts=option.choice.parts,
                 )
             )
             inside = [inner for inner, outer in self._blocks.around.items() if outer == name]

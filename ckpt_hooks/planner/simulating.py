@@ -7,7 +7,7 @@ last tensor that needs it. Replays take place where backward asks for a tensor t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .profiling import BlockCall, OpRun, Profile, Request, Value
 
@@ -67,16 +67,34 @@ def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
                 outer.handles.append(Request(max(versions), first, last))
     effect = effect_of(profile, outer, ())
     for one, inside in zip(entry.inside, inner, strict=True):
-        # Its replays come after those of the region around, at one row.
-        effect.deltas += [(row, order + len(entry.ops) * 8, nbytes) for row, order, nbytes in inside.deltas]
-        for number, end in inside.ends.items():
-            if number not in made:
-                effect.ends[number] = max(effect.ends.get(number, 0), end)
-        effect.cost += inside.cost
-        effect.again += [one.first + at for at in inside.again]
+        _add(effect, entry, one, inside, made)
     again = {*effect.again}
     effect.spared = [number for at, op in enumerate(entry.ops) if at not in again for number in op.extras]
     return effect
+
+
+def effect_with(profile: Profile, entry: BlockCall, regions: Sequence[BlockCall], of: Callable[[BlockCall], Effect]) -> Effect:
+    """Returns the effect of regions in a block's call, one for all of it, or of parts; the rest has no region."""
+    if [*map(id, regions)] == [id(entry)]:
+        return of(entry)
+    theirs = {id(handle) for one in regions for handle in one.handles}
+    rest = [handle for handle in entry.handles if id(handle) not in theirs]
+    effect = effect_of(profile, dataclasses.replace(entry, handles=rest), (), is_plain=True)
+    for one in regions:
+        _add(effect, entry, one, of(dataclasses.replace(one, in_order=entry.in_order)))
+    return effect
+
+
+def _add(effect: Effect, entry: BlockCall, one: BlockCall, inside: Effect, made: Collection[int] = ()) -> None:
+    # Its replays come after those of the region around, at one row.
+    effect.deltas += [(row, order + len(entry.ops) * 8, nbytes) for row, order, nbytes in inside.deltas]
+    for number, end in inside.ends.items():
+        if number not in made:
+            effect.ends[number] = max(effect.ends.get(number, 0), end)
+    effect.cost += inside.cost
+    effect.again += [one.first + at for at in inside.again]
+    own = {number for op in one.ops for number in op.extras}
+    effect.spared = [*inside.spared, *(number for number in effect.spared if number not in own)]
 
 
 def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
@@ -88,8 +106,8 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
             lasts[handle.value[0]] = max(lasts.get(handle.value[0], 0), handle.let_go)
     again = [*range(last + 1)]
     made = {number for at in again for number in entry.ops[at].fresh}
-    # What comes from outside is held to the end, as the arguments of the call.
-    outside = {value[0] for at in again for value in entry.ops[at].reads} | {*lasts}
+    # What comes from outside is held to the end, as the arguments of the call, those that no rerun reads too.
+    outside = {value[0] for op in entry.ops for value in op.reads if value not in entry.maker} | {*lasts}
     ends = dict.fromkeys(outside - made, max(lasts.values(), default=0))
     ends = {number: end for number, end in ends.items() if not profile.allocations[number].is_lent}
     deltas: list[Delta] = []

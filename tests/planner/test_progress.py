@@ -75,12 +75,12 @@ def test_a_plan_that_takes_long_is_one_line_that_goes(clock, terminal, caplog):
     with caplog.at_level(logging.INFO, "ckpt_hooks"), redirect_stderr(terminal):
         plan = planned(clock, 3.0)
     lines = [line.strip() for line in terminal.shown]
-    assert lines[0] == "plan_memory: step 1 of at most 9"
-    assert f"plan_memory: step 2 of at most 9, peak so far {format_bytes(plan.least_peak)}" in lines
+    assert lines[0] == "plan_memory: step 1 of at most 7"
+    assert f"plan_memory: step 2 of at most 7, peak so far {format_bytes(plan.least_peak)}" in lines
     assert lines[-2:] == ["", ""]
     assert "\n" not in terminal.getvalue()
     assert lines.count("") == 2  # at the end
-    assert caplog.messages[0] == "plan_memory: step 1 of at most 9"
+    assert caplog.messages[0] == "plan_memory: step 1 of at most 7"
     assert len(caplog.messages) == len({*lines} - {""})
 
 
@@ -88,7 +88,7 @@ def test_less_than_two_seconds_show_nothing(clock, terminal, caplog):
     with caplog.at_level(logging.INFO, "ckpt_hooks"), redirect_stderr(terminal):
         planned(clock, 0.2)
     assert terminal.shown == []
-    assert "plan_memory: step 1 of at most 9" in caplog.messages
+    assert "plan_memory: step 1 of at most 7" in caplog.messages
 
 
 @pytest.mark.parametrize("off", ["progress", "no terminal", "another rank", "no stderr"])
@@ -100,7 +100,7 @@ def test_the_line_is_off_and_the_logger_is_told(off, clock, terminal, caplog, mo
     with caplog.at_level(logging.INFO, "ckpt_hooks"), redirect_stderr(None if off == "no stderr" else terminal):
         planned(clock, 3.0, progress=off != "progress")
     assert terminal.shown == []
-    assert "plan_memory: step 1 of at most 9" in caplog.messages
+    assert "plan_memory: step 1 of at most 7" in caplog.messages
 
 
 def test_lines_within_a_step_are_a_tenth_of_a_second_apart(clock, terminal):
@@ -124,7 +124,7 @@ def test_dry_runs_and_estimates(clock, terminal, caplog):
         count = len(terminal.shown)
         estimate_memory(model(), stepping(clock, 3.0), progress=False)
     lines = [line.strip() for line in terminal.shown]
-    assert lines[0] == "plan_memory: step 1 of at most 9"
+    assert lines[0] == "plan_memory: step 1 of at most 7"
     assert "estimate_memory: step 2 of at most 2" in lines
     assert len(lines) == count
     assert caplog.messages.count("estimate_memory: step 2 of at most 2") == 2
@@ -136,7 +136,7 @@ def test_plans_of_other_shapes_and_budgets(clock, terminal):
         plan.add(stepping(clock, 3.0), found)
         plan.replan(0.7, stepping(clock, 3.0), found)
     lines = {line.strip() for line in terminal.shown}
-    assert {"plan.add: step 1 of at most 9", "plan.replan: step 1 of at most 5"} <= lines
+    assert {"plan.add: step 1 of at most 7", "plan.replan: step 1 of at most 5"} <= lines
     count = len(terminal.shown)
     with redirect_stderr(terminal):
         plan.add(stepping(clock, 3.0), found, progress=False)
@@ -183,7 +183,7 @@ def test_tqdm_where_it_is_there(clock, terminal, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
     with redirect_stderr(terminal):
         planned(clock, 3.0)
-    assert calls[:2] == [("open", terminal, False, 0), "plan_memory: step 1 of at most 9"]
+    assert calls[:2] == [("open", terminal, False, 0), "plan_memory: step 1 of at most 7"]
     assert calls.count("close") == 1
     assert calls[-1] == "close"
     assert terminal.shown == []
