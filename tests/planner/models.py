@@ -32,13 +32,39 @@ class GPTBlock(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
+class Attention(nn.Module):
+    """Attention of four heads."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """A transformer's block, of an attention and an MLP, with dropout in each."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.Sequential(Attention(width), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(self.norm2(x))
+
+
 class GPT(nn.Module):
     """A language model."""
 
-    def __init__(self, blocks=4):
+    def __init__(self, blocks=4, block=GPTBlock):
         super().__init__()
         self.embed, self.head = nn.Embedding(50, 64), nn.Linear(64, 50)
-        self.blocks = nn.ModuleList(GPTBlock() for _ in range(blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -134,6 +160,7 @@ class Shared(nn.Module):
 MODELS = {
     "mlp": (MLP, lambda: torch.randn(256, 64), ["blocks.*"]),
     "gpt": (GPT, lambda: torch.randint(0, 50, (4, 64)), ["blocks.*"]),
+    "layers": (lambda: GPT(4, Layer), lambda: torch.randint(0, 50, (4, 64)), ["blocks.*"]),
     "resnet": (ResNet, lambda: torch.randn(4, 3, 24, 24), ["blocks.*"]),
     "unet": (UNet, lambda: torch.randn(2, 3, 32, 32), ["down.*", "middle", "up.*"]),
     "shared": (Shared, lambda: torch.randint(0, 50, (2, 32)), ["one", "other"]),

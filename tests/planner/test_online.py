@@ -56,7 +56,7 @@ def a_checked_pass():
 
 
 @pytest.mark.parametrize("budget", [0.25, 0.75])
-@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "unet"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "layers", "resnet", "unet"])
 def test_a_loop_is_bitwise_the_plain_one_and_runs_nothing_for_the_plan(name, budget):
     """Accumulation, a schedule, averages, a generator of its own, an iterator: each batch and each forward is counted."""
     make, data, _ = MODELS[name]

@@ -55,6 +55,26 @@ def test_a_block_called_again_runs_twice_and_the_plan_says_so():
     assert collections.Counter(iter(calls)) == {block.name: 2 - block.recorded for block in plan.blocks}
 
 
+def test_modules_inside_of_a_block_are_regions_in_place_of_it():
+    model, step, blocks = built("layers")
+    plain = after_a_step(model, step)
+    plan = plan_memory(model, step, 0.3, blocks=blocks)
+    assert {part for block in plan.blocks for part in block.parts} == {"attention.0", "mlp"}
+    called = [block for block in plan.blocks if not block.recorded]
+    again = [f"{block.name}.{part}".strip(".") for block in called for part in block.parts or ("",)]
+    assert "all but in attention.0, mlp, called again" in str(plan)
+    calls = Log()
+    for name, module in model.named_modules():
+        if name.endswith((".qkv", ".mlp.0", ".norm")):  # hooks of a region's own module run once
+            module.register_forward_hook(lambda module, args, result, name=name: calls.put(name))
+    for applied in (plan, Plan.from_json(plan.to_json())):
+        with applied.apply(model):
+            assert same(after_a_step(model, step), plain)
+        counts = collections.Counter(iter(calls))
+        assert counts == {name: 1 + any(f"{name}.".startswith(f"{one}.") for one in again) for name in counts}
+        calls.clear()
+
+
 class FromAnIterator(nn.Module):
     """Takes masks from an iterator, which no rerun turns back."""
 
