@@ -1090,7 +1090,7 @@ CALLS = {
         "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
         r"Take a name near to it: 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
         "To select by class, pass the class Layer itself": lambda: apply_checkpointing(fake.Model(), "Layer"),
-        r"keep_frist\. apply_checkpointing takes .*keep_last, .*policy, .*, chunks, dim, .* Write keep_first for keep_frist": (
+        r"keep_frist\. apply_checkpointing takes .*policy, .*keep_last, .*chunks, dim, .* Write keep_first for keep_frist": (
             lambda: apply_checkpointing(block, "", keep_frist=1)
         ),
         r"chunk\. With recorded=True checkpoint_module takes .*replay_whole, chunks, dim, .* Write chunks for chunk": (

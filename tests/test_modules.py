@@ -151,6 +151,42 @@ def test_copies_are_checkpointed_by_themselves(base, options, copied, monkeypatc
     del reference
 
 
+@kinds
+def test_a_shallow_copy_runs_its_own_forward(options):
+    """It shares parameters and submodules, and has attributes of its own; the first stays as it is."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), 1.0
+
+        def forward(self, x):
+            return (self.linear(x) * self.scale).sin()
+
+    def gradients(module):
+        twin = copy.copy(module)
+        twin.scale = 3.0
+        again = copy.copy(twin)
+        again.linear = nn.Linear(4, 4)
+        nn.init.ones_(again.linear.weight)
+        nn.init.ones_(again.linear.bias)
+        with Frames() as regions:
+            return *(torch.autograd.grad(one(x).sum(), x)[0] for one in (module, twin, again)), len(regions.frames)
+
+    torch.manual_seed(0)
+    module, x = Scaled(), torch.ones(2, 4, requires_grad=True)
+    *expected, _ = gradients(module)
+    checkpoint_module(module, **options)
+    *found, count = gradients(module)
+    assert all(map(torch.equal, found, expected))
+    assert count == 3
+    twin = copy.copy(module)
+    remove_checkpointing(module)
+    assert "forward" in vars(twin)
+    remove_checkpointing(twin)
+    assert vars(twin).keys() == vars(module).keys() == vars(Scaled()).keys()
+
+
 @pytest.mark.usefixtures("no_gc")
 @kinds
 def test_memory_goes_back_without_the_collector(options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 
 import pytest
 import torch
@@ -267,6 +268,22 @@ def test_a_name_is_of_the_innermost_region():
     assert replayed(program, x)["sin"] == 1
     with pytest.warns(UserWarning, match="names tensors of which the first 3 regions under it have had none: h"):
         _ = [program(checkpoint_region) for _ in range(2)]
+
+
+def test_a_misspelt_name_is_told_of_policies_made_anew_in_each_step():
+    x = leaf(3)
+
+    def step():
+        with checkpoint_region(policy=policies.save_only_these_names("hidn")):
+            y = checkpoint_name(x.sin(), "hidden").exp()
+        y.sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        step()
+    with pytest.warns(UserWarning, match="names tensors of which the first 3 regions under it have had none: hidn"):
+        step()
 
 
 def test_a_name_of_a_written_tensor():

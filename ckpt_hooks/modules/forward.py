@@ -237,6 +237,8 @@ class RegionForward:
         return getattr(self.__wrapped__, name)
 
     def put(self, module: Module) -> None:
+        if not hasattr(type(module), "__copy__"):
+            type.__setattr__(type(module), "__copy__", _copied)  # ``copy.copy`` asks the class alone
         own = vars(module)
         self.replaced = own.get("forward")
         own["forward"] = self
@@ -273,15 +275,19 @@ class RegionForward:
     def replicate(self) -> Module:
         """Returns a copy of the module as DataParallel makes it, with a forward of its own."""
         module = self.module
-        replica: Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-        own = vars(replica)
+        return self.moved_to(type(module)._replicate_for_data_parallel(module))  # type: ignore[no-untyped-call]
+
+    def moved_to(self, copied: Module) -> Module:
+        """Gives a copy of the module, which shares its attributes, a forward of its own."""
+        own = vars(copied)
         del own[_REPLICATE]
         if own["forward"] is self:
             del own["forward"]
-            forward = RegionForward(replica)
-            forward.put(replica)
-            forward.__dict__.update(run=self.run, around=self.around, inside=self.inside, replaced=self.replaced)
-        return replica
+            forward = RegionForward(copied)
+            forward.put(copied)
+            parts = {"around": [*self.around], "inside": [*self.inside]}
+            forward.__dict__.update(run=self.run, replaced=self.replaced, is_active=self.is_active, **parts)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
         module = self.module
@@ -296,6 +302,12 @@ class RegionForward:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         module, self.run, self.replaced, self.is_active, self.around, self.inside = state
         self._reference = weakref.ref(module)
+
+
+def _copied(module: Module) -> Module:
+    copied: Module = copy._reconstruct(module, None, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+    forward = region_forward_of(copied)
+    return copied if forward is None else forward.moved_to(copied)
 
 
 def region_forward_of(module: Module) -> RegionForward | None:

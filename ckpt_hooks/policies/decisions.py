@@ -6,6 +6,7 @@ an operator whose output can stand in for another run (``OpFacts.is_asked_about`
 
 from __future__ import annotations
 
+import collections
 import itertools
 import sys
 from collections.abc import Callable
@@ -146,6 +147,7 @@ if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
 
 #: Not all regions under a policy are alike: the first may be a stem without what the list is about.
 _LOOKED_THROUGH = 3
+_MOST_EXPECTED = 1000  # sets of names in the count
 
 _UNASKED = (Kind.IGNORED, Kind.RANGE)
 
@@ -217,14 +219,21 @@ class Decisions:
         if self.seen is None or not expected:
             return
         if expected.isdisjoint(self.seen):
-            policy.looked_through += 1
-            if policy.looked_through < _LOOKED_THROUGH:
+            if len(_looked_through) > _MOST_EXPECTED:
+                _looked_through.clear()
+            _looked_through[expected] += 1
+            if _looked_through[expected] < _LOOKED_THROUGH:
                 return
             warn_user(
                 f"{policy!r} names {policy.kind} of which the first {_LOOKED_THROUGH} regions under it have had none: "
                 f"{', '.join(sorted(map(str, expected)))}. {policy.advice}"
             )
         policy.expects = frozenset()
+        _looked_through.pop(expected, None)
+
+
+#: The regions without what policies name, by what these name: a policy may be made anew for each region.
+_looked_through: collections.Counter[frozenset[Any]] = collections.Counter()
 
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:
