@@ -33,14 +33,17 @@ def metadata() -> dict[str, Any]:
 def test_links_of_the_long_description_are_absolute():
     """README's own are relative to the repository; those of the package page begin with the project's address."""
     project, hook = metadata()["project"], metadata()["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
-    (substitution,) = hook["substitutions"]
     readme = (ROOT / hook["fragments"][0]["path"]).read_text()
     relative = re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme)
     assert len(relative) > 5
     assert all((ROOT / path.partition("#")[0]).is_file() for path in relative)
-    page = re.sub(substitution["pattern"], substitution["replacement"], readme)
+    page = readme
+    for substitution in hook["substitutions"]:
+        page = re.sub(substitution["pattern"], substitution["replacement"], page)
     assert not re.findall(r"\]\((?!https?://|#)", page)
     assert page.count(f"]({project['urls']['Repository']}/") >= len(relative)
+    assert len(re.findall(r"!\[[^\]]*\]\([^)]*/raw/", page)) == page.count("/raw/") > 0
+    assert all(url.startswith(project["urls"]["Repository"]) for url in project["urls"].values())
 
 
 def test_the_version_stands_in_one_place():
