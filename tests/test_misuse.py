@@ -207,7 +207,7 @@ CASES = {
     "plan_memory": Case(plan_memory, lambda: {"model": model(), "step": step, "memory_budget": 0.5, "blocks": "*"}),
     "Plan.apply": Case(Plan.apply, lambda: {"model": plan()[0]}, lambda **given: plan()[1].apply(**given).undo()),
     "Plan.guard": Case(Plan.guard, lambda: {"model": plan()[0]}, lambda **given: plan()[1].guard(**given)),
-    "Plan.add": Case(Plan.add, lambda: {"step": step, "model": plan()[0]}, lambda step, model: plan()[1].add(step, model)),
+    "Plan.add": Case(Plan.add, lambda: {"step": step, "model": plan()[0]}, lambda **given: plan()[1].add(**given)),
     "Plan.from_json": Case(Plan.from_json, lambda: {"values": plan()[1].to_json()}),
     "ParetoFront.plot": Case(lambda path: None, lambda: {"path": None}, lambda path: plan()[1].pareto().plot(path)),
     "save_ops": Case(lambda ops: None, lambda: {"ops": MM}, lambda ops: asked(policies.save_ops(ops))),

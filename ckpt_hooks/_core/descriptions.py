@@ -56,7 +56,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 class _TensorsInWords(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+        if getattr(func, "__name__", "") in ("__repr__", "__format__"):
             return describe_tensor(args[0])
         return func(*args, **(kwargs or {}))
 

@@ -150,7 +150,7 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
 
 
 #: What policies learn from the regions that ask them.
-_LEARNED = frozenset({"decisions", "expects", "tables"})
+_LEARNED = frozenset({"decisions", "expects", "looked_through", "tables"})
 
 
 def _key_of(value: Any) -> str:

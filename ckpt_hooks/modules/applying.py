@@ -59,8 +59,8 @@ def checkpoint_module(
         ValueError: If the module is checkpointed already, has no ``forward``, or an option is unknown.
 
     Note:
-        ``copy.copy`` of a checkpointed module runs the forward of the module copied. Write ``copy.deepcopy``. A program that
-        sets ``module.forward`` afterwards removes the region, unless it calls the ``forward`` that it found.
+        A copy that takes over ``__dict__`` by itself, past ``copy.copy``, runs the forward of the module copied. A program
+        that sets ``module.forward`` afterwards removes the region, unless it calls the ``forward`` that it found.
 
     Example:
         >>> import torch

@@ -81,6 +81,9 @@ class Policy(abc.ABC):
         "the operators which it is asked for."
     )
 
+    #: How many regions have been looked through.
+    looked_through: int = 0
+
     #: Whether regions ask the policy about views and operators which write in place too, as torch does.
     is_asked_as_torch: bool = False
 

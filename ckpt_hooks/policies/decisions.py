@@ -6,8 +6,8 @@ an operator whose output can stand in for another run (``OpFacts.is_asked_about`
 
 from __future__ import annotations
 
-import collections
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -147,7 +147,11 @@ if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
 
 #: Not all regions under a policy are alike: the first may be a stem without what the list is about.
 _LOOKED_THROUGH = 3
-_MOST_EXPECTED = 1000  # sets of names in the count
+
+# The same, of all policies of one class and the same names, since a program may make its policy anew in each step. Below 0 once
+# a region had one, or a warning said that none had.
+_looked_through: dict[Any, float] = {}
+_MOST_LOOKED_THROUGH = 1_000
 
 _UNASKED = (Kind.IGNORED, Kind.RANGE)
 
@@ -155,7 +159,7 @@ _UNASKED = (Kind.IGNORED, Kind.RANGE)
 class Decisions:
     """The decisions of a policy in one region."""
 
-    __slots__ = ("_asks", "_num_asked", "is_kept", "known", "policy", "seen")
+    __slots__ = ("_asks", "_num_asked", "expected", "is_kept", "known", "policy", "seen")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -164,7 +168,8 @@ class Decisions:
         self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else by_count(self.is_kept)
         self._num_asked = 0
         # Operators which ran, or names given to tensors, where the policy expects some.
-        self.seen: set[Any] | None = set() if policy.expects else None
+        self.expected = policy.expects
+        self.seen: set[Any] | None = set() if self.expected else None
         self.known: dict[OpFacts, int] = policy.decisions if self.seen is None else {}
 
     def of(self, facts: OpFacts) -> int:
@@ -215,25 +220,25 @@ class Decisions:
 
     def finish(self) -> None:
         """Warns of a policy which names what none of its first regions has had; once for a policy."""
-        policy, expected = self.policy, self.policy.expects
-        if self.seen is None or not expected:
+        policy, expected = self.policy, self.expected
+        if self.seen is None:
             return
-        if expected.isdisjoint(self.seen):
-            if len(_looked_through) > _MOST_EXPECTED:
-                _looked_through.clear()
-            _looked_through[expected] += 1
-            if _looked_through[expected] < _LOOKED_THROUGH:
+        if len(_looked_through) >= _MOST_LOOKED_THROUGH:
+            _looked_through.clear()
+        key = type(policy), policy.title, expected
+        if policy.expects and expected.isdisjoint(self.seen):
+            policy.looked_through += 1
+            of_all = _looked_through[key] = _looked_through.get(key, 0) + 1
+            if max(policy.looked_through, of_all) < _LOOKED_THROUGH:
                 return
             warn_user(
                 f"{policy!r} names {policy.kind} of which the first {_LOOKED_THROUGH} regions under it have had none: "
                 f"{', '.join(sorted(map(str, expected)))}. {policy.advice}"
             )
         policy.expects = frozenset()
-        _looked_through.pop(expected, None)
-
-
-#: The regions without what policies name, by what these name: a policy may be made anew for each region.
-_looked_through: collections.Counter[frozenset[Any]] = collections.Counter()
+        # A policy that three regions share has its own warning; those made anew have one, whatever others were told.
+        is_own = policy.looked_through == _LOOKED_THROUGH
+        _looked_through[key] = min(_looked_through.get(key, 0), 0) if is_own else -math.inf
 
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:
