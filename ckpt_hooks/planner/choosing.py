@@ -324,15 +324,23 @@ class Problem:
         """The choice with the least peak that was found: by a descent, the option of one block at a time, from four starts."""
         alone = [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
         starts = [alone, [0] * len(self.blocks), *([len(costs) - back for costs in self.costs] for back in (1, 2))]
-        return min(map(self._descent, starts), key=self.peak)
+        # A descent gets stuck earlier among more options: with those inside of blocks a budget that fits could be refused.
+        return min((self._descent([*one], without) for one in starts for without in self.without), key=self.peak)
 
-    def _descent(self, chosen: list[int]) -> list[int]:
+    @functools.cached_property
+    def without(self) -> list[list[list[int]]]:
+        """For each block the options to leave out: none, and where there are any those with regions inside of the block."""
+        inside = [[at for at, option in enumerate(of) if option.choice.parts] for of in self.options]
+        return [[[] for _ in inside], *([inside] if any(inside) else [])]
+
+    def _descent(self, chosen: list[int], without: Sequence[list[int]]) -> list[int]:
         total = self.total(chosen)
         peak = math.inf
         while float(total.max()) < peak:
             peak = float(total.max())
             for block, memory in enumerate(self.memory):
                 peaks = (total + memory - memory[chosen[block]]).amax(1)
+                peaks[without[block]] = math.inf
                 option = int(peaks.argmin())
                 if float(peaks[option]) < float(total.max()):
                     _take(self, chosen, total, block, option)
@@ -392,6 +400,11 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
 
 def choose(problem: Problem, budget: float) -> list[int] | None:
     """Returns the option of each block with the least cost found under a budget; None if none fits."""
+    found = [one for without in problem.without if (one := _choose(problem, budget, without)) is not None]
+    return min(found, key=problem.cost, default=None)
+
+
+def _choose(problem: Problem, budget: float, without: Sequence[list[int]]) -> list[int] | None:
     chosen = [int(costs.argmin()) for costs in problem.costs]
     total = problem.total(chosen)
     while float(total.max()) > budget:
@@ -401,6 +414,7 @@ def choose(problem: Problem, budget: float) -> list[int] | None:
             gain = excess - (total + memory - memory[chosen[block]] - budget).clamp(min=0).sum(1)
             price = (costs - costs[chosen[block]]).clamp(min=1e-9)
             rates = gain.clamp(min=0) / price
+            rates[without[block]] = 0.0
             option = int(rates.argmax())
             if float(rates[option]) > best:
                 best, step = float(rates[option]), (block, option)
