@@ -400,7 +400,8 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
 
 def choose(problem: Problem, budget: float) -> list[int] | None:
     """Returns the option of each block with the least cost found under a budget; None if none fits."""
-    found = [one for without in problem.without if (one := _choose(problem, budget, without)) is not None]
+    sets = problem.without if len(problem.blocks) <= _FEW_TO_REPEAT else problem.without[:1]
+    found = [one for without in sets if (one := _choose(problem, budget, without)) is not None]
     return min(found, key=problem.cost, default=None)
 
 
@@ -425,8 +426,9 @@ def _choose(problem: Problem, budget: float, without: Sequence[list[int]]) -> li
     return chosen
 
 
-#: Blocks of which all options of any three are looked at.
+#: Blocks of which all options of any three are looked at, and those whose choice is made twice.
 _FEW = 8
+_FEW_TO_REPEAT = 64
 _PASSES = 3  # over all pairs of many blocks
 
 
