@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import subprocess
@@ -389,6 +390,25 @@ def test_a_model_is_compiled_under_a_plan():
             assert all(torch.equal(compiled(one), y) for one, y in zip((x, other), expected, strict=True))
         compiled(x).sum().backward()
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.skipif(BEFORE_2_13, reason="before 2.13 Dynamo does not trace how the forward is bound")
+@pytest.mark.filterwarnings("ignore:A plan is for steps that run eagerly")
+@pytest.mark.parametrize("recorded", [True, False])
+def test_compiled_blocks_with_regions_inside_keep_nothing(recorded):
+    """Dynamo makes no regions inside of a block: the block is one, and not plain, which may not fit."""
+    inner = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
+    model = torch.nn.Sequential(*(torch.nn.Sequential(one, torch.nn.Tanh()) for one in inner))
+    x = torch.randn(32, 64)
+    plan = plan_memory(model, lambda model: model(x).sum().backward(), 0.5, blocks=list("012"))
+    blocks = [dataclasses.replace(block, kept=(), parts=("0",), recorded=recorded) for block in plan.blocks]
+    whole = [dataclasses.replace(block, kept=(), recorded=True) for block in plan.blocks]
+    nbytes = []
+    for of in (blocks, whole):
+        torch._dynamo.reset()
+        with dataclasses.replace(plan, blocks=tuple(of)).apply(model):
+            nbytes.append(saved(model))
+    assert nbytes[0] == nbytes[1] < saved(model)
 
 
 def test_policies_of_regions_decide():

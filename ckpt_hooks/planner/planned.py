@@ -206,7 +206,7 @@ class PlannedRunner(RegionRunner):
         """Has calls keep other results from now on; with None all are plain."""
         self._kept = kept
         of_runs = [one for one in (kept or {}).values() if one and not isinstance(one, Inside)]
-        self._traced = {runs: self._runner_for(runs, None) for runs in of_runs}
+        self._traced: dict[Runs | Inside, RegionRunner] = {runs: self._runner_for(runs, None) for runs in of_runs}
 
     @skipped
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -242,8 +242,8 @@ class PlannedRunner(RegionRunner):
             return self._called_again
         if not kept:
             return None if kept is None else self
-        if is_traced:  # Dynamo traces regions that are there, and makes none
-            return None if isinstance(kept, Inside) else self._traced[kept]
+        if is_traced:  # Dynamo traces regions that are there, and makes none: with regions inside the block is one
+            return self._traced.get(kept, self)
         module = root if isinstance(root, Module) else None
         runners = self._runners.setdefault(module or self, {})
         found = runners.get(kept)
