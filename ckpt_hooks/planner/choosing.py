@@ -513,6 +513,13 @@ def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, 
     chosen[block] = option
 
 
+def _regions_of(choice: Choice, entry: BlockCall) -> list[BlockCall]:
+    """Returns the regions of a block's call: none, one around the call, or those of modules inside."""
+    if choice.parts:
+        return [one for one in entry.inside if one.part in choice.parts]
+    return [] if choice.kept is None else [entry]
+
+
 def _effect_of(
     profile: Profile, choice: Choice, runs: Collection[Run | None], entry: BlockCall, regions: Sequence[BlockCall]
 ) -> Effect:
@@ -532,13 +539,7 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
         first = entries[0]
         found[block] = []
         for choice in of:
-            # The regions of each call: none, the block's, or those of modules inside.
-            regions = [
-                [one for one in entry.inside if one.part in choice.parts]
-                if choice.parts
-                else [entry] * (choice.kept is not None)
-                for entry in entries
-            ]
+            regions = [_regions_of(choice, entry) for entry in entries]
             runs = {first.ops[at].run for at in choice.kept or ()}
             effects = [_effect_of(profile, choice, runs, *call) for call in zip(entries, regions, strict=True)]
             if choice.is_function and not choice.parts:

@@ -31,7 +31,7 @@ from ckpt_hooks.modules.selecting import selector_of
 from ckpt_hooks.report.entries import Table, count_of, format_bytes
 
 from .blocks import Blocks, blocks_of, selected_blocks
-from .plan import Plan
+from .plan import Plan, plan_of
 from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
 from .profiling import Hook, OpenStep, Profile
 from .ranks import Ranks
@@ -382,7 +382,7 @@ class Machine:
     def _chosen(self) -> Plan:
         search = self._searches[-1]
         chosen = search.choice(self._target) or search.problem.least
-        return Plan.of(dataclasses.replace(search.predicted(chosen, self.budget), _model=self._reference))
+        return plan_of(dataclasses.replace(search.predicted(chosen, self.budget), _model=self._reference))
 
     def _measured(self, peak: int) -> None:
         plan = self.plans[-1]

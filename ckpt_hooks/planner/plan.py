@@ -76,10 +76,6 @@ class Plan(PlanData, Printed):
 
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
 
-    @classmethod
-    def of(cls, data: PlanData) -> Plan:
-        return cls(**{one.name: getattr(data, one.name) for one in dataclasses.fields(data)})
-
     def apply(self, model: Module | None = None, *, group: Any = None) -> AppliedCheckpointing:
         """Makes the blocks of a model regions which keep what the plan says.
 
@@ -159,7 +155,7 @@ class Plan(PlanData, Printed):
             blocks = [selector_of(names[block.name]) for block in self.blocks]
             given: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
             with shown("plan.add", progress):
-                found = Plan.of(searched(model, step, self.budget, ranks, **given))
+                found = plan_of(searched(model, step, self.budget, ranks, **given))
         found = dataclasses.replace(
             found,
             blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
@@ -195,11 +191,11 @@ class Plan(PlanData, Printed):
         with search.ranks.together():
             search.ranks.agree({"memory_budget": memory_budget})
             if step is None:
-                return Plan.of(dataclasses.replace(search.plan(memory_budget), _model=self._model))
+                return plan_of(dataclasses.replace(search.plan(memory_budget), _model=self._model))
             check_step(step)
             model = self._found(model, "replan")
             with shown("plan.replan", progress), as_often(model, step, search.ranks, MOST_MEASURED) as step:
-                return Plan.of(search.plan(memory_budget, model, step))
+                return plan_of(search.plan(memory_budget, model, step))
 
     def pareto(self) -> ParetoFront:
         """Finds the costs of other budgets, from the profile, which the plan holds.
@@ -224,7 +220,7 @@ class Plan(PlanData, Printed):
     def _at(self, budget: int, search: Search, chosen: Sequence[int]) -> Plan:
         """Returns another choice from the same profile, as predicted."""
         data = search.predicted(chosen, budget)
-        return Plan.of(dataclasses.replace(data, least_peak=self.least_peak, _model=self._model, _search=self._search))
+        return plan_of(dataclasses.replace(data, least_peak=self.least_peak, _model=self._model, _search=self._search))
 
     def _tighter(self) -> Plan | None:
         """Returns the plan a step of the front below this one; None if this is the least."""
@@ -458,6 +454,11 @@ def _read_object(value: Any, at: str, made: Any) -> Any:
     return made(**{name: _read(value[name], f"{at}.{name}", kind) for name, kind in fields.items()})
 
 
+def plan_of(data: PlanData) -> Plan:
+    """Returns what a search has found as a plan."""
+    return Plan(**{one.name: getattr(data, one.name) for one in dataclasses.fields(data)})
+
+
 def _point(name: str, plan: Plan) -> ParetoPoint:
     return ParetoPoint(name, plan.measured_peak, plan.recomputed, plan.recomputed_seconds, plan)
 
@@ -554,4 +555,4 @@ def plan_memory(
     ranks = Ranks(group)
     # The self-check takes time in the steps that are measured.
     with ranks.together(), set_self_check(False), shown("plan_memory", progress):
-        return Plan.of(searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))
+        return plan_of(searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))

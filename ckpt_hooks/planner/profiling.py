@@ -472,17 +472,20 @@ class _Reader:
 
     def ran(self, region: int, operator: Operator, run: Run | None) -> None:
         around = {} if operator.in_recompute else self._entries.get(region, {})
+        alike = _alike(operator)
         if operator.seconds is not None:
-            self._times[_alike(operator), operator.in_recompute].append(operator.seconds)
+            self._times[alike, operator.in_recompute].append(operator.seconds)
         if operator.in_recompute and region not in self._entries:
             self._again += cost_of(operator)
         new = range(self._seen, len(self._allocations))
         for number, entry in around.items():
-            self._ran_in(entry, number, operator, run, new)
+            self._ran_in(entry, number, operator, alike, run, new)
         self._seen = len(self._allocations) if around else self._seen
         self._restart()
 
-    def _ran_in(self, entry: BlockCall, region: int, operator: Operator, run: Run | None, new: Iterable[int]) -> None:
+    def _ran_in(
+        self, entry: BlockCall, region: int, operator: Operator, alike: object, run: Run | None, new: Iterable[int]
+    ) -> None:
         reads = [value for tensor in operator.inputs if (value := self._value_at(region, tensor.address)) is not None]
         written = {
             value[0]
@@ -510,7 +513,7 @@ class _Reader:
             makes,
             fresh,
             cost_of(operator),
-            _alike(operator),
+            alike,
         )
         op.extras = [number for number in new if number not in fresh]
         stays = sum(one.nbytes for one in self._allocations[self._first :] if one.freed > self._at)

@@ -107,7 +107,8 @@ def searched(
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking)) if around else None
             if nested is not None:
                 spans = Search(ranks, per_second, *nested, chunks=chunking, **common)
-                found += [spans] if spans.least < found[-1].least else []
+                if spans.least < found[-1].least:
+                    found.append(spans)
         found[0].others = found[1:]
         return found[0].plan(memory_budget, model, step, tolerance)
 

@@ -81,7 +81,10 @@ def effect_with(profile: Profile, entry: BlockCall, regions: Sequence[BlockCall]
     rest = [handle for handle in entry.handles if id(handle) not in theirs]
     effect = effect_of(profile, dataclasses.replace(entry, handles=rest), (), is_plain=True)
     for one in regions:
-        _add(effect, entry, one, of(dataclasses.replace(one, in_order=entry.in_order)))
+        inside = of(dataclasses.replace(one, in_order=entry.in_order))
+        _add(effect, entry, one, inside)
+        own = {number for op in one.ops for number in op.extras}
+        effect.spared = [*inside.spared, *(number for number in effect.spared if number not in own)]
     return effect
 
 
@@ -93,8 +96,6 @@ def _add(effect: Effect, entry: BlockCall, one: BlockCall, inside: Effect, made:
             effect.ends[number] = max(effect.ends.get(number, 0), end)
     effect.cost += inside.cost
     effect.again += [one.first + at for at in inside.again]
-    own = {number for op in one.ops for number in op.extras}
-    effect.spared = [*inside.spared, *(number for number in effect.spared if number not in own)]
 
 
 def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
