@@ -51,14 +51,14 @@ class DefaultDeviceType:
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
-    """Returns the random state of each accelerator device which holds a tensor of the arguments.
+    """Returns the random states of the accelerators that hold tensors among the arguments.
 
     Args:
-        *args: Anything; tensors are found in nested lists, tuples and dicts.
+        *args: Anything. Tensors are found in nested lists, tuples and dicts.
 
     Returns:
-        Indices of the devices, one a tensor as in torch, and their states. Among tensors of several accelerator types CUDA
-        counts, else the type met first: an index does not say its type.
+        Device indices, an entry for each tensor as in torch, and their states. Tensors of several accelerator types: CUDA's
+        count, otherwise those of the first type, since an index does not say its type.
     """
     devices = [
         leaf.device for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
@@ -76,16 +76,16 @@ def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
 
 
 def set_device_states(devices: Sequence[int], states: Iterable[torch.Tensor], *, device_type: str | None = None) -> None:
-    """Sets the random state of devices.
+    """Sets the random states of devices.
 
     Args:
-        devices: Indices of the devices.
-        states: One state a device, as :func:`get_device_states` gives them.
-        device_type: Type of the devices; :class:`DefaultDeviceType`'s where none is given.
+        devices: Device indices.
+        states: A state for each index, as :func:`get_device_states` returns them.
+        device_type: The type of the devices. None means that of :class:`DefaultDeviceType`.
 
     Raises:
         TypeError: If ``devices`` or ``states`` has something else in it. No state is set then.
-        ValueError: If there is no such type of devices, or it has no states.
+        ValueError: If there is no such device type, or it has no random states.
     """
     kind = DefaultDeviceType.get_device_type() if device_type is None else _checked_type(device_type, "device_type")
     indices, found = ([*one] if isinstance(one, Iterable) else [None] for one in (devices, states))

@@ -28,10 +28,10 @@ __all__ = ["BudgetTooSmallError", "CheckpointError", "DeterminismError", "Intern
 
 
 class CheckpointError(torch.utils.checkpoint.CheckpointError):
-    """A checkpointed region could not be brought back exactly.
+    """A region's tensors could not be brought back exactly.
 
     Attributes:
-        region: Names of the regions around the failure, outermost first; empty where unknown.
+        region: Names of the regions around the failure, outermost first. Empty if unknown.
     """
 
     def __init__(self, message: str, *, region: tuple[str, ...] = ()) -> None:
@@ -54,21 +54,21 @@ def rebuild_error(kind: type[E], message: str, fields: dict[str, Any]) -> E:
 
 
 class DeterminismError(CheckpointError):
-    """The recompute of a region saved other tensors than its forward.
+    """The recompute of a region differs from its forward.
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
-        index: Position of the first different tensor in the order of saving: the first missing tensor where the recompute saved
-            too few, the first surplus tensor where it saved too many. In a recorded region it is the number of the operator
-            whose result has another shape. -1 where the recompute drew other random numbers than forward.
-        expected: What forward saved (``"float32[4, 8] on cpu"``, or a number of tensors), or the operator which forward ran.
+        index: Position of the first tensor that differs, in the order of saving; of the first missing or surplus tensor if the
+            numbers differ. In a recorded region, the number of the operator whose result differs. -1 if the recompute drew
+            other random numbers than forward.
+        expected: What forward saved, such as ``"float32[4, 8] on cpu"``, a number of tensors, or the operator that forward ran.
         found: The same for the recompute.
-        grad_fn: Name of the autograd node which saved the tensor in forward, as in ``"SinBackward0"``; None where unknown.
-        routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: in debug
-            mode, operators which chose among floating-point numbers before the difference. In a recorded region, the operator
-            whose result has another shape. Else empty.
-        operators: The operators of forward, a line of text for each, in debug mode; else empty.
-        recomputed_operators: The operators of the recompute, likewise.
+        grad_fn: Name of the autograd node that saved the tensor, such as ``"SinBackward0"``. None if unknown.
+        routing: Operators before the difference that may have chosen otherwise in the recompute, such as
+            ``"aten.topk.default"``: in debug mode those that compare floating-point numbers, in a recorded region the operator
+            that differs. Otherwise empty.
+        operators: In debug mode, the operators of forward, a line of text for each.
+        recomputed_operators: In debug mode, the operators of the recompute.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class DeterminismError(CheckpointError):
 
 
 class MutationError(CheckpointError):
-    """A tensor needed in backward was modified in place, exchanged, bound anew, or freed since forward.
+    """A tensor that backward needs was modified in place, replaced or freed after forward.
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
-        tensor: The place among the arguments, as in ``args[1]['mask']``, or its description and when forward saved it.
-        expected: Version of the tensor when forward saw it; None where no version tells of the change.
-        found: Version of the tensor now; None likewise.
+        tensor: Where the tensor was found, such as ``args[1]['mask']``, or its description and when forward saved it.
+        expected: The tensor's version counter in forward. None if the change shows in no counter.
+        found: The version counter in backward, or None.
     """
 
     def __init__(self, message: str, *, region: tuple[str, ...], tensor: str, expected: int | None, found: int | None) -> None:
@@ -106,16 +106,16 @@ class OverlapError(CheckpointError):
 
 
 class InternalError(CheckpointError):
-    """A promise of this package did not hold. Please report the error, with the program."""
+    """This package broke one of its own promises. Please report the error together with the program."""
 
 
 class BudgetTooSmallError(ValueError):
-    """No plan of a model's step fits a byte budget.
+    """No plan for a model's step fits the memory budget.
 
     Attributes:
-        budget: The bytes given.
-        minimum: The least peak of any plan, in bytes.
-        bottleneck: The block in which that peak is; None outside of any block.
+        budget: The budget in bytes.
+        minimum: The smallest peak that any plan reaches, in bytes.
+        bottleneck: The block where this peak occurs. None outside of blocks.
     """
 
     def __init__(self, message: str, *, budget: int, minimum: int, bottleneck: str | None) -> None:

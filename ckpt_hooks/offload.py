@@ -22,26 +22,25 @@ __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
 class offload_saved_tensors(  # noqa: N801 -- a function to those who use it
     OfThisProcess, torch.autograd.graph.saved_tensors_hooks, metaclass=NeedsParentheses
 ):
-    """Moves tensors saved by autograd in a block to the host, and back for backward; no checkpointing needed.
+    """Moves tensors that autograd saves in a block to host memory and back for backward, without recomputation.
 
-    Parameters stay, since the model holds parameters anyway, and so do their views, autocast's casts, small tensors, and
-    tensors on the host. A tensor saved by several operators is sent once, and fetched once in a backward. A tensor without
-    gradient is sent when another operator saves something, or the block ends. Under ``make_fx`` nothing is moved.
+    Parameters, their views, autocast's casts, small tensors and tensors on the host stay where they are. A tensor that several
+    operators save is moved once. Under ``make_fx`` nothing is moved.
 
-    Memory is freed by count. The device holds the last ``max_fwd_stash_size`` sent tensors. To send another tensor, the
-    computing stream waits for the oldest copy. In backward as many are fetched ahead of their use. On the host each tensor lies
-    in pinned memory, which torch hands out in blocks of 2, 4, 8, ... bytes: up to twice the size of the tensor.
+    Cost: the device holds at most ``max_fwd_stash_size`` tensors in transit; to send another, the compute stream waits for the
+    oldest copy. Backward fetches as many ahead. Pinned host memory comes in blocks of 2, 4, 8, ... bytes, so it may take twice
+    the size of the tensors.
 
     Args:
-        min_offload_size: Bytes below which a tensor stays on its device: a number, or words such as ``"1MiB"``. At the default,
-            256 KiB, two copies take about as long as their start.
-        max_fwd_stash_size: The number of tensors on their way to the host, and of tensors fetched ahead of their use. A larger
-            number lets copies and computing overlap better, and takes more memory.
+        min_offload_size: Tensors below this size stay on the device: bytes, or a string such as ``"1MiB"``. The default is
+            256 KiB, where copying takes about as long as starting two copies.
+        max_fwd_stash_size: The number of tensors in transit to the host, and fetched ahead. Larger numbers overlap copies and
+            computation better and take more memory.
 
     Raises:
-        ValueError: If ``min_offload_size`` is no number of bytes, or ``max_fwd_stash_size`` no number from 1.
-        TypeError: If ``min_offload_size`` is neither a number nor words.
-        MutationError: In backward, for a tensor modified in place since it was saved, moved or not. Plain autograd raises too.
+        ValueError: If ``min_offload_size`` is not a number of bytes, or ``max_fwd_stash_size`` is below 1.
+        TypeError: If ``min_offload_size`` is neither a number nor a string.
+        MutationError: In backward, if a saved tensor was modified in place, as plain autograd raises too.
 
     Example:
         >>> import torch

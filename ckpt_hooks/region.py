@@ -187,7 +187,7 @@ class _Exit:
 
 
 class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like a function
-    """Runs a block without keeping its activations; backward replays the operators it needs.
+    """Runs a block of code without keeping its activations. Backward replays the operators it needs.
 
     ::
 
@@ -197,87 +197,73 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         @checkpoint_region(policy=dots_saveable)  # or around a function
         def forward(self, x): ...
 
-    The block runs once. The region records each operator below autograd, and in backward replays the operators on which saved
-    tensors depend. Python code does not run again, but for the forward of a custom ``autograd.Function``, so counters, log
-    lines, running statistics, Python's random numbers and changed globals are no matter. Forward costs a few microseconds an
-    operator, where :func:`ckpt_hooks.checkpoint` costs them in backward. An operator which writes to its argument costs two to
-    three times as much.
+    The block runs once. The region records each operator below autograd, and backward replays the operators on which saved
+    tensors depend. Python code does not run again, so counters, log lines, running statistics and Python's random numbers are
+    safe. The forward of a custom ``autograd.Function`` is the exception: it runs again as a whole, and
+    :func:`ckpt_hooks.is_recomputing` is then True.
 
-    Kept until the graph lets go:
+    Cost:
+        Forward takes three to five microseconds more for each operator; an operator that writes in place takes two to three
+        times that. Backward runs the replayed operators a second time.
 
-    - tensors from outside which an operator may read again: parameters and other leaves as they are, others by way of the
-      saved-tensor hooks around the region;
-    - the outputs a policy names, as long as a saved tensor depends on them;
-    - the state of a random generator for each operator which drew; up to 16 dropouts and the like that follow each other on a
-      CPU, of at most 1,264 numbers each, share a state;
-    - memory written to by something else than operators (handed to NumPy or DLPack; ``torch.empty`` which operators have not
-      filled as a whole);
-    - results of operators of operators, of compiled code, of collectives, and of tensor subclasses (sparse, ``DTensor``);
-    - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE;
-    - results of a custom ``autograd.Function`` whose forward writes to memory from outside, reads or writes tensors that are
-      not its arguments, changes an object among its arguments or takes one that cannot be seen through (of a C class, with a
-      closure, or with a tensor that has a history), or runs a backward, a region or a collective.
+    Kept until the graph is freed:
+        - tensors from outside that a replay may read: parameters and other leaves as they are, others through the saved-tensor
+          hooks around the region;
+        - outputs that the policy names, while a saved tensor depends on them;
+        - a random state for each operator that drew; up to 16 small draws in a row on a CPU share a state;
+        - memory that something else than an operator wrote (NumPy, DLPack, ``torch.empty`` not yet filled);
+        - results of higher-order operators, compiled code, collectives and tensor subclasses (sparse, ``DTensor``);
+        - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE;
+        - results of a custom ``autograd.Function`` whose forward has effects outside of its arguments, takes objects that
+          cannot be inspected, or runs a backward, a region or a collective.
 
-    :meth:`kept` lists all of these.
+        :meth:`kept` lists all of these.
 
-    Regions nest. The policy of the innermost region counts for a line. A region inside another one reads from the outer one's
-    replay. An object may be entered again, also within itself and by several threads. A region left before regions within, of
-    another generator or task, goes on until these are left, which changes no result. Under ``make_fx`` over forward and
-    backward, and under transforms of ``torch.func``, a region keeps everything, as :func:`ckpt_hooks.checkpoint` does.
+    Nesting:
+        The policy of the innermost region applies to a line. An inner region reads from the replay of the outer one. A region
+        object may be entered several times, also by several threads. A region that is left before the regions inside it stays
+        open until they are left; results do not change.
+
+    Tracing:
+        ``torch.compile`` recomputes by itself and keeps what the policy names; other options have no effect. In an eager block,
+        results of compiled code are kept; under ``torch._inductor.config.wrap_inductor_compiled_regions`` such code is an
+        operator, ``inductor_compiled_code``, that a policy decides on. Under ``make_fx`` and ``torch.func`` a region keeps
+        everything.
 
     Args:
         policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
         name: The region's name in errors.
-        respect_saved_tensors_hooks: Whether outputs kept by the policy go through the saved-tensor hooks around the region.
-            None is True.
-        preserve_rng_state: Whether a replay draws the random numbers of forward. If not, forward reads no generator state (as
-            is needed while a CUDA graph is captured), and a replay draws new numbers and puts the streams outside back, unless
-            a graph is being captured. The innermost region's option counts.
-        replay_whole: True brings back all tensors of the region when backward asks for the first, each operator once, which is
-            quicker. False brings back each tensor with what it depends on, which needs less memory. None is True for a
-            region which saved at most 1 MiB. A region which overwrites a tensor after an operator read it is brought
-            back as a whole in any case.
-        offload_inputs: Whether tensors from outside wait for backward on the host, in pinned memory. Moved are results of
-            operators which require grad, from 256 KiB; a backward fetches those of one region ahead. Inside another region,
-            and under saved-tensor hooks, these have the tensors from outside.
-        split_backward: For pipeline schedules which run gradients of inputs and gradients of weights as two backwards: one
-            replay serves both. A tensor brought back stays until it was used twice, or the graph lets go of it, or a backward
-            frees the graph. The option of the outermost ``checkpoint_region`` counts.
+        respect_saved_tensors_hooks: Whether outputs that the policy keeps pass through the saved-tensor hooks around the
+            region. None means True.
+        preserve_rng_state: Whether a replay draws the random numbers of forward again. False draws new numbers and reads no
+            generator state in forward, as CUDA graph capture requires. The innermost region decides.
+        replay_whole: True replays the region once, as soon as backward needs any tensor of it, which is faster. False replays
+            for each tensor what it depends on, which needs less memory. None chooses True for regions that saved at most 1 MiB.
+            A region that overwrites a tensor after an operator read it is always replayed as a whole.
+        offload_inputs: Whether tensors from outside wait for backward in pinned host memory. Moves results of operators from
+            256 KiB that require grad. Has no effect inside another region or under saved-tensor hooks.
+        split_backward: Whether one replay serves two backwards, one for inputs and one for weights, as pipeline schedules run
+            them. Keeps each tensor until it was used twice. The outermost region decides.
 
     Raises:
         CheckpointError: On leaving a region that is not open on this thread.
-        TypeError: If the policy is none.
+        TypeError: If ``policy`` is not a policy.
         ValueError: If a list of operators has something else in it.
-        RuntimeError: On entering, where saved-tensor hooks are disabled; from a random operator, where ``preserve_rng_state``
-            holds while a CUDA graph is being captured.
-        DeterminismError: In backward, where a dispatch mode of the user's around the region changed results, or where the
-            self-check finds other values than forward's (:func:`ckpt_hooks.set_self_check`).
-        MutationError: In backward, where a needed tensor was modified in place since.
+        RuntimeError: On entering, if saved-tensor hooks are disabled; or if an operator draws random numbers during CUDA graph
+            capture while ``preserve_rng_state`` is True.
+        DeterminismError: In backward, if a dispatch mode of the user changed results, or if the self-check finds other values
+            than in forward (:func:`ckpt_hooks.set_self_check`).
+        MutationError: In backward, if a tensor that a replay needs was modified in place: a tensor from outside or a kept
+            output after the region, or a parameter whose ``.data`` was replaced inside the region.
 
-    Note:
-        A replay reads what the block read, so these raise a :class:`ckpt_hooks.MutationError` where plain autograd may not:
-
-        - a tensor from outside is modified after the region, and a replayed operator reads it (inside the region, a write
-          costs a copy at most);
-        - an output kept by a policy is modified after the region;
-        - ``param.data = other`` inside the region, with reads before and after.
-
-        The ``forward`` of a custom ``autograd.Function`` runs again in a replay, as a whole, since kernels in it write where no
-        operator does; :func:`ckpt_hooks.is_recomputing` is True then. So does the body of a ``torch.library.custom_op``. Other
-        writes which no operator does (NumPy's after an operator read, a kernel of one's own outside of such a function, but for
-        Triton's), writes of another thread, and writes which no version counts (``.data`` after the region) are not seen; nor
-        are writes of such a function to weights and tables of over 1 MiB, or to tensors it closes over. A backward inside the
-        region keeps what it brings back while the region is open, when ``torch.utils.swap_tensors`` refuses tensors which the
-        region has read.
-
-        A region may hold several units of FSDP2: its replay gathers the parameters of each unit for the operators which read
-        them, and frees them after. With FSDP1 give each unit a region of its own.
-
-        Where ``torch.compile`` traces the ``with`` block and the call of ``checkpoint_region`` in it, the compiler decides how
-        to compute activations again, and keeps what the policy names. The other options mean nothing there. In an eager block,
-        results of code which Inductor compiled are kept. Under ``torch._inductor.config.wrap_inductor_compiled_regions`` such
-        code is one operator, ``inductor_compiled_code``, and a policy decides on it; results of code which writes to its
-        inputs, to the statistics of batch norm, say, are kept.
+    Limits:
+        - Not seen: writes by other threads, by ``.data`` after the region, by NumPy after an operator read the memory, by
+          kernels that are no operators outside of an ``autograd.Function`` (Triton's are seen), and by such a function to
+          tensors above 1 MiB that are not its arguments.
+        - A backward inside the region keeps what it recomputes until the region ends. ``torch.utils.swap_tensors`` refuses
+          tensors that an open region has read.
+        - FSDP2: a region may hold several units; each replay gathers and frees their parameters. FSDP1: one region for each
+          unit.
 
     Example:
         >>> import torch
@@ -420,17 +406,19 @@ def _misplaced_error(value: Any) -> TypeError:
 
 
 def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Gives a tensor a name, by which a policy of its region may keep the tensor.
+    """Names a tensor so that a policy can keep it. Returns the tensor.
+
+    Has an effect in recorded regions under a policy of names, such as :func:`ckpt_hooks.policies.save_only_these_names`.
 
     Args:
         tensor: A tensor.
-        name: A name for policies such as :func:`ckpt_hooks.policies.save_only_these_names`.
+        name: The name.
 
     Returns:
-        The tensor itself. Outside of recorded regions, and under a policy without names, nothing happens.
+        The tensor itself.
 
     Raises:
-        TypeError: If ``tensor`` is no tensor or ``name`` no string.
+        TypeError: If ``tensor`` is not a tensor or ``name`` is not a string.
 
     Example:
         >>> import torch

@@ -40,28 +40,27 @@ __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
 ) -> tuple[PolicyContext, PolicyContext]:
-    """Returns the context managers of one region whose policy keeps the outputs of some operators.
+    """Makes a pair of context managers for ``context_fn``, so that a policy decides which outputs a region keeps.
 
-    ``functools.partial(create_selective_checkpoint_contexts, policy)`` is a ``context_fn`` for :func:`ckpt_hooks.checkpoint`:
-    it makes a new pair for each region. ``checkpoint(policy=...)`` does the same.
+    Use ``functools.partial(create_selective_checkpoint_contexts, policy)`` as ``context_fn``, as with torch.
+    ``checkpoint(policy=...)`` does the same in fewer words. A region of this package reads the policy and enters neither
+    context: it records the operators of forward and replays those that backward needs and that were not kept. If torch or other
+        code
+    enters the contexts, they act as torch's.
 
-    A region of this package takes the policy and enters neither context: it records the operators of forward, and replays
-    those whose outputs are needed and were not kept, as ``checkpoint(policy=...)`` does. Entered by anyone else the contexts
-    are those of torch, with the policy's answers. Outputs go through the saved-tensor hooks around the region, and live as
-    long as a saved tensor depends on them. An operator with an ordered effect (``torch.library``) runs once, unless the policy
-    says MUST_RECOMPUTE.
+    Kept outputs pass through the saved-tensor hooks around the region and live while a saved tensor depends on them. An
+    operator with an ordered effect (``torch.library``) runs once unless the policy says MUST_RECOMPUTE.
 
     Args:
-        policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, asked once for each operator in
-            forward, when the operator has run; or a list or set of operators to save; or a policy of
-            :mod:`ckpt_hooks.policies`. A function is asked about views and operators which write in place too, with
-            ``ctx.index`` None, so that a function which counts its calls counts as under torch. (``checkpoint(policy=...)``
-            does not ask about these.) Autocast's casts of leaves are left out.
-        allow_cache_entry_mutation: Accepted as in torch, which then hands out outputs that the program modified after the
-            region. Here these are a :class:`ckpt_hooks.MutationError` in either case.
+        policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, called after each operator of forward;
+            a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies`. A function is also asked about views
+            and in-place operators, with ``ctx.index`` None, so that functions that count calls count as under torch.
+            ``checkpoint(policy=...)`` does not ask about these. Autocast's casts of leaves are never asked about.
+        allow_cache_entry_mutation: Accepted for torch's sake. A kept output that was modified after the region is a
+            :class:`ckpt_hooks.MutationError` in either case, where torch would use the modified values.
 
     Returns:
-        One context manager for forward, and one for each recompute.
+        A context manager for forward, and a context manager for recomputes.
 
     Raises:
         TypeError: If the policy is neither a function nor a list; in forward, if it returns no ``CheckpointPolicy``.

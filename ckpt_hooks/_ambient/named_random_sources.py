@@ -50,14 +50,14 @@ def hold_sources(streams: Iterable[Stream]) -> Iterator[None]:
 
 
 def track_rng(source: Any) -> TrackedSource:
-    """Makes every region from now on rewind a random source for its recompute, and put the source back afterwards.
+    """Makes recomputes draw the same numbers from a random source as forward, from now on and in the whole process.
 
-    Torch's default generators, and generators among a function's arguments and closed-over variables, need no tracking. Other
-    sources do: a recompute which draws other numbers than forward gives wrong gradients without an error. The source is tracked
-    in the whole process. Each region keeps the state of the source at the begin of forward.
+    Torch's default generators, and generators among a function's arguments and closed-over variables, need no tracking.
+    Python's ``random``, NumPy and other sources do: without it a recompute draws other numbers. Each region keeps the source's
+    state from the start of its forward, and puts the source back after a recompute.
 
-    A thread which draws from torch's default generator (some loaders) beside a region which draws from it makes an error of the
-    region's recompute. Give such threads a generator.
+    A thread that draws from torch's default generator while a region on another thread draws from it, as some data loaders do,
+    makes the recompute raise. Give such threads a generator of their own.
 
     Args:
         source: ``"python"`` for the module ``random``, ``"numpy"`` for NumPy's global state, or an object: a
@@ -65,12 +65,12 @@ def track_rng(source: Any) -> TrackedSource:
             ``set_state(state)``.
 
     Returns:
-        The tracking, a context manager. Its ``remove()`` ends the tracking, and so does leaving the block.
+        The tracking, a context manager. ``remove()`` or the end of the block ends it.
 
     Raises:
-        ValueError: If ``source`` is a string of another kind.
+        ValueError: If ``source`` is another string.
         TypeError: If ``source`` has no state to read and set.
-        ImportError: If ``source`` is ``"numpy"``, and NumPy is not installed.
+        ImportError: If ``source`` is ``"numpy"`` and NumPy is not installed.
 
     Example:
         >>> import random

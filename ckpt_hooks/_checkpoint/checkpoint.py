@@ -47,13 +47,13 @@ _CURRIED_ONLY = frozenset(_CURRIED) - frozenset(options_of(Form.DIRECT))
 
 @contextlib.contextmanager
 def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
-    """Sets whether recomputes stop early, for every region whose forward runs in the block.
+    """Sets whether recomputes stop early, for all regions whose forward runs in the block.
 
-    Backward need not run in the block. The setting belongs to this thread and context. The innermost block wins over outer
-    blocks and over each region's ``early_stop``.
+    Belongs to this thread and context. The innermost block wins over outer blocks and over the ``early_stop`` of a region.
+    Backward may run outside of the block.
 
     Args:
-        enable: Whether a recompute ends with the last needed tensor. None defers to each region.
+        enable: Whether a recompute stops after the last needed tensor. None leaves it to each region.
 
     Example:
         >>> import torch
@@ -133,119 +133,92 @@ def checkpoint(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Calls a function without keeping its activations; backward calls the function again.
+    """Runs a function without keeping its activations. Backward runs the function again to compute them.
 
     Three ways to write it::
 
-        y = checkpoint(block, x, mask=mask)     # call block(x, mask=mask) as a region
+        y = checkpoint(block, x, mask=mask)     # calls block(x, mask=mask) as a region
         y = checkpoint(name="block")(block)(x)  # options first: returns a function whose calls are regions
         @checkpoint(early_stop=False)           # the same as a decorator, on functions and methods
         def forward(self, x): ...
 
-    In the first form every keyword not listed here reaches ``function``, with a warning, once, if it has the name of an option
-    and is one of the function's ``**kwargs``. Without gradients (``torch.no_grad``) the function is called plainly.
+    Results, gradients, buffers and random numbers are bitwise those of the plain call, or an error says why not. Under
+    ``torch.no_grad`` the call is plain.
 
-    Kept from forward until the graph lets go: the tensors among the arguments, at any depth of lists, tuples, dicts and
-    dataclasses; the contents of closed-over variables, and of globals named by the function; and the state of the random
-    generators, of which regions share a copy. Recomputed tensors live until autograd takes them, or until the backward ends.
+    Cost:
+        Backward runs the operators of forward a second time. A region adds some 50 microseconds on a CPU.
 
-    A recompute finds as forward found them, and leaves as it found them: random generators, arguments and the containers among
-    them, closed-over variables, attributes, buffers and submodules of modules, objects in reach, and the surroundings:
-    autocast of every device type, default dtype and device, deterministic algorithms, precisions, attention kernels, the number
-    of threads, context variables, function modes. The user's dispatch modes (counters, loggers) are left out.
+    Kept until the graph is freed:
+        The tensors among the arguments (also in lists, tuples, dicts and dataclasses), the contents of closed-over variables
+        and of globals that the function names, and one state of the random generators, which regions share. Buffers up to
+        16 KiB are copied when they change, larger ones only by forwards that write to them.
 
-    A buffer of up to 16 KiB is copied whenever it holds something new, and regions share the copy. A larger one is copied by
-    the first forward that meets it, until that forward ends unless it wrote to the buffer: then every later forward keeps a
-    copy. A forward is a first one again after a change of a flag, a hook or a submodule of the module.
+    Restored for a recompute, and put back after it:
+        Random generators, arguments and their containers, closed-over variables, attributes, buffers and submodules of
+        modules, objects that these reach, and settings: autocast, default dtype and device, deterministic algorithms,
+        precisions, attention kernels, thread counts, context variables, function modes. Dispatch modes of the user are not
+        entered again.
 
-    Under ``make_fx`` over forward and backward a region keeps everything: the graph is the graph of the program without
-    regions, and a compiler decides what to recompute. The same holds under transforms of ``torch.func``.
-
-    Where ``torch.compile`` traces the call, the compiler computes activations again, with the same random numbers, and keeps
-    what the policy names. Other options mean nothing there.
+    Tracing:
+        ``torch.compile`` recomputes by itself, with the same random numbers, and keeps what the policy names; other options
+        have no effect. Under ``make_fx`` over forward and backward, and under ``torch.func``, a region keeps everything.
 
     Args:
-        function: The function to call. A second call must run the same operators in the same order. Dropout and the like may
-            draw from torch's default generators.
+        function: The function to call. Its second call must run the same operators in the same order.
         *args: Positional arguments of ``function``.
-        use_reentrant: None or False, for code written for ``torch.utils.checkpoint``. This engine is non-reentrant.
-        context_fn: Returns two context managers. The first wraps forward alone. The second wraps each recompute alone, entered
-            anew each time.
-        determinism_check: ``"metadata"`` compares shape, dtype and device of each tensor saved in forward and recompute.
-            ``"default"`` does so too, and in passes 1, 2, 4, 8, ... of a module or function compares the values (see
-            :func:`ckpt_hooks.set_self_check`), unless the recompute draws new random numbers. ``"values"`` compares a hash of
-            the values in each pass, and reads all values in both runs. A function of a tensor has its
-            results compared, ``lambda tensor: tensor.flatten()[::99]`` some of the values; tensors among these stay on their
-            device, with one wait for the device a recompute. ``"none"`` compares nothing. A dispatch mode of the
-            user's may change results and is not entered again, so ``"default"`` is ``"values"`` under a mode. With
-            ``torch.backends.cudnn.benchmark`` cuDNN may choose another algorithm for the recompute, whose values differ in the
-            last bits.
-        debug: Whether the error for a recompute which differs begins with the first operator that differs, its line and its
-            module, and names choices (top-k, sort) before it. A small operator takes a few times as long. See
-            :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
-        early_stop: Whether a recompute ends with the last needed tensor: by an exception, unless no operator is left to run, or
-            two at most on tensors of up to 512 elements. False runs the region's last operators again in any case.
-        respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the region
-            (``save_on_cpu`` and the like). The region's inputs do in any case. None is True.
-        preserve_rng_state: Whether a recompute draws the random numbers of forward. If not, it draws new numbers. The streams
-            outside are put back in both cases.
-        **kwargs: Keyword arguments of ``function``. The curried form has more options:
+        use_reentrant: None or False. Accepted for code written for ``torch.utils.checkpoint``.
+        context_fn: Returns two context managers. The first wraps forward, the second wraps each recompute.
+        determinism_check: How to compare tensors saved in forward with those of the recompute. ``"metadata"`` compares shape,
+            dtype and device. ``"default"`` also compares values in passes 1, 2, 4, 8, ... of each module or function
+            (:func:`ckpt_hooks.set_self_check`), unless the recompute draws new random numbers. ``"values"`` compares a
+            hash of the values in each pass. A function of a tensor compares what it returns, such as
+            ``lambda tensor: tensor.flatten()[::99]``. ``"none"`` compares nothing. Under a dispatch mode of the user
+            ``"default"`` means ``"values"``.
+        debug: Whether the error for a recompute that differs names the first operator that differs, its line and its module.
+            Makes small operators a few times slower. See :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
+        early_stop: Whether a recompute stops, by an exception, after the last tensor that backward needs. It may still finish
+            where at most two operators are left. False always runs the function to its end.
+        respect_saved_tensors_hooks: Whether outputs that a policy keeps pass through the saved-tensor hooks around the region,
+            such as ``save_on_cpu``. The region's inputs always do. None means True.
+        preserve_rng_state: Whether a recompute draws the random numbers of forward again. False draws new numbers. The
+            generators are put back after the recompute in both cases.
+        **kwargs: Keyword arguments of ``function``. A keyword with the name of an option reaches ``function`` too if the
+            function takes ``**kwargs``, with a warning. Options of the curried form alone:
 
             - ``name``: the region's name in errors.
-            - ``policy``: which outputs to keep. A policy of :mod:`ckpt_hooks.policies`, a function, or a list of operators. The
-              call is then a recorded region (:class:`ckpt_hooks.checkpoint_region`): the function runs once, and backward
-              replays the operators that it needs; a kept output that was modified after the call, and that it needs, is a
-              :class:`MutationError`. ``early_stop`` and ``preserve_buffers`` mean nothing then. So it is for
-              policies given by ``context_fn``.
-            - ``preserve_buffers``: whether a recompute finds buffers as forward found them, and leaves them as it found them.
-              True by default.
-            - ``offload_inputs``: whether the tensors among the arguments wait for backward on the host, in pinned memory.
-              False by default. Moved are results of operators which require grad, from 256 KiB; a backward fetches those of
-              one region ahead. Inside another region, and under saved-tensor hooks, these have the arguments.
-            - ``split_backward``: for pipeline schedules which run gradients of inputs and gradients of weights as two
-              backwards: one recompute serves both. A recomputed tensor stays until it was used twice, or the graph lets go of
-              it, or a backward frees the graph. False by default.
+            - ``policy``: which outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a function, or a list of operators.
+              Makes the call a recorded region (:class:`ckpt_hooks.checkpoint_region`): the function runs once and backward
+              replays operators. ``early_stop`` and ``preserve_buffers`` then have no effect.
+            - ``preserve_buffers``: whether to restore buffers for a recompute. True by default. Give False where several
+              threads train one module that has buffers.
+            - ``offload_inputs``: whether tensor arguments wait for backward in pinned host memory. False by default. Moves
+              results of operators from 256 KiB that require grad. Has no effect inside another region or under saved-tensor
+              hooks.
+            - ``split_backward``: whether one recompute serves two backwards, one for inputs and one for weights, as pipeline
+              schedules run them. Keeps each recomputed tensor until it was used twice. False by default.
 
     Returns:
-        The result of ``function``; in the curried form (``function=None``), a decorator for functions.
+        What ``function`` returns. Without a function, a decorator.
 
     Raises:
         ValueError: If an option is unknown or has a wrong value.
-        TypeError: If an argument is an iterator, which cannot be read twice; if ``function`` is a generator function or a
-            coroutine function, which a call does not run; or if a direct call has an option of the curried form which the
-            function does not take, or a policy of this package or a list of operators among its ``**kwargs``.
-        RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
-        CheckpointError: In backward, where a tensor cannot be brought back as it was. At the end of a forward which writes to
-            a buffer of more than 16 KiB that earlier forwards only read, if no flag, hook or submodule changed before.
+        TypeError: If an argument is an iterator, if ``function`` is a generator function or a coroutine function, or if a
+            direct call has an option of the curried form that ``function`` does not take.
+        RuntimeError: If ``context_fn`` suppresses an exception of forward, or if saved-tensor hooks are disabled.
+        CheckpointError: In backward, if a tensor cannot be brought back as it was: :class:`ckpt_hooks.DeterminismError` where
+            the recompute differs, :class:`ckpt_hooks.MutationError` where an input was modified in place. In forward, if
+            it writes to a buffer above 16 KiB that earlier forwards of the same module only read.
 
-    Note:
-        Of the limits in the README, in more detail:
-
-        - Hooks registered by the function on its arguments count once. Hooks on parameters, on closed-over tensors, on nodes
-          (``x.grad_fn.register_hook``) and on accumulated gradients count twice.
-        - State is looked for in the function's module, its hooks, closure, defaults, partials and arguments, in globals that it
-          names, and in containers and objects there. State behind weak references, in attributes of classes and of Python's
-          modules, in modules that hooks alone reach, or in globals named by a called function alone, is not put back. Objects
-          are kept alive as long as something else does so; a list which is gone by then is there again as another list.
-        - A parameter which the function itself writes to before it reads it (a clamp) is fine. ``nn.Embedding(max_norm=...)``
-          rounds once more. Averages kept in parameters without gradients are rewound up to 16 MiB a region.
-        - Tensors first kept by an object in a module after its first forwards are not rewound, nor are buffers of other classes
-          than torch's own, sparse and quantised buffers included. A write in forward to such a buffer is a
-          :class:`ckpt_hooks.MutationError`.
-        - Tensors with a graph are not rewound where the function writes to them in place: closed-over tensors, and attributes
-          of modules above 64 KiB, which are a :class:`ckpt_hooks.MutationError`.
-        - Several threads which train one module with buffers need ``preserve_buffers=False``.
-        - All that TorchScript saves is kept, past saved-tensor hooks around: it saves other tensors in the first calls of a
-          function than in later ones. In a recorded region inside of this one such a call may be an error.
-        - A backward inside a region on two devices waits for ever where the other device's thread waits for the region: call
-          ``torch.autograd.grad`` outside of the region, or keep each region on one device.
-        - A rerun with a backward inside cannot follow a read of ``ctx.input_grad_buffers``.
-        - Random numbers of Python and NumPy without :func:`ckpt_hooks.track_rng` are drawn anew, which is a
-          :class:`ckpt_hooks.DeterminismError` in the first pass. What forward drew and a recompute does not draw goes
-          unnoticed. Seed generators outside of regions that two threads recompute at once.
-        - A tensor that the first forward made, or that went into a region inside another one, and that got another storage
-          before backward, may count with either. ``torch.utils.swap_tensors`` refuses tensors that an open recorded region has
-          read.
+    Limits:
+        - Hooks that the function registers on its arguments run once; hooks on parameters, closed-over tensors and graph nodes
+          run twice.
+        - Not restored: state behind weak references, in attributes of classes and Python modules, or in globals that only
+          called functions name; buffers of other classes than ``torch.Tensor``, sparse or quantized. The self-check and
+          version counters turn most such changes into an error.
+        - Tensors with a graph that the function modifies in place are an error, unless they are arguments.
+        - Python's and NumPy's random numbers need :func:`ckpt_hooks.track_rng`.
+        - What TorchScript code saves is kept.
+        - A backward inside a region that runs on a second device can deadlock; call ``torch.autograd.grad`` outside.
 
     Example:
         >>> import torch

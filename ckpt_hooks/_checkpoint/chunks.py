@@ -93,9 +93,9 @@ def checkpoint_chunks(
     check_rows: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Calls a function on slices of ``x``, each call a region, and puts the results together.
+    """Runs a function on slices of ``x``, each slice a region, and combines the results.
 
-    For functions of which every row of ``x`` has a result of its own: an MLP on tokens, a head with its loss::
+    For functions that compute each row by itself, such as an MLP on tokens or a head with its loss::
 
         y = checkpoint_chunks(mlp, x, chunks=8, dim=1)
 
@@ -103,49 +103,45 @@ def checkpoint_chunks(
             return F.cross_entropy(head(x), labels, reduction="sum"), (labels != -100).sum()
         loss = checkpoint_chunks(loss_of, x, labels, chunked="labels", chunks=16, reduce="mean")
 
-    It is the loop ``torch.cat([checkpoint(function, part) for part in x.chunk(chunks, dim)], dim)``. Results and gradients are
-    bitwise those of this loop without regions, random numbers and autocast included. Of one call on all of ``x`` they differ
-    by rounding, since a product of fewer rows is added up in another order, and by the random numbers of each row.
+    Results and gradients are bitwise those of the loop ``torch.cat([function(part) for part in x.chunk(chunks, dim)], dim)``.
+    They differ from one call on all of ``x`` by rounding, and in the random numbers of each row.
 
-    Kept until backward: ``x``, of which the slices are views, other arguments, and the results. What a slice makes on the way
-    is there during its call alone. A backward takes the slices from the last to the first, and computes one again, uses it and
-    drops it, before the next. It holds the gradients of ``x`` twice at its end, in slices and as a whole, and that of each
-    parameter once, besides one of a slice. Without gradients the loop runs likewise, and keeps nothing.
+    Kept until the graph is freed:
+        ``x``, of which the slices are views, other arguments, and the results. Other tensors of a slice exist during its call
+        only. Backward recomputes one slice at a time, from the last to the first. At its end it holds the gradient of ``x``
+        twice, and one gradient of each parameter besides the running sum.
 
-    Hooks on a parameter fire once for all slices, hooks of a module once for each. The module should be inside a unit of FSDP
-    and not be one, or its parameters are gathered for each slice.
+    Hooks:
+        Hooks on a parameter run once for all slices, hooks of a module once for each slice. Under FSDP put the module inside a
+        unit; as a unit of its own it would gather its parameters for each slice.
 
     Args:
-        function: The function to call, once a slice. ``checkpoint(...)(function)`` gives the regions options, a policy say.
-        x: The tensor to cut: the first argument of ``function``. Labels, masks and more may be cut with it (``chunked``).
-        *args: Further arguments of ``function``, each the same for all slices.
-        chunks: The number of slices, as ``torch.chunk`` has it: all have the same number of rows, rounded up, but for the last,
-            so there may be fewer. Without rows there is one.
-        dim: The dimension to cut, of ``x`` and of what is cut with it, and to put results together along. Counted from the end
-            of ``x`` if negative.
-        reduce: None puts results together: tensors, or tuples of tensors, with a row for each row of the slice. ``"sum"`` adds
-            them up, from the first slice to the last. ``"mean"`` adds up sums and counts, and divides: the function returns
-            ``(sum, count)`` of its slice, since slices need not weigh alike (``ignore_index``).
-        chunked: The names of other arguments to cut, one or several. They have as many rows as ``x``, or are None.
-        check_rows: Whether the first call with this function compares some rows in one slice with the same rows in two, up to
-            the square root of the precision: rows that depend on each other, or on their place, differ. Afterwards random
-            states, buffers and containers are as before. Warns where the function draws random numbers, as dropout does.
-        **kwargs: Keyword arguments of ``function``, each the same for all slices.
+        function: The function to call for each slice. ``checkpoint(...)(function)`` sets options of the regions.
+        x: The tensor to cut, the first argument of ``function``.
+        *args: Further arguments of ``function``, the same for all slices unless named by ``chunked``.
+        chunks: The number of slices, as for ``torch.chunk``: slices have equal numbers of rows, rounded up, so there may be
+            fewer.
+        dim: The dimension to cut and to combine along. Negative numbers count from the end of ``x``.
+        reduce: None concatenates results: tensors or tuples of tensors with a row for each row of the slice. ``"sum"`` adds
+            them from the first slice to the last. ``"mean"`` adds sums and counts and divides; the function returns ``(sum,
+            count)``.
+        chunked: Names of other arguments to cut. They have as many rows as ``x``, or are None.
+        check_rows: Whether the first call with this function verifies that rows do not depend on each other: it compares rows
+            in one slice with the same rows in two. Restores random states, buffers and containers. Warns if the function draws.
+        **kwargs: Keyword arguments of ``function``, the same for all slices unless named by ``chunked``.
 
     Returns:
-        What ``function`` returns for all rows: a tensor or a tuple of tensors of shape ``(..., rows, ...)``; with ``"sum"`` the
-        shape of one result; with ``"mean"`` that of the sum.
+        The combined results. With ``"sum"`` and ``"mean"``, a tensor or tuple of the shape of the function's result or sum.
 
     Raises:
-        TypeError: If ``x`` is no tensor, an option has a value of another kind, or the function returns something else.
-        ValueError: If ``chunks`` is no positive number, ``x`` has no such dimension, a name is none of the function's, a result
-            has another number of rows than its slice, or results to add up have different shapes; with ``check_rows`` if rows
-            depend on each other.
+        TypeError: If ``x`` is not a tensor, an option has a value of another kind, or the function returns something else.
+        ValueError: If ``chunks``, ``dim`` or a name in ``chunked`` is invalid, if a result has another number of rows than its
+            slice, or other shapes to add; with ``check_rows``, if rows depend on each other.
 
     Note:
-        Tiled MLPs are those of Bekman et al., "Arctic Long Sequence Training" (2025, arXiv:2506.13996), losses by slices those
-        of Hsu et al., "Liger Kernel" (2024, arXiv:2410.10989). The latter take gradients in forward, which is three products
-        for four. That is not done here: they would be exact for incoming gradients that are powers of two alone.
+        Sources: tiled MLPs, Bekman et al., "Arctic Long Sequence Training" (2025, arXiv:2506.13996); losses in slices, Hsu et
+        al., "Liger Kernel" (2024, arXiv:2410.10989). Liger computes gradients in forward, which saves a product of four but is
+        exact only for incoming gradients that are powers of two, so it is not done here.
 
     Example:
         >>> import torch

@@ -23,19 +23,19 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Runs functions one after the other, in segments, of which all but the last are regions.
+    """Runs functions one after the other, in segments. Each segment but the last is a region.
 
-    Kept until backward: the input of each segment, and everything of the last segment, which backward needs first.
+    Kept until the graph is freed: the input of each segment, and all activations of the last, which backward needs first.
 
     Args:
-        functions: The functions in order, each called with the output of the previous: a ``torch.nn.Sequential``, a
+        functions: The functions in order, each called with the output of the one before: a ``torch.nn.Sequential``, a
             ``torch.nn.ModuleList`` or a sequence of callables.
-        segments: The number of segments. The last segment takes the remainder. The square root of the number of functions is a
-            good start.
+        segments: The number of segments. The last takes the remainder. The square root of the number of functions is a good
+            start.
         input: The input of the first function.
         use_reentrant: None or False, as for :func:`checkpoint`.
         preserve_rng_state: As for :func:`checkpoint`.
-        **kwargs: None are known.
+        **kwargs: Accepts nothing; unknown options raise.
 
     Returns:
         The result of the last function.
@@ -94,30 +94,31 @@ State = TypeVar("State")
 
 
 def checkpoint_loop(step: Callable[[State], State], state: State, n: int, slots: int) -> State:
-    """Runs ``state = step(state)`` ``n`` times, and holds some ``slots`` states for backward: rollouts, recurrent networks.
+    """Runs ``state = step(state)`` ``n`` times and keeps about ``slots`` states for backward.
 
-    The steps are regions in regions, cut by the binomial schedule, which calls ``step`` as seldom as can be: 853 times for 256
-    steps and 16 slots, 256 of them in forward. All else is as for :func:`ckpt_hooks.checkpoint`.
+    For rollouts and recurrent networks. Backward recomputes the other states by the binomial schedule, which needs the fewest
+    calls of ``step``: for 256 steps and 16 slots 853 calls, of which 256 in forward. With ``slots`` near the square root of
+    ``n`` each step runs at most four times. Other behavior is as for :func:`ckpt_hooks.checkpoint`.
 
-    Kept until backward: ``slots`` states, the given one included, and what autograd saves in the last step. Backward runs the
-    steps after the last of these again, with states in the slots that are free by then, and so on to the first. So at any time
-    there are ``slots`` states, what one step saves, and a few states on their way.
+    Kept until the graph is freed:
+        ``slots`` states, including the first, and what autograd saves in the last step. Backward adds what autograd saves in
+        one step, and a few states in transit.
 
     Args:
         step: The function of one step. To know the number of a step, count in the state.
         state: A tensor, or lists, tuples, dicts and dataclasses of tensors and other values, at any depth.
         n: The number of steps.
-        slots: The number of states to hold, from 2. With the square root of ``n`` a step is called four times at most.
+        slots: The number of states to keep, at least 2.
 
     Returns:
         The state after the last step.
 
     Raises:
-        TypeError: If ``step`` is no function.
-        ValueError: If ``n`` or ``slots`` is no integer, or too small.
+        TypeError: If ``step`` is not a function.
+        ValueError: If ``n`` or ``slots`` is not an integer or is too small.
 
     Note:
-        Under FSDP2 the loop stands inside of a unit, and its steps call no units of their own.
+        Under FSDP2 put the loop inside a unit; ``step`` must not call units of its own.
 
         Source: Griewank and Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26 (1), 2000.
 

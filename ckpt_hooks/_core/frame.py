@@ -219,14 +219,14 @@ def is_drawn_anew(frame: Frame | None) -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is inside the recompute of a region.
+    """Says whether this thread is inside the recompute of a region.
 
-    A function frame runs its function again during backward, with all side effects; a recorded region, the forward of a custom
-    ``autograd.Function``. Code which must not happen twice (a log
-    line, a counter, an auxiliary loss) asks here.
+    Use it around code that must not run twice, such as a log line, a counter or an auxiliary loss.
+    :func:`ckpt_hooks.checkpoint` runs the whole function again in backward. A recorded region runs only the forward of a custom
+    ``autograd.Function`` again.
 
     Returns:
-        True inside a recompute, at whatever depth; False in forward and outside of regions.
+        True inside a recompute, at any depth. False in forward and outside of regions.
 
     Example:
         >>> import torch

@@ -91,19 +91,18 @@ def with_ending(endings: tuple[Ending, ...], scope: Scope, passes: dict[int, Any
 
 
 class GraphExecGroup(metaclass=NeedsParentheses):
-    """Several backwards which together recompute each region at most once.
+    """Lets several backwards share recomputes: each region is recomputed at most once inside a group.
 
-    Pipeline schedules run the backward of a stage in parts: gradients of the inputs first, gradients of the weights later. Each
-    part is a graph task and would recompute the stage's regions again. Inside one group the parts share the values. The same
-    instance may be entered again for a later part. The group keeps unused values until the group or the graph is
-    deleted, so keep the object no longer than the schedule needs.
+    Pipeline schedules run the backward of a stage in parts, gradients of inputs first and gradients of weights later. Without a
+    group each part recomputes the regions of the stage. Enter the same group again for a later part.
 
-    The parts must be disjoint: two backwards in one group which need the same saved tensor raise, also under
-    ``retain_graph=True``, since a value goes with its use. Groups do not nest. ``torch.utils.checkpoint`` has groups of the
-    same name, and each package honours the other's.
+    Values that were recomputed and not yet used are kept until the group object or the graph is deleted. The parts must need
+    different saved tensors, also with ``retain_graph=True``. ``torch.utils.checkpoint`` has a group of the same name; each
+    package respects the other's.
 
     Raises:
-        RuntimeError: On entering a group inside another one.
+        RuntimeError: On entering a group inside another group.
+        OverlapError: In backward, if two backwards need the same saved tensor.
 
     Example:
         >>> import torch

@@ -42,16 +42,16 @@ settings = _Settings()
 
 
 class set_self_check:  # noqa: N801 -- used like a function
-    """Sets what regions do where a recompute computes other values than forward did.
+    """Sets what happens when a recompute computes other values than forward did: an error, a warning, or nothing.
 
-    In passes 1, 2, 4, 8, ... of each module or function a region compares the values that its recompute brings back with those
-    of forward. Modules that share a ``with`` line, and objects of one class, count as one: their first 16 passes are compared,
+    A region compares the values that backward brings back with those of forward in passes 1, 2, 4, 8, ... of each module or
+    function. Modules that share a ``with`` line, and objects of one class, count together: their first 16 passes are compared,
     then fewer and fewer. The setting holds for all threads, from the call on, or for a ``with`` block. The environment variable
-    ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn``, or ``0``) sets it at the start.
+    ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn`` or ``0``) gives the initial setting.
 
     Args:
-        level: ``"error"`` (the default) raises a :class:`ckpt_hooks.DeterminismError` up to pass 64 of a module or function,
-            and warns once after that. ``"warn"`` always warns. False compares nothing.
+        level: ``"error"``, the default, raises a :class:`ckpt_hooks.DeterminismError` up to pass 64 of a module or function and
+            warns once after that. ``"warn"`` always warns. False compares nothing.
 
     Raises:
         ValueError: If ``level`` is something else.

@@ -142,39 +142,34 @@ class TorchPatch(OfThisProcess):
 
 
 def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | None = None, policy: Any = None) -> TorchPatch:
-    """Runs calls of ``torch.utils.checkpoint`` on this package's engine, from now on and on all threads.
+    """Runs calls of ``torch.utils.checkpoint`` on this package's engine, on all threads, without editing the code that calls.
 
-    For models and frameworks whose calls of torch are not yours to edit::
+    ::
 
         patch_torch()                                     # for the rest of the program
         with patch_torch(preserve_rng_state=True): ...    # for a block: forwards and their backwards
 
-    Diverted are ``checkpoint`` by whatever name and whenever imported, its curried form, ``checkpoint_sequential``,
-    ``checkpoint_wrapper`` and the composable ``checkpoint`` of ``torch.distributed``, with every option. Selective contexts of
-    torch are carried out by this package. ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` of torch hold as
-    well; the blocks of this package come first.
+    Covers ``checkpoint`` however it was imported, its curried form, ``checkpoint_sequential``, and ``checkpoint_wrapper`` and
+    the composable ``checkpoint`` of ``torch.distributed``, with all options and selective contexts. Torch's
+    ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` work too; this package's blocks win over them.
 
-    Torch runs calls which a compiler or a tracer sees, and calls under transforms of ``torch.func``. ``torch.compile``
-    understands calls of ``torch.utils.checkpoint.checkpoint`` as before. A program that puts a function of its own in place of
-    ``torch.utils.checkpoint.checkpoint`` keeps the function.
-
-    Of several patches the latest decides. Regions inside regions need the same patch, or none, in forward and in backward.
+    Not covered: calls that ``torch.compile`` or another tracer sees, calls under ``torch.func``, and programs that have
+    replaced ``torch.utils.checkpoint.checkpoint``. With several patches the latest applies. Nested regions need the same patch
+    in forward and in backward.
 
     Args:
-        reentrant: Whether calls with ``use_reentrant=True``, and calls without the flag, which torch takes for the same, are
-            diverted too. The function's parameters then get gradients whether or not an argument requires grad. With False
-            they stay torch's; None warns of the first one.
-        preserve_rng_state: Whether recomputes draw the random numbers of forward, whatever the caller says. None leaves the
-            choice to the caller.
-        policy: Which outputs to keep, as for :func:`ckpt_hooks.checkpoint`. Calls with a selective policy of their own keep
-            theirs.
+        reentrant: Whether to cover calls with ``use_reentrant=True`` and calls without the flag. If True, parameters get
+            gradients whether or not an argument requires grad. False leaves such calls to torch. None does too, with a warning.
+        preserve_rng_state: Whether recomputes draw the random numbers of forward, whatever the caller says. None leaves it to
+            the caller.
+        policy: Which outputs to keep, as for :func:`ckpt_hooks.checkpoint`. Calls with a selective policy keep their own.
 
     Returns:
-        The patch: a context manager, with a method ``undo()`` for programs without a block.
+        The patch, a context manager that also has ``undo()``.
 
     Raises:
         TypeError: If an option has a wrong type.
-        RuntimeError: If torch has no such function to divert.
+        RuntimeError: If torch has no such function to replace.
 
     Example:
         >>> import torch

@@ -232,49 +232,43 @@ def enable_in_transformers(
     keep_last: int = 0,
     **options: Any,
 ) -> EnabledCheckpointing:
-    """Switches checkpointing on in a Transformers model, by regions of this package.
+    """Switches on checkpointing in a Transformers model, with this package's regions in place of torch's.
 
-    The layers are those of Transformers' own switch (``model.activation_checkpointing_enable()``, and
-    ``model.gradient_checkpointing_enable()`` before 5.23), which this call replaces. As there, layers are regions in training
-    mode only (``model.train()``), and get no key-value cache.
-
-    Until ``undo()``, the model's own switch (``activation_checkpointing_enable()``, ``gradient_checkpointing_disable()``) turns
-    these regions on and off, whether a trainer calls it or PEFT: with ``gradient_checkpointing=True``, TRL's default, they stay
-    on. The options are those given here; of the switch's own, ``every_n_layers`` holds where it is not 1.
+    Checkpoints the layers that Transformers' own switch (``gradient_checkpointing_enable()``, since 5.23
+    ``activation_checkpointing_enable()``) would. As there, layers are regions in training mode only and get no key-value cache.
+    Until ``undo()``, the model's own switch turns these regions on and off, whoever calls it, such as a trainer or PEFT. The
+    options given here stay in force; of the switch's own options only ``every_n_layers`` counts, if it is not 1.
 
     Args:
-        model: A Transformers model, or a model of PEFT around one: the outermost, whose switch trainers call.
-        memory_budget: The peak of a step allowed: each layer keeps what a plan says, which is made while the model trains, as
-            by :func:`ckpt_hooks.apply_checkpointing`. In place of the other options of regions; ``plan`` is then one of an
-            earlier run, or what ``to_json()`` of the handle has returned.
-        margin: The part of the budget that the measured step leaves free.
-        cost: What is to be the least: ``"seconds"`` or ``"operations"``, as for :func:`ckpt_hooks.apply_checkpointing`.
+        model: A Transformers model, or the outermost PEFT model around it.
+        memory_budget: The largest peak of a step. Each layer keeps what a plan says, made while the model trains; see
+            :func:`ckpt_hooks.apply_checkpointing`. Takes no options of regions.
+        margin: With ``memory_budget``, the fraction of the budget to leave free.
+        cost: With ``memory_budget``, ``"seconds"`` or ``"operations"``, as for :func:`ckpt_hooks.apply_checkpointing`.
         policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
-        plan: A :class:`ckpt_hooks.planner.Plan` of the model, whose blocks are layers of the switch: each layer keeps what the
-            plan says. In place of the other options of regions.
-        every_n_layers: Makes each n-th layer a region, beginning with the first, as Transformers counts them.
+        plan: A :class:`ckpt_hooks.planner.Plan` whose blocks are these layers. With ``memory_budget``, a plan of an earlier
+            run, or the result of its handle's ``to_json()``. Takes no options of regions.
+        every_n_layers: Makes every n-th layer a region, starting with the first.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
             the layer again, as :func:`ckpt_hooks.checkpoint` does.
-        keep_first: How many of these layers are left without regions, from the first.
-        keep_last: How many, from the last; see :func:`ckpt_hooks.apply_checkpointing`.
+        keep_first: The number of layers to leave plain, counted from the first.
+        keep_last: The same from the last; see :func:`ckpt_hooks.apply_checkpointing`.
         **options: Other options of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region` if ``recorded``.
-            Regions have the names of their modules.
 
     Returns:
-        A handle: ``undo()`` leaves the model as it was, and so does the end of a ``with`` block. ``regions`` names the modules
-        whose checkpointing is on.
+        A handle. ``undo()``, or the end of a ``with`` block, restores the model. ``regions`` names the checkpointed modules.
 
     Raises:
-        TypeError: If ``model`` is no Transformers model, or an option has a value of another kind.
-        ValueError: If the model has no layer which can be checkpointed so, or none is left; if a module of the model calls
-            torch's checkpoint by itself (Grounding DINO's decoder, CLVP's conditioning encoder); if an option has a wrong
-            value, or a block of the plan is no layer.
-        RuntimeError: If the model has regions of this package already, or a switch which takes no function.
+        TypeError: If ``model`` is not a Transformers model, or an option has a value of another kind.
+        ValueError: If the model has no layer to checkpoint or none is left, if a module calls torch's checkpoint by itself
+            (Grounding DINO's decoder, CLVP's conditioning encoder), if an option is invalid, or if a block of the plan is no
+            layer.
+        RuntimeError: If the model has regions of this package already, or a switch that takes no function.
 
     Note:
-        Shown with Transformers 4.46, 4.57, 5.0 and 5.23; ``every_n_layers`` and layers kept need 5.18. A deep copy of the model
-        has regions too, which the handle does not undo. The outputs of input embeddings need not require grad: frozen layers
-        below the first trained one keep nothing then, and take no part in backward.
+        Tested with Transformers 4.46, 4.57, 5.0 and 5.23. ``every_n_layers``, ``keep_first`` and ``keep_last`` need 5.18. A
+        deep copy of the model has regions too; the handle does not undo them. Input embeddings need not require grad: frozen
+        layers below the first trained layer then keep nothing and take no part in backward.
 
     Example:
         >>> from ckpt_hooks.integrations import enable_in_transformers

@@ -35,32 +35,31 @@ AModule = TypeVar("AModule", bound=Module)
 def checkpoint_module(
     module: AModule, *, policy: Any = None, recorded: bool = False, name: str | None = None, **options: Any
 ) -> AModule:
-    """Makes each call of a module a region, and returns the module.
+    """Makes each call of a module a region. Changes the module in place and returns it.
 
-    The module stays the same object, with the same parameters, buffers, submodules and names, so that its state dict and
-    optimizers are as before. Copies and pickles of the module are checkpointed too. Hooks of the module run outside of the
-    region, once. Calls without gradients run plainly.
+    Parameters, buffers, submodules and names stay, so state dicts and optimizers work as before. Copies and pickles of the
+    module are checkpointed too. Hooks of the module run once, outside of the region. Calls without gradients are plain.
 
     Args:
-        module: The module. Its parameters may be shared with others; it may be in several places of a model, and call itself.
+        module: The module. It may share parameters, appear several times in a model, and call itself.
         policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
             ``forward`` again, as :func:`ckpt_hooks.checkpoint` does.
-        name: The region's name in errors; the class's name if None.
+        name: The region's name in errors. None means the name of the class.
         **options: Other options of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region` if ``recorded``.
-            With ``chunks``, and ``dim`` and others of :func:`ckpt_hooks.checkpoint_chunks`, a call is a region for each slice
-            of the first argument.
+            ``chunks``, ``dim`` and other options of :func:`ckpt_hooks.checkpoint_chunks` cut the first argument into slices,
+            each a region.
 
     Returns:
         The module itself.
 
     Raises:
-        TypeError: If ``module`` is no module, or an option has a value of another kind.
-        ValueError: If the module is checkpointed already, has no ``forward``, or an option is unknown.
+        TypeError: If ``module`` is not a module, or an option has a value of another kind.
+        ValueError: If the module is checkpointed already or has no ``forward``, or an option is unknown.
 
     Note:
-        A copy that takes over ``__dict__`` by itself, past ``copy.copy``, runs the forward of the module copied. A program
-        that sets ``module.forward`` afterwards removes the region, unless it calls the ``forward`` that it found.
+        Setting ``module.forward`` afterwards removes the region, unless the new function calls the old ``module.forward``. A
+        copy made by copying ``__dict__`` by hand runs the forward of the original; ``copy.copy`` is fine.
 
     Example:
         >>> import torch
@@ -77,10 +76,10 @@ def checkpoint_module(
 
 
 def remove_checkpointing(module: Module) -> None:
-    """Makes the calls of a module, and of each module inside, plain calls again.
+    """Makes calls of a module and of all modules inside it plain again.
 
-    For modules made regions by :func:`checkpoint_module` or :func:`apply_checkpointing`, and for their copies. Graphs of
-    earlier forwards recompute as before, if no region was inside another.
+    Undoes :func:`checkpoint_module` and :func:`apply_checkpointing`, also for copies. Graphs of earlier forwards recompute as
+    before if no region was inside another.
 
     Args:
         module: The module, checkpointed or not.
@@ -99,7 +98,7 @@ def remove_checkpointing(module: Module) -> None:
 
 
 class AppliedRegion(NamedTuple):
-    """One region made by :func:`apply_checkpointing`.
+    """A region that :func:`apply_checkpointing` made.
 
     Attributes:
         name: The module's name in the model.
@@ -115,10 +114,10 @@ class AppliedRegion(NamedTuple):
 
 
 class AppliedCheckpointing(OfThisProcess, Printed):
-    """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
+    """The regions that :func:`apply_checkpointing` made: a sequence of :class:`AppliedRegion` that prints as a table.
 
-    As a context manager, undoes itself at the end of the block, and is not entered again. Holds no module. ``kept`` names what
-    ``keep_first`` and ``keep_last`` left without regions.
+    As a context manager it undoes itself at the end of the block. It can be entered once and holds no module. ``kept`` names
+    the modules that ``keep_first`` and ``keep_last`` left plain.
     """
 
     def __init__(
@@ -173,53 +172,54 @@ def apply_checkpointing(
     keep_last: int = 0,
     **options: Any,
 ) -> AppliedCheckpointing:
-    """Makes modules of a model regions, each as :func:`checkpoint_module` does.
+    """Checkpoints the modules of a model that you select, or as many as a memory budget requires.
 
-    Warns if the model's own checkpointing (of Transformers, diffusers, timm) is on, or is switched on later: both recompute.
+    Without ``memory_budget`` each selected module becomes a region, as :func:`checkpoint_module` makes it. With
+    ``memory_budget`` the library measures training steps as they run and chooses what each block keeps, for the least
+    recomputation:
 
-    With a ``memory_budget`` a plan says what each region keeps, for the least recomputation, and the training loop stays as it
-    is. In the first step the blocks keep nothing, and the step is profiled; the plan is made when the optimizer is about to
-    step, and the second step is measured. Nothing runs for the plan alone. Calls of larger shapes keep nothing until a step of
-    theirs was profiled. All ranks of ``torch.distributed`` have one plan. Copies and pickles of the model are plain models.
+    - in the first step blocks keep nothing, and the step is profiled;
+    - when the optimizer is about to step, the plan is made; the second step is measured and may correct the plan;
+    - calls of larger shapes keep nothing until a step with these shapes was profiled.
+
+    No extra step runs. All ranks of ``torch.distributed`` share one plan. Copies and pickles of the model are plain models.
+    Warns if the model's own checkpointing (Transformers, diffusers, timm) is on or gets switched on, since both would
+    recompute.
 
     Args:
         model: The model.
-        select: With ``memory_budget`` the blocks whose calls may be regions; None to find them: modules that have at most a
-            quarter of the model's leaves, or spans of layers in a row. Without, the modules:
+        select: The modules. With ``memory_budget``, the blocks whose calls may be regions; None finds blocks: modules with at
+            most a quarter of the model's leaf modules, or runs of layers. Forms:
 
-            - module classes, one or several, or a predicate, which gets each module's name and the module, and returns True or
-              False: the outermost modules found;
+            - module classes, or a predicate ``(name, module) -> bool``: selects the outermost matches;
             - :func:`every` for every n-th layer;
-            - :class:`span` for one region from one layer to another, a recorded one in any case;
-            - name patterns and spans, one or several; in a pattern ``*`` stands for a part of a name between dots and ``**``
-              for any number of parts: all modules found, also inside each other, but neither the model itself nor lists of
-              modules;
-            - a mapping of name patterns and spans to policies, or to mappings of options, as in ``{"policy": ...,
-              "recorded": True}``: likewise, with those of the first matching pattern. ``{"chunks": 8, "dim": 1}`` cuts the
-              first argument of a call into slices, as :func:`ckpt_hooks.checkpoint_chunks` does.
-        memory_budget: The peak of a step allowed: bytes or words such as ``"20 GiB"``, on a host above what is in use when the
-            step begins, on an accelerator in all; a part from 0.0, the least peak of any plan, to 1.0, that of no regions; or
-            ``"auto"``, what the accelerator has free. Such regions have no options of their own.
-        margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory.
-        cost: What is to be the least: ``"seconds"`` of operators, as measured in the first step on a host, or ``"operations"``,
-            the same in each run. None for seconds on a host where they do not spread, else operations.
-        plan: The plan of an earlier run, or what ``to_json()`` of its handle has returned: the first step runs under it.
-        policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
+            - :class:`span` for a recorded region from one layer to another;
+            - name patterns and spans, one or several. ``*`` stands for a part of a name between dots, ``**`` for any number of
+              parts. Selects all matches, also inside each other, but not the model itself and no lists of modules;
+            - a mapping from name patterns and spans to a policy, or to options such as ``{"policy": ..., "recorded": True}``.
+              The first matching pattern decides. ``{"chunks": 8, "dim": 1}`` cuts the first argument of a call into slices, as
+              :func:`ckpt_hooks.checkpoint_chunks` does.
+        memory_budget: The largest peak of a step. Bytes or a string such as ``"20 GiB"``: on a host above the memory in use
+            when the step begins, on an accelerator in total. A fraction from 0.0, the smallest peak of any plan, to 1.0, the
+            peak without regions. ``"auto"``: the accelerator's free memory. Takes no options of regions.
+        margin: The fraction of the budget to leave free, such as 0.03, for steps whose memory varies.
+        cost: What the plan minimizes: ``"seconds"`` measured on the host, or ``"operations"``, which repeat exactly. None
+            chooses seconds on a host where measurements agree, otherwise operations.
+        plan: A plan of an earlier run, or the result of its handle's ``to_json()``. The first step runs under it.
+        policy: The outputs to keep, as for :func:`checkpoint_module`. Not together with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
-        keep_first: How many of the selected modules are left without regions, from the first in the model's order. These keep
-            their activations, and do not run again.
-        keep_last: How many, from the last. Backward begins with these, so that a region there lowers no peak, unless that of a
-            loss after them.
+        keep_first: The number of selected modules to leave plain, counted from the first. They keep their activations.
+        keep_last: The same from the last. Backward starts with these, so a region there rarely lowers the peak.
         **options: Other options, as for :func:`checkpoint_module`.
 
     Returns:
-        A handle, which lists the regions, prints as a table, and undoes. With ``memory_budget`` prints as the ``plan``, and has
+        A handle that lists the regions, prints as a table and has ``undo()``. With ``memory_budget`` it also has ``plan`` and
         ``to_json()``.
 
     Raises:
-        BudgetTooSmallError: By the step of the optimizer, before it has changed anything, if no plan fits.
-        TypeError: If ``select`` is nothing of the kind, or an option has a value of another kind.
-        ValueError: If nothing is selected or left, or a selected module is checkpointed already or has no ``forward``. No
+        BudgetTooSmallError: If no plan fits. Raised by the optimizer's step before it changes anything.
+        TypeError: If ``select`` or an option has a value of another kind.
+        ValueError: If nothing is selected or nothing is left, or a module is checkpointed already or has no ``forward``. No
             module is changed then.
 
     Example:

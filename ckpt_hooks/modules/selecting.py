@@ -25,26 +25,24 @@ Selected = dict[str, tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class span:  # noqa: N801 -- used like a function
-    """Selects what runs from one layer to another, as one region, for :func:`ckpt_hooks.apply_checkpointing`.
+    """Selects the code from one layer to another as one recorded region, for :func:`ckpt_hooks.apply_checkpointing`.
 
-    For a flat ``Sequential``, whose single layers have nothing to drop, and for several layers of a list together::
+    For a flat ``Sequential`` whose single layers have nothing to drop, and for several layers of a list together::
 
         apply_checkpointing(model, [span("layers.0", "layers.3"), span("layers.4", "layers.7")])
 
-    A recorded region opens before the first layer and closes after the last in each call of the module which calls both, code
-    between the layers included. Layers and smaller spans inside may be regions, too. An exception which leaves the module
-    closes the region. A call of a layer by something else is plain, and so are all in a graph of ``torch.compile``.
+    The region opens before the first layer and closes after the last, in each call of the module that calls both. Code between
+    the layers belongs to it. Layers and smaller spans inside may be regions too. Calls of a layer from elsewhere are plain, and
+    so are calls that ``torch.compile`` traces.
 
     Args:
         first: The name of the first layer.
-        last: The name of the last layer, which the same module calls after it.
+        last: The name of the last layer, called later by the same module.
 
     Raises:
-        TypeError: If a name is no string.
-
-    Note:
-        Raised in forward is a :class:`ckpt_hooks.CheckpointError` where autocast, the grad mode, a mode, a region around, or an
-        exception being handled is not the same at both ends, or where the module returns without a call of the last layer.
+        TypeError: If a name is not a string.
+        CheckpointError: In forward, if autocast, the grad mode, a mode or the region around differs between both ends, or if
+            the module returns without calling the last layer.
 
     Example:
         >>> import torch
@@ -73,12 +71,12 @@ def selector_of(name: str) -> str | span:
 
 @dataclasses.dataclass(frozen=True)
 class every:  # noqa: N801 -- used like a function
-    """Selects every n-th layer, beginning with the first, for :func:`ckpt_hooks.apply_checkpointing`.
+    """Selects every n-th layer, starting with the first, for :func:`ckpt_hooks.apply_checkpointing`.
 
     Args:
-        n: The number of layers for one region.
-        of: The layers: module classes, name patterns or a predicate. None is the entries of each ``torch.nn.ModuleList`` that
-            is not inside another's entry. Layers of one parent are counted together.
+        n: The distance between selected layers.
+        of: The layers to count: module classes, name patterns or a predicate. None means the entries of each outermost
+            ``torch.nn.ModuleList``. Layers of one parent are counted together.
 
     Raises:
         ValueError: If ``n`` is not a positive integer.

@@ -33,12 +33,12 @@ from .searching import check_model, check_step
 
 @dataclasses.dataclass(frozen=True)
 class BlockActivations:
-    """What a block makes in forward and backward needs.
+    """The activations of a block that backward needs.
 
     Attributes:
-        name: The name of the module: of a layer in a list, or of a child of the model; ``""`` for the model itself.
-        kind: The class of the module.
-        nbytes: The bytes at the end of forward.
+        name: The module's name; ``""`` for the model itself.
+        kind: The module's class.
+        nbytes: Bytes at the end of forward.
     """
 
     name: str
@@ -48,16 +48,16 @@ class BlockActivations:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemoryEstimate(Printed):
-    """The memory of a training step, of :func:`ckpt_hooks.estimate_memory`. ``print`` shows a table of blocks.
+    """The estimated memory of a training step, from :func:`ckpt_hooks.estimate_memory`. ``print`` shows a table of blocks.
 
     Attributes:
-        parameters: The bytes of parameters.
-        buffers: The bytes of buffers.
-        gradients: The bytes of gradients.
-        optimizer_state: The bytes of the states of optimizers which take a step in the step.
-        activations: What backward needs at the end of forward, by block, each a :class:`BlockActivations`; with several
-            microbatches, of the one that keeps the most.
-        peak: The most bytes at one time, with all of these.
+        parameters: Bytes of parameters.
+        buffers: Bytes of buffers.
+        gradients: Bytes of gradients.
+        optimizer_state: Bytes of optimizer states, for optimizers that step in the step.
+        activations: What backward needs at the end of forward, a :class:`BlockActivations` for each block. With microbatches,
+            the largest.
+        peak: The peak in bytes, including all of the above.
         peak_phase: The phase of the peak: ``"forward"``, ``"backward"``, ``"optimizer"`` or ``"rest"``.
     """
 
@@ -88,39 +88,36 @@ class MemoryEstimate(Printed):
 
 
 def estimate_memory(model: Module, step: Callable[[Module], Any], *, progress: bool = True) -> MemoryEstimate:
-    """Estimates the memory of a training step without taking it, for a model that fits nowhere yet too.
+    """Estimates the memory of a training step without allocating it, also for models that fit on no device.
 
-    Runs the step twice on fake tensors, which have shapes and no memory, and counts in the second run, in which gradients and
-    states of optimizers are there if the first has left them. Afterwards everything is as before. Call it with other steps to
-    see what batch, sequence and microbatches change.
+    Runs the step twice on fake tensors, which have shapes but no data, and measures the second run, when gradients and
+    optimizer states exist. Restores the model afterwards. To compare batch sizes or microbatches, estimate a step for each.
 
-    The peak is byte for byte that of a real step for most models on a host. What kernels take inside of an operator is not
-    seen, but for those of a host in float32: matrices in bfloat16 take up to an operand more there, and kernels of
-    accelerators have workspaces. Models of Transformers look at data for whether they need a mask: pass an ``attention_mask``
-    of four dimensions.
+    For most models on a host the estimated peak is that of the real step to the byte. Workspaces of kernels are included only
+    for float32 on a host: bfloat16 products there take up to an operand more, and accelerators need workspaces. Steps whose
+    shapes depend on data do not run; give Transformers models an ``attention_mask`` of four dimensions.
 
     Args:
-        model: The model, with parameters on a device, or on the meta device: those count as on the default device.
-        step: Runs one training step, ``step(model)``. It may make an optimizer, or use one of the model's parameters.
-        progress: Whether a line on the terminal shows the running step, once the estimate takes two seconds, with ``tqdm`` if
-            it is there. The logger ``"ckpt_hooks"`` is told of each step in any case.
+        model: The model. Parameters on the meta device count as on the default device.
+        step: Runs one training step, ``step(model)``. It may create an optimizer, or use one of the model's parameters.
+        progress: Whether to show a line on the terminal after two seconds, with ``tqdm`` if installed. The logger
+            ``"ckpt_hooks"`` is told of each run in any case.
 
     Returns:
-        The :class:`MemoryEstimate`: ``print`` shows it, ``to_json()`` has its values.
+        A :class:`MemoryEstimate`. ``print`` shows it, ``to_json()`` returns its values.
 
     Raises:
         TypeError: If an argument is of another kind.
-        ValueError: If the step calls an operator whose results depend on data, as ``nonzero`` or ``item``; or the model is
-            compiled.
-        RuntimeError: If it is called inside of a region.
+        ValueError: If an operator's result depends on data, such as ``nonzero`` or ``item``, or if the model is compiled.
+        RuntimeError: If called inside a region.
 
     Example:
         >>> import torch
         >>> from ckpt_hooks import estimate_memory
         >>> with torch.device("meta"):
         ...     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 4096))
-        >>> found = estimate_memory(model, lambda model: model(torch.ones(512, 4096)).sum().backward())
-        >>> found.parameters == found.gradients == 2 * (4096 + 1) * 4096 * 4
+        >>> estimate = estimate_memory(model, lambda model: model(torch.ones(512, 4096)).sum().backward())
+        >>> estimate.parameters == estimate.gradients == 2 * (4096 + 1) * 4096 * 4
         True
     """
     check_step(step)

@@ -33,10 +33,10 @@ _logger = logging.getLogger("ckpt_hooks")
 
 
 class Guard(OfThisProcess):
-    """Runs training steps under a plan, each of them as a whole or not at all; made by :meth:`Plan.guard`.
+    """Runs training steps under a plan, and reruns a step under a tighter plan if memory runs out. Made by :meth:`Plan.guard`.
 
     Attributes:
-        plan: The :class:`Plan` in force.
+        plan: The :class:`Plan` in use.
         log: A line for each change of plan.
     """
 

@@ -39,14 +39,14 @@ class ParetoPoint:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ParetoFront(Printed):
-    """Peaks and recomputation of the plans of all budgets, by :meth:`ckpt_hooks.planner.Plan.pareto`.
+    """Peaks and recomputation of plans for all budgets, from :meth:`ckpt_hooks.planner.Plan.pareto`.
 
     Attributes:
-        plans: The plans, from the least budget up.
-        torch: What ``torch.utils.checkpoint`` can choose from: nothing kept, matrix products kept, every second of them kept;
-            on all blocks, on the first, or on every n-th.
-        chosen: The plan of whose front this is.
-        budget: The bytes of its budget.
+        plans: The plans, smallest budget first.
+        torch: What ``torch.utils.checkpoint`` offers: nothing kept, matrix products kept, every second matrix product kept; on
+            all blocks, on the first blocks, or on every n-th.
+        chosen: The plan that the front was made from.
+        budget: The budget of this plan in bytes.
     """
 
     plans: tuple[ParetoPoint, ...]

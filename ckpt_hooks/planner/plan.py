@@ -40,56 +40,51 @@ from .searching import COSTS, MOST_MEASURED, Budget, Search, as_often, check_mod
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(PlanData, Printed):
-    """Which results each block of a model keeps, for a step to fit a budget.
+    """Which results each block of a model keeps so that a step fits a budget. Made by :func:`ckpt_hooks.plan_memory`.
 
-    Made by :func:`ckpt_hooks.plan_memory`. ``print`` shows a table of blocks. Peaks are above the memory in use when a
-    step begins.
+    ``print`` shows a table of blocks. Peaks are above the memory in use when a step begins; with several ranks, the largest of
+    any rank. A pickled plan is its :meth:`to_json`, without profile and model. All ranks of the plan's group call its methods
+    together.
 
-    A plan is of the shapes which the measured step had, and :meth:`add` measures steps of other shapes. A call of a block whose
-    tensors are in no dimension larger goes by the plan of the smallest such shapes; of an expert, by its own up to the most
-    tokens that an expert of its list got. Another call keeps nothing, and a warning says so once.
-
-    A pickled plan is what :meth:`to_json` has of it: without profile and model.
-
-    Where ``torch.distributed`` is initialized, all ranks of the plan's group call its methods together, and have the same plan:
-    peaks are the largest of any rank.
+    A plan applies to calls whose tensors are in no dimension larger than in the measured step; :meth:`add` measures steps of
+    other shapes. A call uses the plan of the smallest shapes that fit. A call that fits none keeps nothing, with one warning. A
+    mixture's experts share a plan up to the most tokens that any of them got.
 
     Attributes:
         blocks: The blocks.
-        budget: The bytes given.
+        budget: The budget in bytes.
         predicted_peak: The peak predicted from the profile.
-        measured_peak: The peak of a step under the plan; the predicted one if ``is_measured`` is false.
-        next_peak: The least peak, as predicted, of a plan in which one block has a cheaper option.
-        least_peak: The least peak of any plan, as predicted.
-        plain_peak: The peak of a step without regions, as predicted: none runs.
-        recomputed: The part of forward that runs again, by cost: floating-point operations, and ten for each byte moved.
-        recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
-        region_seconds: What recorded regions add to forward, about; 0 with ``cost="operations"``.
-        margin: The part of the budget that the measured step had to leave free.
-        cost: What is the least: ``"operations"`` or ``"seconds"``.
-        outside_bytes: What lives at the peak and comes from outside of all blocks, but for gradients of parameters.
-        outside_module: The module which made the most of this, with its class; ``""`` outside of any.
-        is_measured: Whether a step was run under the plan.
-        chunks: The modules which run in chunks, each with the number of slices.
-        others: The plans of other shapes, for the same budget.
+        measured_peak: The peak of a step under the plan, or the predicted peak if ``is_measured`` is False.
+        next_peak: The smallest predicted peak of a plan in which a single block has a cheaper option.
+        least_peak: The smallest predicted peak of any plan.
+        plain_peak: The predicted peak of a step without regions.
+        recomputed: The fraction of forward that runs again, by cost: floating-point operations, and ten for each byte moved.
+        recomputed_seconds: Seconds of the operators that run again, as measured in the profile.
+        region_seconds: Approximate seconds that recorded regions add to forward; 0 with ``cost="operations"``.
+        margin: The fraction of the budget that the measured step had to leave free.
+        cost: What the plan minimizes: ``"operations"`` or ``"seconds"``.
+        outside_bytes: Bytes at the peak from outside of all blocks, without gradients of parameters.
+        outside_module: The module that made the most of ``outside_bytes``, with its class; ``""`` outside of modules.
+        is_measured: Whether a step ran under the plan.
+        chunks: The modules that run in chunks, with the number of slices.
+        others: Plans of other shapes for the same budget.
     """
 
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
 
     def apply(self, model: Module | None = None, *, group: Any = None) -> AppliedCheckpointing:
-        """Makes the blocks of a model regions which keep what the plan says.
+        """Makes the blocks of a model regions that keep what the plan says.
 
         Args:
-            model: The model, in wrappers (DDP, FSDP, PEFT) or not; None for the one that was planned, which the plan holds
-                weakly.
-            group: The process group whose ranks apply the plan together, of a plan from a file; None for all, and for a plan
-                made here for the group that it was made for.
+            model: The model, also in wrappers (DDP, FSDP, PEFT). None means the planned model, which the plan holds weakly.
+            group: The process group whose ranks apply a plan from a file together. None means all ranks, or the group that the
+                plan was made for.
 
         Returns:
-            A handle which undoes, as that of :func:`ckpt_hooks.apply_checkpointing`.
+            A handle with ``undo()``, as from :func:`ckpt_hooks.apply_checkpointing`.
 
         Raises:
-            CheckpointError: If the plan of another rank keeps something else, or :meth:`apply` fails there.
+            CheckpointError: If the plan of another rank differs, or :meth:`apply` fails there.
             ValueError: If the model is gone, or has no such blocks.
         """
         ranks = self._ranks() if group is None else Ranks(group)
@@ -128,17 +123,17 @@ class Plan(PlanData, Printed):
         return facts
 
     def add(self, step: Callable[[Module], Any], model: Module | None = None, *, progress: bool = True) -> Plan:
-        """Measures a step of other shapes, and finds a plan for it with the same blocks and the same budget.
+        """Measures a step of other shapes and finds a plan for it, with the same blocks and budget.
 
-        Calls of blocks with the shapes of this step go by its plan, from the next :meth:`apply` on.
+        The next :meth:`apply` uses it for calls of these shapes.
 
         Args:
             step: Runs one training step, as for :func:`ckpt_hooks.plan_memory`.
-            model: The model, without regions of a plan; None for the one that was planned.
-            progress: Whether a line shows what runs, as for :func:`ckpt_hooks.plan_memory`.
+            model: The model, without regions of a plan. None means the planned model.
+            progress: Whether to show a progress line, as for :func:`ckpt_hooks.plan_memory`.
 
         Returns:
-            The plan of the step, which is in ``others`` as well.
+            The plan of the step, which is also in ``others``.
 
         Raises:
             BudgetTooSmallError: If no plan fits.
@@ -172,16 +167,16 @@ class Plan(PlanData, Printed):
         *,
         progress: bool = True,
     ) -> Plan:
-        """Finds a plan for another budget from the same profile, in a fraction of the time of :func:`ckpt_hooks.plan_memory`.
+        """Finds a plan for another budget from the same profile, much faster than :func:`ckpt_hooks.plan_memory`.
 
         Args:
-            memory_budget: The peak allowed, as for :func:`ckpt_hooks.plan_memory`.
-            step: A step to measure the plan, and to correct it; None for the peak as predicted, which the plan says.
-            model: The model, without regions of a plan; None for the one that was planned.
-            progress: Whether a line shows what runs, as for :func:`ckpt_hooks.plan_memory`.
+            memory_budget: The largest peak, as for :func:`ckpt_hooks.plan_memory`.
+            step: A step that measures and corrects the plan. None leaves the peak predicted.
+            model: The model, without regions of a plan. None means the planned model.
+            progress: Whether to show a progress line, as for :func:`ckpt_hooks.plan_memory`.
 
         Returns:
-            The plan, for the shapes of the profile alone.
+            The plan, for the shapes of the profile only.
 
         Raises:
             BudgetTooSmallError: If no plan fits.
@@ -198,11 +193,11 @@ class Plan(PlanData, Printed):
                 return plan_of(search.plan(memory_budget, model, step))
 
     def pareto(self) -> ParetoFront:
-        """Finds the costs of other budgets, from the profile, which the plan holds.
+        """Finds what other budgets would cost, from the profile that the plan holds.
 
         Returns:
-            The :class:`ParetoFront`: its ``plot()`` draws what runs again against the peak for all budgets, torch's choices,
-            and this plan; the ``plan`` of each point of ``plans`` is one to apply, or to measure by :meth:`replan`.
+            The :class:`ParetoFront`. ``plot()`` draws recomputation against peak for all budgets, for torch's choices and for
+            this plan. The ``plan`` of each point in ``plans`` can be applied, or measured by :meth:`replan`.
 
         Raises:
             ValueError: If the plan comes from a file.
@@ -230,30 +225,31 @@ class Plan(PlanData, Printed):
         return found if found.predicted_peak < self.predicted_peak else None
 
     def guard(self, model: Module | None = None, *, limit: int | str | None = None) -> Guard:
-        """Makes steps go on where memory runs out: under the next tighter plan, from the state before.
+        """Keeps training when memory runs out: undoes the step and runs it again under a tighter plan.
 
-        Within the block the model is under the plan, and ``guard(step, batch)`` runs a step. Where a step ends in a
-        ``torch.OutOfMemoryError``, or takes more than the limit, parameters, buffers, gradients, optimizers and random streams
-        become what they were before; the plan gives way to the next tighter one of the front, up to the end of the block; a
-        line of the logger ``"ckpt_hooks"`` says so; and the step runs again. Any other exception undoes the step as well, a
-        ``KeyboardInterrupt`` too, and goes on.
+        In the block the model is under the plan, and ``guard(step, batch)`` runs a step. If the step raises
+        ``torch.OutOfMemoryError`` or exceeds ``limit``, then parameters, buffers, gradients, optimizers and random states are
+        restored, the next tighter plan of the front replaces the plan until the end of the block, the logger ``"ckpt_hooks"``
+        is told, and the step runs again. Any other exception also undoes the step, and propagates.
 
-        For that each step copies buffers and gradients to the host, and each ``optimizer.step()`` inside of the guarded step
-        what it writes to: leave it outside, and call ``zero_grad()`` before, where copies take too long. Not put back are
-        parameters that the step writes to by ``.data``, schedulers and scalers made within the block, and state outside of the
-        model and of what trains it: an average of weights, metrics, generators of the program's own.
+        Cost: each step copies buffers and gradients to the host, and each ``optimizer.step()`` inside of it what it writes to.
+            To
+        avoid that, keep the optimizer's step outside and call ``zero_grad()`` before.
 
-        Ranks that planned together run guarded steps together: the limit is for each, and an error of the device on one goes
-        on, on all, since others may wait for that rank within the step.
+        Not restored: parameters written through ``.data``, schedulers and scalers created in the block, and state outside of
+        the model and its optimizers, such as averaged weights, metrics and the program's own generators.
+
+        Ranks that planned together run guarded steps together: the limit applies to each, and an out-of-memory error on any
+        rank reruns the step on all.
 
         Args:
-            model: The model, in wrappers or not; None for the one that was planned.
-            limit: The most that a step may take above what is in use when it begins: bytes, or words such as ``"20GiB"``. Each
-                step then runs in a :func:`ckpt_hooks.memory_ledger`, which takes time: for the host, and for tests. None to go
-                by errors of the device alone.
+            model: The model, also in wrappers. None means the planned model.
+            limit: The most that a step may take above the memory in use when it begins: bytes, or a string such as ``"20GiB"``.
+                Runs each step in a :func:`ckpt_hooks.memory_ledger`, which is slow: for hosts and tests. None reacts to errors
+                of the device only.
 
         Returns:
-            The :class:`Guard`, for a ``with`` statement: ``plan`` is the plan in force, ``log`` has a line for each change.
+            The :class:`Guard`, for a ``with`` statement.
 
         Raises:
             ValueError: If the plan comes from a file, or the model is gone.
@@ -484,50 +480,48 @@ def plan_memory(
     dry_run: bool = False,
     progress: bool = True,
 ) -> Plan:
-    """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
+    """Finds which activations to keep so that a training step fits a memory budget with the least recomputation.
 
-    For those who want a plan before they train; :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget`` makes one of the
-    steps that run anyway. Runs the step once with every block a recorded region that keeps nothing, and once under the plan, up
-    to three times where the prediction was off. No step runs without regions, which may not fit. The plan that is returned has
-    been measured. Where operators are small, recording them costs more than it spares, and a plan has blocks called again as by
-    :func:`ckpt_hooks.checkpoint`; whether such calls give the same is seen in one step more, else all blocks are recorded.
-    Afterwards everything is as before: parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after
-    an exception too. Copies for that lie on the host, as large as parameters, buffers, gradients and optimizer states together.
+    Use it to have a plan before training starts. :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget`` plans from the
+    steps that run anyway.
+
+    Runs the step once with every block as a recorded region that keeps nothing, then once under the plan, and up to three times
+    if the prediction was off. No step runs without regions, since it may not fit. The returned plan was measured. Where
+    operators are small, blocks may be called again as by :func:`ckpt_hooks.checkpoint`, which one more step verifies.
+
+    Restores parameters, buffers, gradients, optimizers, attributes, hooks and random states afterwards, also after an
+    exception. The copies for that lie on the host and are as large as these tensors together.
 
     Args:
         model: The model.
-        step: Runs one training step up to the gradients, ``step(model)``; an optimizer's step in it is welcome.
-        memory_budget: The peak allowed: bytes, words such as ``"20GiB"``, or a part from 0.0, the least peak of any plan, to
-            1.0, that of no regions. ``"auto"`` asks the accelerator of the model: what is free, and what its allocator has
-            reserved without use, but for a twentieth; the measured peak is then what the allocator reserves.
-        blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
-            them: modules which have at most a quarter of the leaves of the model, or spans of layers in a row, and spans around
-            these where that lowers the least peak.
-        total: Whether the budget is for all memory in use, not only for what the step adds.
-        margin: The part of the budget that the measured step leaves free, as 0.03, where equal steps take other memory: models
-            whose operators depend on data, such as mixtures of experts, and collectives whose threads free memory late.
-        tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
-        cost: What is to be the least: ``"seconds"``, those of operators that run again, as measured on the host, and what
-            regions add, about; or ``"operations"``, the same in each run: those that run again, ten for each
-            byte that these move, a thousand for each number that a host draws, and three million for each operator that a
-            region records. None for seconds of a model on a host where they do not spread, else operations.
+        step: Runs one training step up to the gradients, ``step(model)``. An optimizer's step in it is welcome.
+        memory_budget: The largest peak: bytes, a string such as ``"20GiB"``, or a fraction from 0.0, the smallest peak of any
+            plan, to 1.0, the peak without regions. ``"auto"`` takes 95% of what the accelerator has free or reserved without
+            use.
+        blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them. None finds modules
+            with at most a quarter of the model's leaf modules, runs of layers, and spans around these if they lower the peak.
+        total: Whether the budget covers all memory in use, not only what the step adds.
+        margin: The fraction of the budget to leave free, such as 0.03, for steps whose memory varies: mixtures of experts, or
+            collectives whose threads free memory late.
+        tolerance: How far below the budget the measured peak may stay, as a fraction, before another plan is tried.
+        cost: What to minimize. ``"seconds"``: measured seconds of the operators that run again, plus about what regions add.
+            ``"operations"``: the same in each run; counts ten for each byte moved, a thousand for each number drawn on a
+            host, and three million for each recorded operator. None chooses seconds on a host where measurements agree.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
-            choose from: ``{"head": (1, 4, 8)}``, or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``. A block itself is
-            not cut. Of a module with an integer attribute ``chunks`` the plan sets the attribute; others are cut along ``dim``.
-            Each number takes a step more, or two. Never without this, since chunks round otherwise.
-        group: The process group whose ranks plan together; None for all, where ``torch.distributed`` is initialized. All run as
-            many steps and have one plan: budgets hold for the largest peak of any, costs are those of the slowest. An exception
-            on one is an error on all: one that waits in a collective then is fetched out of it after five seconds, by closing
-            the connections of all groups in its process. A rank that never comes is an error after the timeout of the group. A
-            group of one rank plans alone. One that is a part of all runs the step as often as a plan may take, since stages of
-            a pipeline meet in it; of their errors the others see that a connection is closed, or the timeout.
-        dry_run: Whether model and step run on fake tensors, which takes no memory, and the plan has the peak predicted from
-            that. Parameters may be on the meta device, and count as on the default device. Steps whose shapes or branches
-            depend on data do not run so: models of Transformers need an ``attention_mask`` of four dimensions. Blocks are
-            recorded, never called again. What kernels take inside of an operator is not seen, but for those of a host in
-            float32; matrices in bfloat16 take up to an operand more there.
-        progress: Whether a line on the terminal shows the running step and the peak so far, once planning takes two seconds,
-            with ``tqdm`` if it is there. The logger ``"ckpt_hooks"`` is told of each step in any case.
+            choose
+            from: ``{"head": (1, 4, 8)}`` or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``. A module with an integer
+            attribute ``chunks`` gets it set; others are cut along ``dim``. Each number takes one or two steps more. Results of
+            chunks round differently, so none are used unless given here. A block itself cannot be cut.
+        group: The process group whose ranks plan together. None means all, where ``torch.distributed`` is initialized. Ranks
+            share a plan for the largest peak and the slowest rank. An exception on a rank is an error on all; a rank that waits
+            in a collective is released after five seconds by closing its process's connections. Missing ranks are an error
+            after the group's timeout. A group that is a part of all ranks runs the maximum number of steps, as pipeline stages
+            must.
+        dry_run: Whether to run on fake tensors, which allocates nothing; the plan's peak is then a prediction. Parameters may
+            be on the meta device. Blocks are recorded, never called again. Limits are those of
+            :func:`ckpt_hooks.estimate_memory`.
+        progress: Whether to show a line on the terminal after two seconds, with ``tqdm`` if installed. The logger
+            ``"ckpt_hooks"`` is told of each step in any case.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
@@ -536,9 +530,9 @@ def plan_memory(
         BudgetTooSmallError: If no plan fits.
         CheckpointError: If another rank fails, or has other arguments, blocks or operators.
         TypeError: If an argument is of another kind.
-        ValueError: If the step runs no backward, a block is never called or checkpointed already, there are no blocks, the
-            model is compiled, or a dry run meets an operator whose results depend on data.
-        RuntimeError: If it is called inside of a region.
+        ValueError: If the step runs no backward, there are no blocks, a block is never called or checkpointed already, the
+            model is compiled, or a dry run meets an operator whose result depends on data.
+        RuntimeError: If called inside a region.
 
     Example:
         >>> import torch

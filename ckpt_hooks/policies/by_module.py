@@ -129,26 +129,24 @@ def save_indices(
     counts: Mapping[tuple[str, Any], int] | None = None,
     root: torch.nn.Module | None = None,
 ) -> Policy:
-    """Returns a policy which keeps the outputs of single runs of operators.
+    """Returns a policy that keeps the outputs of single runs of operators.
 
-    A run is told by the submodule whose forward runs it, the operator, and the number of earlier runs of this operator in this
-    submodule, all within one call of the region. So the runs of other submodules do not matter: a dropout which is off, a cast
-    that autocast has made already, or an expert that gets no tokens.
-
-    The policy is made of names and numbers: it can be pickled, compares equal to its copies, and prints as a table.
+    A run is identified by the submodule whose forward runs it, the operator, and the number of earlier runs of this operator in
+    this submodule, within a call of the region. So a dropout that is off, a cast that autocast has cached, or an expert without
+    tokens does not shift the runs of other submodules. The policy can be pickled, compares equal to its copies, and prints as a
+    table.
 
     Args:
-        runs: The runs: name of the submodule, operator (``torch.ops.aten.mm.default``), number from 0. Names are those in the
-            innermost module whose forward runs when the region begins, the region itself for
-            :func:`ckpt_hooks.checkpoint_module`; without one, those in the outermost module called in the region. ``""`` is
-            that module itself.
-        counts: How many runs of each operator in each submodule there are in all. A call which meets another one keeps nothing
-            from there on, and a warning says so once. None to check nothing.
-        root: The module in which the names are, held weakly, and not pickled; None for the one above.
+        runs: The runs, each a submodule name, an operator (``torch.ops.aten.mm.default``) and a number from 0. Names are
+            relative to the innermost module whose forward runs when the region begins, or else to the outermost module that the
+            region calls. ``""`` is that module.
+        counts: How many times each operator runs in each submodule. A call that runs another operator, or more of them, keeps
+            nothing from there on and warns once. None checks nothing.
+        root: The module that names are relative to, held weakly and not pickled. None means the module above.
 
     Raises:
-        TypeError: If ``runs`` or ``counts`` has something else in it, a submodule is not given by name, or ``root`` is none.
-        ValueError: If an operator is none, or a number no integer from 0.
+        TypeError: If ``runs`` or ``counts`` has something else in it, or ``root`` is not a module.
+        ValueError: If an operator is invalid, or a number is not an integer from 0.
 
     Example:
         >>> import torch
@@ -241,21 +239,19 @@ class _SaveModules(Policy):
 
 @makes_policies
 def save_modules(*names: str | type[Module]) -> Policy:
-    """Returns a policy which keeps the results of what runs in some modules, modules inside of them included.
+    """Returns a policy that keeps the results of everything that runs in some modules, including the modules inside them.
 
-    Kept are results of operators, and of custom functions with kernels that no operator shows, until backward has used them, if
-    a saved tensor depends on them. The stack of Python tells which modules run, at some five microseconds for each operator of
-    a region under this policy. A module runs where it is called: not where its ``forward`` is called by hand, nor inside of
-    TorchScript. In functions that ``torch.compile`` traces, the compiler knows the modules, and keeps the results.
+    Results are kept until backward has used them, if a saved tensor depends on them; results of custom functions too. The
+    policy reads the Python stack to find the running module, which costs about five microseconds for each operator in the
+    region. A module must be called: calling its ``forward`` by hand does not count, nor does TorchScript.
 
     Args:
-        *names: Module classes, and names as in ``model.named_modules()``, with ``*`` for a part of a name between dots and
-            ``**`` for any number of parts. The end of a name will do: ``"self_attn"`` is the attention of every layer,
-            ``"layers.0.self_attn"`` that of the first.
+        *names: Module classes, or names as in ``model.named_modules()``. ``*`` stands for a part of a name between dots, ``**``
+            for any number of parts. A name may be the end of a full name: ``"self_attn"`` matches the attention of every layer.
 
     Raises:
         TypeError: If an argument is neither a name nor a module class.
-        ValueError: If there is none.
+        ValueError: If there are no names.
 
     Example:
         >>> import torch

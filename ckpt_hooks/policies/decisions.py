@@ -31,21 +31,20 @@ _TorchContext = torch.utils.checkpoint.SelectiveCheckpointContext
 
 
 class SelectiveCheckpointContext(WatchesUnseen, _TorchContext):
-    """The dispatch mode of a region under a policy, and what the policy is told: facts of the operator that has just run.
+    """Tells a policy function about the operator that has just run; also the dispatch mode of a region under a policy.
 
-    A region has one context, which runs its operators and hands itself to the policy. The facts hold while the policy decides,
-    and are gone afterwards: a policy which keeps a context keeps no tensor alive.
+    A region has one context and passes it to the policy each time. The attributes are valid during that call only, so a policy
+    that stores the context keeps no tensor alive.
 
     Args:
-        is_recompute: False, since regions ask in forward only. (Torch has the attribute for older code.)
+        is_recompute: Always False: regions ask the policy in forward only. Present for code written for torch.
         op_output: The result of the operator.
 
     Attributes:
         is_recompute: As above.
         op_output: As above.
-        index: The number of earlier questions in the region. A program has the same indices under ``checkpoint(policy=...)``
-            and ``checkpoint_region(policy=...)``. None for a view, or an operator which writes in place, whose output is never
-            kept: ``create_selective_checkpoint_contexts`` asks a function about these too, as torch does.
+        index: The number of earlier questions in the region. None for views and in-place operators, whose outputs are never
+            kept; only ``create_selective_checkpoint_contexts`` asks about these, as torch does.
 
     Example:
         >>> import torch

@@ -183,10 +183,10 @@ routing_saveable: Policy = _Routing()
 
 @makes_policies
 def save_ops(*ops: Any) -> Policy:
-    """Returns a policy which keeps the outputs of some operators.
+    """Returns a policy that keeps the outputs of some operators.
 
     Args:
-        *ops: Operators, as in ``torch.ops.aten.mm.default``.
+        *ops: Operators, such as ``torch.ops.aten.mm.default``.
 
     Raises:
         ValueError: If an argument is neither an ``OpOverload`` nor a higher-order operator.
@@ -202,10 +202,10 @@ def save_ops(*ops: Any) -> Policy:
 
 @makes_policies
 def offload_ops(*ops: Any) -> Policy:
-    """Returns a policy which moves the outputs of some operators to the host until backward. Outputs on the host stay.
+    """Returns a policy that moves the outputs of some operators to host memory until backward. Outputs on the host stay there.
 
     Args:
-        *ops: Operators, as in ``torch.ops.aten.mm.default``.
+        *ops: Operators, such as ``torch.ops.aten.mm.default``.
 
     Raises:
         ValueError: If an argument is neither an ``OpOverload`` nor a higher-order operator.
@@ -234,14 +234,14 @@ class _SaveEvery(Policy):
 
 @makes_policies
 def save_every(op: Any, n: int) -> Policy:
-    """Returns a policy which keeps the output of every n-th run of an operator in a region: the n-th, the 2n-th, and so on.
+    """Returns a policy that keeps the output of every n-th run of an operator in a region.
 
     Args:
-        op: The operator, as in ``torch.ops.aten.mm.default``.
-        n: The number of runs for one kept output.
+        op: The operator, such as ``torch.ops.aten.mm.default``.
+        n: Keeps the runs n, 2n, 3n and so on.
 
     Raises:
-        ValueError: If ``op`` is not an operator, or ``n`` not a positive integer.
+        ValueError: If ``op`` is not an operator, or ``n`` is not a positive integer.
 
     Example:
         >>> import torch
@@ -300,14 +300,14 @@ class _Both(Policy):
 
 @makes_policies
 def save_from_both_policies(one: Any, other: Any) -> Policy:
-    """Returns a policy which keeps all outputs kept by either of two policies; on the device rather than on the host.
+    """Returns a policy that keeps all outputs that either of two policies keeps. If one says device and the other host: device.
 
     Args:
         one: A policy of this package, a function, or a list or set of operators.
         other: Another policy.
 
     Raises:
-        TypeError: If an argument is no policy.
+        TypeError: If an argument is not a policy.
     """
     return _Both(policy_from(one, "one"), policy_from(other, "other"))
 
@@ -344,13 +344,13 @@ def _checked_names(names: Iterable[str], argument: str) -> list[str]:
 
 @makes_policies
 def save_only_these_names(*names: str) -> Policy:
-    """Returns a policy which keeps the tensors of some names, and nothing else. For recorded regions.
+    """Returns a policy that keeps tensors with the given names and nothing else. Applies in recorded regions.
 
     Args:
-        *names: Names, as given to :func:`ckpt_hooks.checkpoint_name`.
+        *names: Names given to tensors by :func:`ckpt_hooks.checkpoint_name`.
 
     Raises:
-        TypeError: If a name is no string.
+        TypeError: If a name is not a string.
 
     Example:
         >>> from ckpt_hooks.policies import save_only_these_names
@@ -364,13 +364,13 @@ def save_only_these_names(*names: str) -> Policy:
 
 @makes_policies
 def save_any_names_but_these(*names: str) -> Policy:
-    """Returns a policy which keeps every tensor with a name, but for some names. For recorded regions.
+    """Returns a policy that keeps all named tensors except those with the given names. Applies in recorded regions.
 
     Args:
         *names: Names of tensors to recompute.
 
     Raises:
-        TypeError: If a name is no string.
+        TypeError: If a name is not a string.
     """
     checked = _checked_names(names, "names")
     meaning = f"keeps what has a name other than {', '.join(map(repr, checked)) or 'none'}"
@@ -381,16 +381,16 @@ def save_any_names_but_these(*names: str) -> Policy:
 def save_and_offload_only_these_names(
     *, names_which_can_be_saved: Iterable[str], names_which_can_be_offloaded: Iterable[str]
 ) -> Policy:
-    """Returns a policy which keeps the tensors of some names on their device, and of other names on the host.
+    """Returns a policy that keeps tensors with some names on their device, and tensors with other names on the host.
 
-    For recorded regions.
+    Applies in recorded regions.
 
     Args:
         names_which_can_be_saved: Names of tensors to keep.
-        names_which_can_be_offloaded: Names of tensors to move to the host until backward. Tensors on the host stay.
+        names_which_can_be_offloaded: Names of tensors to move to the host until backward.
 
     Raises:
-        TypeError: If a name is no string.
+        TypeError: If a name is not a string.
         ValueError: If a name is in both.
     """
     saved = _checked_names(names_which_can_be_saved, "names_which_can_be_saved")

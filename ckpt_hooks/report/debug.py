@@ -27,20 +27,19 @@ _MOST = 4  # operators named for their choices
 
 @contextlib.contextmanager
 def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
-    """Switches debug mode on or off for every region whose forward runs in the block, whatever its ``debug`` says.
+    """Switches debug mode on or off for all regions whose forward runs in the block.
 
-    The setting is this thread's (and context's) alone. The innermost block wins. In debug mode a region notes each operator,
-    which takes a few times as long as a small operator itself.
+    In debug mode errors name operators, lines and modules; small operators take a few times as long, since each is recorded.
+    The setting belongs to this thread and context. The innermost block wins, also over the ``debug`` of a region.
 
-    - Of :func:`ckpt_hooks.checkpoint`, a :class:`ckpt_hooks.DeterminismError` begins with the first operator of forward or
-      recompute without a counterpart in the other run, with the user's line and the module. The error has both logs whole, as
-      ``operators`` and ``recomputed_operators``. Its ``routing`` names operators before the difference which chose among
-      floating-point numbers (top-k, sort, comparisons), perhaps otherwise than in forward.
-    - Of :class:`ckpt_hooks.checkpoint_region`, a :class:`ckpt_hooks.MutationError` names the operator which needs the changed
-      tensor, with the line which ran the operator in forward. Of nested regions of this kind the outermost decides.
+    - In :func:`ckpt_hooks.checkpoint`, a :class:`ckpt_hooks.DeterminismError` begins with the first operator that forward and
+      recompute do not share, its line and its module. ``operators`` and ``recomputed_operators`` hold both logs. ``routing``
+      names earlier operators that compare floating-point numbers (top-k, sort, comparisons) and may have chosen otherwise.
+    - In :class:`ckpt_hooks.checkpoint_region`, a :class:`ckpt_hooks.MutationError` names the operator that needs the changed
+      tensor and its line. The outermost of nested regions decides.
 
     Args:
-        enabled: Whether errors of a recompute tell of operators and lines. None defers to each region's ``debug``.
+        enabled: Whether debug mode is on. None leaves it to each region.
 
     Example:
         >>> import torch

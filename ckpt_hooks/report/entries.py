@@ -227,19 +227,18 @@ class Maker(str, enum.Enum):
 
 
 class Origin(NamedTuple):
-    """Where memory comes from.
+    """What made a piece of memory.
 
     Attributes:
-        maker: The maker.
-        region: The innermost region, by module and name, as in ``"layers.0 Block"``; None outside. Of a node of backward, the
-            region in whose forward the node was made.
-        module: The innermost called module, by its name in the outermost one and its class, as in ``"layers.0.mlp Linear"``;
-            None outside. Of a node of backward, the module in whose forward the node was made.
-        operator: The outermost operator, as in ``"aten::linear"``; None outside of operators.
-        node: The running node of backward, as in ``"AddmmBackward0"``; None outside of backward.
-        optimizer: The running call of an optimizer, as in ``"AdamW.step"``; None outside.
-        line: The line of the program which called into torch, or else which entered the region, as in ``"model.py:12"``; None
-            where unknown.
+        maker: The kind of maker.
+        region: The innermost region by module and name, such as ``"layers.0 Block"``; None outside. In backward, the region in
+            whose forward the node was made.
+        module: The innermost module by name and class, such as ``"layers.0.mlp Linear"``; None outside. In backward, the module
+            in whose forward the node was made.
+        operator: The outermost operator, such as ``"aten::linear"``; None outside of operators.
+        node: The running node of backward, such as ``"AddmmBackward0"``; None outside of backward.
+        optimizer: The running optimizer call, such as ``"AdamW.step"``; None outside.
+        line: The line that called into torch, or that entered the region, such as ``"model.py:12"``; None if unknown.
     """
 
     maker: Maker = Maker.OUTSIDE
@@ -256,23 +255,22 @@ NOWHERE = Origin()
 
 
 class Residual(NamedTuple):
-    """A storage which backward holds, by one of its tensors.
+    """A storage that backward holds, shown by one of its tensors.
 
     Attributes:
-        reason: The reason for holding.
-        nbytes: The size of the storage in bytes, each storage once; for one of several ``views``, the size of the tensor. 0
-            where hooks of the user's do not show the memory.
-        shape: The sizes of the tensor; None for a nested tensor, and where unknown.
-        dtype: The dtype; None where unknown.
-        device: The device; None where unknown.
-        why: The reason in more words, if there are any.
-        name: The name of a parameter or a buffer, or the place of an argument.
-        operator: The operator which made the storage, as in ``"aten.mm.default"``; None where unknown.
-        site: The line of the user's program which ran the operator, as in ``"model.py:12"``, or entered the region.
-        module: The innermost module around, by its name in the outermost called module.
-        region: The names of the region and of the regions around, outermost first; empty outside of regions.
-        saved_by: The names of the nodes which saved the tensor, as in ``"MulBackward0"``.
-        views: All tensors in the storage, if several, each with its own reason.
+        reason: Why backward holds it.
+        nbytes: Bytes of the storage; of the tensor for an entry in ``views``; 0 if hooks of the user hide the memory.
+        shape: Shape of the tensor; None for nested tensors and if unknown.
+        dtype: Dtype; None if unknown.
+        device: Device; None if unknown.
+        why: More words about the reason, if any.
+        name: Name of a parameter or buffer, or place of an argument.
+        operator: The operator that made the storage, such as ``"aten.mm.default"``; None if unknown.
+        site: The line that ran the operator or entered the region, such as ``"model.py:12"``.
+        module: The innermost module around, by its name in the outermost module.
+        region: Names of the regions around, outermost first; empty outside of regions.
+        saved_by: Names of the nodes that saved the tensor, such as ``"MulBackward0"``.
+        views: All tensors in the storage if there are several, each with its own reason.
     """
 
     reason: Reason

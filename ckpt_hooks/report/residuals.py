@@ -25,14 +25,12 @@ _THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedResiduals(Printed):
-    """The memory which backward holds.
-
-    Prints totals by reason, then rows with the largest first, where layers alike share a row.
+    """The memory that backward holds. Prints totals by reason, then rows, the largest first; equal layers share a row.
 
     Attributes:
         tensors: An entry for each storage, in the order of forward.
-        dropped: An entry for each storage that a region has dropped, which takes no memory until backward.
-        is_dropped_exact: Whether the storages of all dropped tensors are known. If not, an entry is a tensor as one node saved
+        dropped: An entry for each storage that a region dropped, which takes no memory until backward.
+        is_dropped_exact: Whether the storages of all dropped tensors are known. If not, each entry is a tensor as a node saved
             it, and ``dropped_bytes`` is an upper bound.
     """
 
@@ -142,23 +140,20 @@ def _kind_of(entry: Residual) -> str:
 
 
 def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedResiduals:
-    """Runs a function once, and lists each tensor that its backward would hold.
+    """Runs a function once and lists the tensors that its backward would hold.
 
-    Each storage is billed once, with the operator which made it, the line of the user's program, the module, the region, and
-    the reason for holding. Tensors dropped by regions are listed apart.
-
-    The function runs as ever, in training mode or not: random numbers are drawn, buffers are written to. Its graph is dropped,
-    and no backward runs. Under ``torch.no_grad()`` nothing is saved. Operators run under a dispatch mode, as in
-    :func:`ckpt_hooks.checkpoint_region`, at some 20 us each.
+    Each storage counts once, with the operator that made it, the line, the module, the region and the reason for holding it.
+    Tensors that regions dropped are listed apart. The function draws random numbers and updates buffers as usual. No backward
+    runs, and the graph is dropped. Recording takes about 20 microseconds for each operator.
 
     Args:
-        function: The function, or a module. Its result is a tensor, or holds tensors in lists, tuples, dicts or dataclasses.
-        *args: The arguments.
-        **kwargs: The keyword arguments.
+        function: The function or module. Its result is a tensor, or holds tensors in lists, tuples, dicts or dataclasses.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
 
     Returns:
-        The report: ``tensors``, ``total_bytes``, ``added_bytes`` (without arguments, parameters and other memory from before),
-        ``by_reason``, ``dropped``, ``dropped_bytes``.
+        A report: ``tensors``, ``total_bytes``, ``added_bytes`` (without memory from before the call), ``by_reason``,
+        ``dropped``, ``dropped_bytes``. Empty under ``torch.no_grad()``.
 
     Raises:
         TypeError: If the result holds no tensor.
@@ -196,24 +191,23 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
-    """Reads which tensors a live graph holds for backward. Nothing runs, and no tensor is brought back.
+    """Lists the tensors that an existing graph holds for backward. Runs nothing and recomputes nothing.
 
-    The nodes which saved a tensor are known always. Lines, and the storages of dropped tensors, are known where forward ran
-    under :func:`ckpt_hooks.trace`. Elsewhere ``dropped_bytes`` is an upper bound: a tensor counts for each node which saved it.
-    Memory that C++ nodes do not show is missing, as inside of ``CopySlices``, left by a write into a view:
-    :func:`saved_residuals` has it.
+    The nodes that saved a tensor are always known. Lines, and storages of dropped tensors, are known if forward ran under
+    :func:`ckpt_hooks.trace`; otherwise ``dropped_bytes`` is an upper bound that counts a tensor for each node. Memory inside
+    C++ nodes such as ``CopySlices``, left by a write into a view, is missing; :func:`saved_residuals` finds it.
 
-    Torch cannot free a graph of more than some 50,000 operators in a row after a walk over its nodes: its stack overflows.
+    Torch's stack overflows when it frees a graph of more than about 50,000 operators in a row whose nodes Python has seen.
 
     Args:
         *results: Results of forward: tensors, alone or in lists, tuples, dicts or dataclasses.
-        known: Modules and tensors which exist in any case, in any nesting. Their tensors have reasons of their own, and names.
+        known: Modules and tensors that exist in any case, at any depth. Their tensors get names and reasons of their own.
 
     Returns:
-        The report, as by :func:`saved_residuals`.
+        A report as from :func:`saved_residuals`.
 
     Raises:
-        TypeError: If there is no tensor in the results.
+        TypeError: If ``results`` hold no tensor.
 
     Example:
         >>> import torch
@@ -252,12 +246,12 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def print_saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Prints the report of :func:`saved_residuals`, as wide as the terminal at most.
+    """Runs a function once and prints the tensors that its backward would hold. See :func:`saved_residuals`.
 
     Args:
-        function: The function, or a module, which runs once.
-        *args: The arguments.
-        **kwargs: The keyword arguments.
+        function: The function or module.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
 
     Raises:
         TypeError: If the result holds no tensor.

@@ -34,28 +34,26 @@ from .snapshots import Exported, MemoryEvent, frame_of, snapshot_of
 
 @dataclasses.dataclass
 class RegionTrace:
-    """One entry of a region, in forward.
-
-    A storage counts once a step, for the first region which reports it.
+    """An entry into a region, in forward. A storage counts once in a step, for the first region that reports it.
 
     Attributes:
         kind: ``"function"`` or ``"recorded"``.
         name: The region's name.
-        path: The names of the regions around and its own, outermost first.
-        site: The entering line of the user's program, as in ``"model.py:12"``; None where unknown.
-        module: The module run by the region, or else the module around, by its name in the outermost called module, as in
+        path: Names of the regions around and its own, outermost first.
+        site: The line that entered, such as ``"model.py:12"``; None if unknown.
+        module: The module that the region runs, or the module around, by its name in the outermost module, such as
             ``"layers.0"``; None without a module.
-        operators: The number of operators in forward, without those of regions inside; None unless asked for.
-        dropped_bytes: The size of the storages saved for backward and freed all the same, before backward.
-        held_bytes: The size of the storages held from the end of forward on, by the value of their :class:`Reason`. Parameters
-            and tensors on the host are left out.
-        offloaded_bytes: The size of tensors moved to the host.
-        recomputes: The number of recomputes.
-        recomputed_operators: The number of operators in recomputes; None unless asked for.
-        recompute_seconds: The seconds of recomputes, regions inside included; on devices the time of the host alone.
-        regions: The regions inside.
-        policy: The policy on outputs to keep, in words; None without a policy.
-        dropped_by: The part of ``dropped_bytes`` that each operator made; empty unless operators are counted.
+        operators: Number of operators in forward, without those of inner regions; None unless counted.
+        dropped_bytes: Bytes of storages that were saved for backward and freed before backward.
+        held_bytes: Bytes of storages held from the end of forward on, by the value of their :class:`Reason`, without parameters
+            and tensors on the host.
+        offloaded_bytes: Bytes of tensors moved to the host.
+        recomputes: Number of recomputes.
+        recomputed_operators: Number of operators in recomputes; None unless counted.
+        recompute_seconds: Seconds of recomputes, including inner regions; host time.
+        regions: The inner regions.
+        policy: The policy in words; None without a policy.
+        dropped_by: The share of ``dropped_bytes`` by operator; empty unless operators are counted.
     """
 
     kind: str
@@ -91,18 +89,18 @@ class RegionTrace:
 
 @dataclasses.dataclass(repr=False)
 class StepTrace(Printed):
-    """One step: its outermost regions, and totals over these and the regions inside.
+    """A training step in a trace: its outermost regions, and totals over all regions.
 
     Attributes:
         regions: The outermost regions, in order.
-        late_recomputes: Recomputes, in this step, of regions of earlier steps.
-        recompute_seconds: The seconds of all recomputes of the step; one inside another counts once.
-        dropped_bytes: The bytes dropped by all regions.
-        held_bytes: The bytes held by all regions, by reason; the largest first.
-        offloaded_bytes: The bytes moved to the host by all regions.
-        recomputes: The number of recomputes, of regions of earlier steps too.
-        operators: The number of operators in forward, in regions; None unless asked for.
-        recomputed_operators: The number of operators in recomputes of this step's regions; None unless asked for.
+        late_recomputes: Recomputes in this step of regions of earlier steps.
+        recompute_seconds: Seconds of all recomputes; nested recomputes count once.
+        dropped_bytes: Bytes dropped by all regions.
+        held_bytes: Bytes held by all regions, by reason, the largest first.
+        offloaded_bytes: Bytes moved to the host by all regions.
+        recomputes: Number of recomputes, including those of regions of earlier steps.
+        operators: Number of operators in forward, in regions; None unless counted.
+        recomputed_operators: Number of operators in recomputes of this step's regions; None unless counted.
     """
 
     regions: tuple[RegionTrace, ...]
@@ -148,19 +146,19 @@ class StepTrace(Printed):
         yield Table(["held", "reason"], [[format_bytes(nbytes), reason] for reason, nbytes in self.held_bytes.items()], (0,))
 
     def scalars(self) -> dict[str, float]:
-        """Returns the step as a flat dict of numbers, as loggers of metrics take it.
+        """Returns the step as a flat dict of numbers for metric loggers.
 
         Returns:
-            ``recomputes``, ``recompute_seconds``, and in bytes ``dropped``, ``held`` and ``offloaded``: of the step, and of
-            each outermost region by its module, or else its name, as in ``dropped/layers.0``.
+            ``recomputes``, ``recompute_seconds``, and in bytes ``dropped``, ``held`` and ``offloaded``: for the step, and for
+            each outermost region by its module or name, such as ``dropped/layers.0``.
 
         Example:
             >>> import torch
             >>> from ckpt_hooks import checkpoint, trace
             >>> x = torch.ones(256, requires_grad=True)
-            >>> with trace() as found:
+            >>> with trace() as regions:
             ...     checkpoint(torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.Tanh()), x).sum().backward()
-            >>> found.scalars()["dropped"]
+            >>> regions.scalars()["dropped"]
             2048
         """
         found: dict[str, float] = dict.fromkeys(_SCALARS, 0)
@@ -470,19 +468,19 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
 
 @contextlib.contextmanager
 def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
-    """Traces the regions whose forward begins in a block, on this thread: what they drop, hold and compute again.
+    """Records what regions drop, hold and recompute, for regions whose forward begins in the block on this thread.
 
-    Backward may run in the block or behind it. An accelerator's ``torch.OutOfMemoryError`` which leaves the block gets a note:
-    the regions, with their lines, that hold most, and what takes that away. Call ``step()`` of the trace at the end of each
-    step, to compare steps.
+    Backward may run in the block or after it. If an accelerator's ``torch.OutOfMemoryError`` leaves the block, it gets a note
+    with the regions that hold most, their lines, and what would reduce it. Call ``step()`` at the end of each step to compare
+    steps.
 
     Args:
-        operators: Whether operators are counted, at some 20 us an operator.
-        profiler_ranges: Whether forward and recomputes of a region are ranges of ``torch.profiler``, as in
+        operators: Whether to count operators, at about 20 microseconds for each.
+        profiler_ranges: Whether forward and recomputes appear as ranges of ``torch.profiler``, such as
             ``"recompute of region layers.0"``.
 
     Yields:
-        The :class:`Trace`. It grows as regions run.
+        The :class:`Trace`. It grows as regions run, and keeps no tensor alive.
 
     Raises:
         TypeError: If an option is not a boolean.
@@ -492,9 +490,9 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
         >>> from ckpt_hooks import checkpoint
         >>> from ckpt_hooks.report import trace
         >>> x = torch.ones(256, requires_grad=True)
-        >>> with trace() as found:
+        >>> with trace() as regions:
         ...     checkpoint(lambda x: x.sin().cos().exp(), x).sum().backward()
-        >>> (step,) = found.steps
+        >>> (step,) = regions.steps
         >>> step.dropped_bytes, step.recomputes
         (2048, 1)
     """

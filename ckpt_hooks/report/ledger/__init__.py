@@ -45,26 +45,26 @@ _BAR = 24  # characters
 
 
 class MemoryLedger(LedgerData, Printed, Exported):
-    """The memory of one device in a step: every allocation, with the operator and module that made the allocation.
+    """The memory of a device during a step: every allocation, with the operator and module that made it.
 
-    ``print`` shows peak, phases, the largest holders at the peak, and what takes these away. In a block, the ledger can be read
-    when the block has ended.
+    ``print`` shows the peak, phases, the largest holders at the peak, and what would reduce them. In a ``with`` block, read the
+    ledger after the block.
 
     Attributes:
-        device: The device, as in ``"cpu"``.
-        base_nbytes: The bytes in use when the ledger began: of the tensors that Python knew, for the host; as the allocator
-            counts, for an accelerator.
-        allocations: The allocations, each an :class:`Allocation`, in the order of time.
-        changes: Allocations and frees, each a :class:`Change`, in the order of time. ``live`` of each is the sum so far.
-        devices: All devices which have allocated.
-        entries: The entries of regions, each a :class:`RegionEntry`, by number, in order.
+        device: The device, such as ``"cpu"``.
+        base_nbytes: Bytes in use when the ledger began: on a host those of tensors that Python knew, on an accelerator those
+            of the allocator.
+        allocations: An :class:`Allocation` for each allocation, in order of time.
+        changes: A :class:`Change` for each allocation and free, in order of time.
+        devices: All devices that allocated.
+        entries: A :class:`RegionEntry` for each entry of a region, in order.
     """
 
     def on(self, device: str) -> MemoryLedger:
-        """Returns the ledger of another device, as in ``"cpu"``, with the host's memory.
+        """Returns the ledger of another device, such as ``"cpu"`` for host memory.
 
         Raises:
-            ValueError: If the device has allocated nothing.
+            ValueError: If the device allocated nothing.
         """
         if device not in self.devices:
             wanted = f"one of {', '.join(self.devices)}"
@@ -74,7 +74,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
         return other
 
     def causes_now(self) -> list[str]:
-        """Returns lines on the largest causes of what is in use at the end, each with what takes it away."""
+        """Returns lines about the largest holders at the end of the ledger, each with what would reduce it."""
         found = []
         for cause in self._causes_of(self.holders_at(len(self.changes) - 1)):
             nbytes, count, *words, remedy = cause.values()
@@ -108,14 +108,13 @@ class MemoryLedger(LedgerData, Printed, Exported):
         return compare(path, **{"": self})  # without a title
 
     def to_snapshot(self) -> dict[str, Any]:
-        """Returns the ledger as a dict like ``torch.cuda.memory._snapshot()`` makes; :meth:`save_snapshot` writes the pickle.
+        """Returns the ledger as a dict in the format of ``torch.cuda.memory._snapshot()``.
 
-        The stack of an allocation, and of its free, has the operator with its line, then modules, the region, and the kind of
-        maker. A segment is a run of addresses which the step used. Memory from before has no stack, and made-up addresses.
+        :meth:`save_snapshot` writes the pickle. Stacks show the operator with its line, then modules, the region and the kind
+        of maker. A segment is a run of addresses that the step used. Memory from before has no stack and made-up addresses.
 
         Returns:
-            ``segments``, as at the end of the ledger, and ``device_traces``, with the trace of this ledger's device. The trace
-            of the host is that of device 0.
+            ``segments`` at the end of the ledger, and ``device_traces`` with this device's trace. The host is device 0.
 
         Example:
             >>> import torch
@@ -137,13 +136,13 @@ class MemoryLedger(LedgerData, Printed, Exported):
         return snapshot_of(events(), torch.device(self.device).index or 0, max(0, self.base_nbytes + freed))
 
     def scalars(self) -> dict[str, int]:
-        """Returns the ledger as a flat dict of bytes, as loggers of metrics take it.
+        """Returns the ledger as a flat dict of bytes for metric loggers.
 
         Returns:
-            ``peak``, above the memory in use when the ledger began, and ``base``, that memory. ``recomputed``: what recomputes
-            of regions have allocated in the step. By block of the model, as in ``peak/layers.0``: the part of what is in use
-            at the peak; ``recomputed/layers.0`` likewise. ``peak/older``, ``peak/gradients``, ``peak/optimizer``,
-            ``peak/outside`` and ``peak/backward`` are in no block. All ``peak/...`` add up to ``base`` and ``peak``.
+            ``base``, the memory in use when the ledger began; ``peak``, above it; ``recomputed``, what recomputes allocated.
+            For each block of the model, ``peak/layers.0``, its share at the peak, and ``recomputed/layers.0``. ``peak/older``,
+            ``peak/gradients``, ``peak/optimizer``, ``peak/outside`` and ``peak/backward`` belong to no block. All ``peak/...``
+            add up to ``base`` plus ``peak``.
 
         Example:
             >>> import torch
@@ -293,43 +292,41 @@ def memory_ledger(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Mem
 
 
 def memory_ledger(step: Any = ..., /, *args: Any, **kwargs: Any) -> Any:
-    """Notes every allocation of a training step, or of a block, and what made it.
+    """Records every allocation of a training step or a block, and what made it.
 
-    Called with a step, runs it once: ``memory_ledger(step, *args)``. Called with nothing, returns a context manager, as in
-    ``with memory_ledger() as found:``, whose ledger can be read when the block has ended.
+    ``memory_ledger(step, *args)`` runs the step once and returns the ledger. ``with memory_ledger() as ledger:`` records a
+    block; read the ledger after it.
 
-    The ledger is of what the profiler tells: it is byte for byte the sum of the allocator. Of an accelerator it has the
-    rounded sizes of the caching allocator's blocks. Memory from before is counted once, as ``base_nbytes``; its end inside of
-    the step, as by ``zero_grad``, makes the sum fall. What other threads of the program allocate is not seen: the profiler is
-    of this thread, and of the threads of a backward begun here.
+    The ledger comes from torch's profiler and adds up to the allocator's bytes exactly. On an accelerator, sizes are the
+    rounded blocks of the caching allocator. Older memory counts as ``base_nbytes``; freeing it lowers the sum. Allocations by
+    other threads of the program are not recorded, except in a backward that starts here.
 
-    A step in a ledger computes the same, and takes longer: some microseconds for each call into torch, whose line is noted by
-    a function mode, and what the profiler takes, which prints lines of its own (``USDT:``, "Memory block of unknown size"): not
-    with ``KINETO_LOG_LEVEL=6`` and ``TORCH_CPP_LOG_LEVEL=ERROR`` in the environment. Code that ``torch.compile`` has compiled
-    is compiled once more. No tensor is kept alive. In eval mode ``nn.TransformerEncoder`` has a fast path which rounds
-    otherwise, and not under a function mode.
+    A recorded step computes the same results, more slowly: each call into torch takes some microseconds more. The profiler
+    prints lines of its own (``USDT:``, "Memory block of unknown size"); ``KINETO_LOG_LEVEL=6`` and
+    ``TORCH_CPP_LOG_LEVEL=ERROR`` in the environment silence it. Compiled code is compiled once more. No tensor is kept alive.
+    In eval mode ``nn.TransformerEncoder`` leaves its fast path, which rounds differently.
 
     Args:
-        step: Runs forward and backward, and an optimizer if one is of interest. Its result is dropped.
-        *args: The arguments.
-        **kwargs: The keyword arguments.
+        step: Runs forward and backward, and the optimizer if wanted. Its result is dropped.
+        *args: Arguments of ``step``.
+        **kwargs: Keyword arguments of ``step``.
 
     Returns:
-        The :class:`MemoryLedger`: ``peak`` with its ``holders``, ``phases``, ``allocations``, ``changes``, ``to_json()``. Where
-        several devices have allocated, that of the first accelerator; ``on("cpu")`` is that of the host.
+        A :class:`MemoryLedger`: ``peak`` with its ``holders``, ``phases``, ``allocations``, ``changes``, ``to_json()``. If
+        several devices allocated, the first accelerator's; ``on("cpu")`` returns the host's.
 
     Raises:
-        TypeError: If the step cannot be called.
-        RuntimeError: If a profiler runs on this thread already, or another thread takes a ledger: torch has one at a time.
+        TypeError: If ``step`` cannot be called.
+        RuntimeError: If a profiler runs on this thread, or another thread records a ledger.
 
     Example:
         >>> import torch
         >>> from ckpt_hooks import checkpoint, memory_ledger
         >>> x = torch.ones(4096, requires_grad=True)
-        >>> found = memory_ledger(lambda: checkpoint(lambda x: x.sin().exp(), x).sum().backward())
-        >>> [phase.name for phase in found.phases]
+        >>> ledger = memory_ledger(lambda: checkpoint(lambda x: x.sin().exp(), x).sum().backward())
+        >>> [phase.name for phase in ledger.phases]
         ['forward', 'backward']
-        >>> [(holder.nbytes, holder.reason.value) for holder in found.peak.holders if holder.reason]
+        >>> [(holder.nbytes, holder.reason.value) for holder in ledger.peak.holders if holder.reason]
         [(16384, 'backward'), (16384, 'backward'), (16384, 'gradient')]
     """
     if step is ... and not kwargs:  # no default of None, which a call of the step returns

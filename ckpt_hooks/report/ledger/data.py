@@ -44,14 +44,14 @@ class Allocation:
     """Memory allocated in a step.
 
     Attributes:
-        nbytes: The size in bytes.
+        nbytes: Size in bytes.
         address: The address.
-        origin: The origin.
-        born: The index of the change which allocated the memory.
-        freed: The index of the change which freed the memory; None if the memory outlives the ledger.
-        is_gradient: Whether the memory is the gradient of a leaf.
-        holds: The holds, as far as known.
-        entry: The number of the innermost region entry around; None outside of regions.
+        origin: What made it.
+        born: Index of the change that allocated it.
+        freed: Index of the change that freed it; None if it outlives the ledger.
+        is_gradient: Whether it is the gradient of a leaf.
+        holds: When regions or backward held it, as far as known.
+        entry: Number of the innermost region entry around; None outside of regions.
     """
 
     nbytes: int
@@ -66,13 +66,13 @@ class Allocation:
 
 @dataclasses.dataclass
 class RegionEntry:
-    """One entry of a region.
+    """An entry into a region.
 
     Attributes:
-        name: The module and the name of the region, as in ``"layers.0 Block"``.
-        module: The region's module, or that around; None where unknown.
-        site: The entering line; None where unknown.
-        is_again: Whether the recompute of a region around entered the region.
+        name: Names of the module and the region, such as ``"layers.0 Block"``.
+        module: The module that the region runs, or the module around; None if unknown.
+        site: The line that entered; None if unknown.
+        is_again: Whether a recompute of an outer region entered.
     """
 
     name: str
@@ -85,11 +85,11 @@ class Change(NamedTuple):
     """An allocation or a free.
 
     Attributes:
-        time: The time in ns, on the profiler's clock.
-        allocation: The index of the allocation; None for older memory.
-        nbytes: The bytes allocated; negative for a free.
-        live: The bytes in use afterwards, above those in use when the ledger began.
-        place: What the profiler's ranges around say: operator, node, optimizer and line.
+        time: Time in nanoseconds on the profiler's clock.
+        allocation: Index of the allocation; None for memory from before.
+        nbytes: Bytes allocated; negative for a free.
+        live: Bytes in use afterwards, above those in use when the ledger began.
+        place: The operator, node, optimizer and line around, from the profiler's ranges.
     """
 
     time: int
@@ -239,11 +239,11 @@ class Phase:
     """A part of a step.
 
     Attributes:
-        name: ``"forward"`` up to a backward, ``"backward"``, ``"optimizer"``, or ``"rest"``.
-        begin: The index of its first change.
-        end: The index after its last change.
-        peak_nbytes: The most bytes in use in it, above those in use when the ledger began.
-        end_nbytes: The bytes in use at its end, above those in use when the ledger began.
+        name: ``"forward"`` (up to a backward), ``"backward"``, ``"optimizer"`` or ``"rest"``.
+        begin: Index of its first change.
+        end: Index after its last change.
+        peak_nbytes: Its peak in bytes, above those in use when the ledger began.
+        end_nbytes: Bytes in use at its end, above those in use when the ledger began.
     """
 
     name: str
@@ -255,13 +255,13 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Storages of one origin, held for one reason.
+    """Storages with the same origin, held for the same reason.
 
     Attributes:
         nbytes: Their bytes.
         count: Their number.
-        origin: Where they come from.
-        reason: The reason of the use; None where the program alone holds the storages.
+        origin: What made them.
+        reason: Why backward holds them; None if only the program holds them.
     """
 
     nbytes: int
@@ -280,13 +280,13 @@ class LedgerPeak:
     """The moment with the most memory in use.
 
     Attributes:
-        nbytes: The bytes in use, above those in use when the ledger began.
+        nbytes: Bytes in use, above those in use when the ledger began.
         total_nbytes: All bytes in use.
-        older_nbytes: Those from before the ledger.
-        change: The index of the change that led there; -1 for the begin.
-        phase: The phase, as in ``"backward"``.
-        origin: Where the last allocation before comes from; None at the begin.
-        holders: The storages in use which were allocated in the ledger, by origin and reason, the largest first.
+        older_nbytes: Bytes in use from before the ledger.
+        change: Index of the change that reached the peak; -1 for the start.
+        phase: The phase, such as ``"backward"``.
+        origin: What made the last allocation before the peak; None at the start.
+        holders: The storages in use that were allocated in the ledger, by origin and reason, the largest first.
     """
 
     nbytes: int

@@ -205,22 +205,21 @@ class Picture:
 
 
 def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData) -> Picture:
-    """Draws several ledgers under each other, on one scale and with the same colours.
+    """Draws several ledgers below each other, on the same scale and with the same colors.
 
-    A band is the memory of a block of the model: the outermost region around a module in any of the ledgers, or else the module
-    by its name up to the first number. What a recompute makes is lighter and hatched. Gradients, memory from before, and memory
-    outside of blocks are grey. Equal layers share a band where there are many. The bar beside a plot is what is in use at its
-    peak.
+    A band is the memory of a block of the model: the outermost region around a module in any ledger, or else the module by its
+    name up to the first number. Memory that recomputes allocate is lighter and hatched. Gradients, older memory and memory
+    outside of blocks are gray. Many equal layers share a band. The bar beside a plot shows the memory at the peak.
 
     Args:
-        path: A file to write, as in ``"steps.png"`` or ``"steps.svg"``; None to write none.
+        path: A file to write, such as ``"steps.png"`` or ``"steps.svg"``. None writes none.
         **ledgers: The ledgers, by the titles of their panels.
 
     Returns:
         The :class:`Picture`, which notebooks show.
 
     Raises:
-        ImportError: If matplotlib is absent.
+        ImportError: If matplotlib is not installed.
         ValueError: If there are no ledgers.
 
     Example:
