@@ -44,8 +44,7 @@ def create_selective_checkpoint_contexts(
 
     Use ``functools.partial(create_selective_checkpoint_contexts, policy)`` as ``context_fn``, as with torch.
     ``checkpoint(policy=...)`` does the same in fewer words. A region of this package reads the policy and enters neither
-    context: it records the operators of forward and replays those that backward needs and that were not kept. If torch or other
-        code
+    context: it records the operators of forward and replays those that backward needs and that were not kept. If other code
     enters the contexts, they act as torch's.
 
     Kept outputs pass through the saved-tensor hooks around the region and live while a saved tensor depends on them. An
