@@ -203,15 +203,15 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
     :func:`ckpt_hooks.is_recomputing` is then True.
 
     Cost:
-        Forward takes three to five microseconds more for each operator; an operator that writes in place takes two to three
-        times that. Backward runs the replayed operators a second time.
+        Forward takes some microseconds more for each operator on a CPU, and two to three times as much for an operator that
+        writes in place. Backward runs the replayed operators a second time.
 
     Kept until the graph is freed:
         - tensors from outside that a replay may read: parameters and other leaves as they are, others through the saved-tensor
           hooks around the region;
         - outputs that the policy names, while a saved tensor depends on them;
         - a random state for each operator that drew; up to 16 small draws in a row on a CPU share a state;
-        - memory that something else than an operator wrote (NumPy, DLPack, ``torch.empty`` not yet filled);
+        - memory written by something other than an operator (NumPy, DLPack), or not yet filled (``torch.empty``);
         - results of higher-order operators, compiled code, collectives and tensor subclasses (sparse, ``DTensor``);
         - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE;
         - results of a custom ``autograd.Function`` whose forward has effects outside of its arguments, takes objects that
@@ -240,26 +240,26 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         replay_whole: True replays the region once, as soon as backward needs any tensor of it, which is faster. False replays
             for each tensor what it depends on, which needs less memory. None chooses True for regions that saved at most 1 MiB.
             A region that overwrites a tensor after an operator read it is always replayed as a whole.
-        offload_inputs: Whether tensors from outside wait for backward in pinned host memory. Moves results of operators from
-            256 KiB that require grad. Has no effect inside another region or under saved-tensor hooks.
+        offload_inputs: Whether tensors from outside wait for backward in pinned host memory. Moves only tensors of at least 256
+            KiB that require grad and are no leaves. Has no effect inside another region or under saved-tensor hooks.
         split_backward: Whether one replay serves two backwards, one for inputs and one for weights, as pipeline schedules run
-            them. Keeps each tensor until it was used twice. The outermost region decides.
+            them. Keeps each tensor until it was used twice. The outermost of directly nested recorded regions decides.
 
     Raises:
         CheckpointError: On leaving a region that is not open on this thread.
-        TypeError: If ``policy`` is not a policy.
-        ValueError: If a list of operators has something else in it.
+        TypeError: If ``policy`` is not a policy, or an option has a value of another kind.
+        ValueError: If a list of operators has something else in it, or an option is unknown.
         RuntimeError: On entering, if saved-tensor hooks are disabled; or if an operator draws random numbers during CUDA graph
             capture while ``preserve_rng_state`` is True.
         DeterminismError: In backward, if a dispatch mode of the user changed results, or if the self-check finds other values
             than in forward (:func:`ckpt_hooks.set_self_check`).
-        MutationError: In backward, if a tensor that a replay needs was modified in place: a tensor from outside or a kept
-            output after the region, or a parameter whose ``.data`` was replaced inside the region.
+        MutationError: In backward, if a tensor that a replay needs was modified in place: a tensor from outside, or a kept
+            output, after the region; inside the region, a parameter after its ``.data`` was replaced.
 
     Limits:
-        - Not seen: writes by other threads, by ``.data`` after the region, by NumPy after an operator read the memory, by
-          kernels that are no operators outside of an ``autograd.Function`` (Triton's are seen), and by such a function to
-          tensors above 1 MiB that are not its arguments.
+        - Not seen: writes by other threads, by ``.data`` after the region, by NumPy after an operator read the memory, and by
+          kernels that are no operators, except Triton's and those inside an ``autograd.Function``.
+        - Not seen: writes of an ``autograd.Function`` to tensors above 1 MiB that are not its arguments.
         - A backward inside the region keeps what it recomputes until the region ends. ``torch.utils.swap_tensors`` refuses
           tensors that an open region has read.
         - FSDP2: a region may hold several units; each replay gathers and frees their parameters. FSDP1: one region for each

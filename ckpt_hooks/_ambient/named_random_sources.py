@@ -54,7 +54,7 @@ def track_rng(source: Any) -> TrackedSource:
 
     Torch's default generators, and generators among a function's arguments and closed-over variables, need no tracking.
     Python's ``random``, NumPy and other sources do: without it a recompute draws other numbers. Each region keeps the source's
-    state from the start of its forward, and puts the source back after a recompute.
+    state from the start of its forward. The source is put back after a recompute while it is tracked.
 
     A thread that draws from torch's default generator while a region on another thread draws from it, as some data loaders do,
     makes the recompute raise. Give such threads a generator of their own.

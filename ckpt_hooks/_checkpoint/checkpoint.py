@@ -146,12 +146,12 @@ def checkpoint(
     ``torch.no_grad`` the call is plain.
 
     Cost:
-        Backward runs the operators of forward a second time. A region adds some 50 microseconds on a CPU.
+        Backward runs the operators of forward a second time, and each saved tensor costs about a microsecond on a CPU.
 
     Kept until the graph is freed:
         The tensors among the arguments (also in lists, tuples, dicts and dataclasses), the contents of closed-over variables
-        and of globals that the function names, and one state of the random generators, which regions share. Buffers up to
-        16 KiB are copied when they change, larger ones only by forwards that write to them.
+        and of globals that the function names, and one state of the random generators, which regions share. Changed buffers up
+        to 16 KiB are copied; larger ones are copied only in forwards known to write to them.
 
     Restored for a recompute, and put back after it:
         Random generators, arguments and their containers, closed-over variables, attributes, buffers and submodules of
@@ -172,18 +172,18 @@ def checkpoint(
             dtype and device. ``"default"`` also compares values in passes 1, 2, 4, 8, ... of each module or function
             (:func:`ckpt_hooks.set_self_check`), unless the recompute draws new random numbers. ``"values"`` compares a
             hash of the values in each pass. A function of a tensor compares what it returns, such as
-            ``lambda tensor: tensor.flatten()[::99]``. ``"none"`` compares nothing. Under a dispatch mode of the user
-            ``"default"`` means ``"values"``.
+            ``lambda tensor: tensor.flatten()[::99]``. ``"none"`` compares nothing. Under a dispatch mode of the user all but
+            ``"none"`` and a function compare values.
         debug: Whether the error for a recompute that differs names the first operator that differs, its line and its module.
             Makes small operators a few times slower. See :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
-        early_stop: Whether a recompute stops, by an exception, after the last tensor that backward needs. It may still finish
-            where at most two operators are left. False always runs the function to its end.
+        early_stop: Whether a recompute stops, by an exception, after the last tensor that backward needs. It finishes instead
+            where at most two nodes of the graph are left to make. False always runs the function to its end.
         respect_saved_tensors_hooks: Whether outputs that a policy keeps pass through the saved-tensor hooks around the region,
-            such as ``save_on_cpu``. The region's inputs always do. None means True.
-        preserve_rng_state: Whether a recompute draws the random numbers of forward again. False draws new numbers. The
+            such as ``save_on_cpu``. The region's inputs always pass through these hooks. None means True.
+        preserve_rng_state: Whether a recompute draws the random numbers of forward again. False draws new numbers. Torch's
             generators are put back after the recompute in both cases.
-        **kwargs: Keyword arguments of ``function``. A keyword with the name of an option reaches ``function`` too if the
-            function takes ``**kwargs``, with a warning. Options of the curried form alone:
+        **kwargs: Keyword arguments of ``function``. One with the name of an option of the curried form reaches a function that
+            takes ``**kwargs``, with a warning; a policy there is an error. Options of the curried form alone:
 
             - ``name``: the region's name in errors.
             - ``policy``: which outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a function, or a list of operators.
@@ -191,9 +191,9 @@ def checkpoint(
               replays operators. ``early_stop`` and ``preserve_buffers`` then have no effect.
             - ``preserve_buffers``: whether to restore buffers for a recompute. True by default. Give False where several
               threads train one module that has buffers.
-            - ``offload_inputs``: whether tensor arguments wait for backward in pinned host memory. False by default. Moves
-              results of operators from 256 KiB that require grad. Has no effect inside another region or under saved-tensor
-              hooks.
+            - ``offload_inputs``: whether tensor arguments wait for backward in pinned host memory. False by default. Moves only
+              tensors of at least 256 KiB that require grad and are no leaves. Has no effect inside another region or under
+              saved-tensor hooks.
             - ``split_backward``: whether one recompute serves two backwards, one for inputs and one for weights, as pipeline
               schedules run them. Keeps each recomputed tensor until it was used twice. False by default.
 
@@ -201,9 +201,10 @@ def checkpoint(
         What ``function`` returns. Without a function, a decorator.
 
     Raises:
-        ValueError: If an option is unknown or has a wrong value.
-        TypeError: If an argument is an iterator, if ``function`` is a generator function or a coroutine function, or if a
-            direct call has an option of the curried form that ``function`` does not take.
+        TypeError: If an option has a value of another kind; if an argument is an iterator; if ``function`` is a generator or
+            coroutine function, since calling one does not run its body; or if a direct call has a keyword that ``function``
+            does not take.
+        ValueError: If ``determinism_check`` is unknown, or the curried form has an unknown option.
         RuntimeError: If ``context_fn`` suppresses an exception of forward, or if saved-tensor hooks are disabled.
         CheckpointError: In backward, if a tensor cannot be brought back as it was: :class:`ckpt_hooks.DeterminismError` where
             the recompute differs, :class:`ckpt_hooks.MutationError` where an input was modified in place. In forward, if
@@ -215,10 +216,10 @@ def checkpoint(
         - Not restored: state behind weak references, in attributes of classes and Python modules, or in globals that only
           called functions name; buffers of other classes than ``torch.Tensor``, sparse or quantized. The self-check and
           version counters turn most such changes into an error.
-        - Tensors with a graph that the function modifies in place are an error, unless they are arguments.
+        - A tensor from outside that the function modifies in place is an error if backward needs its values.
         - Python's and NumPy's random numbers need :func:`ckpt_hooks.track_rng`.
         - What TorchScript code saves is kept.
-        - A backward inside a region that runs on a second device can deadlock; call ``torch.autograd.grad`` outside.
+        - Calling backward inside a region can deadlock if that backward uses a second device.
 
     Example:
         >>> import torch

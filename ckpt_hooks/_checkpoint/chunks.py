@@ -112,8 +112,8 @@ def checkpoint_chunks(
         twice, and one gradient of each parameter besides the running sum.
 
     Hooks:
-        Hooks on a parameter run once for all slices, hooks of a module once for each slice. Under FSDP put the module inside a
-        unit; as a unit of its own it would gather its parameters for each slice.
+        Hooks on a parameter run once for all slices. Forward hooks of a module run twice for each slice, in forward and
+        recompute. Under FSDP put the module inside a unit; as a unit of its own it would gather its parameters for each slice.
 
     Args:
         function: The function to call for each slice. ``checkpoint(...)(function)`` sets options of the regions.
@@ -127,21 +127,22 @@ def checkpoint_chunks(
             count)``.
         chunked: Names of other arguments to cut. They have as many rows as ``x``, or are None.
         check_rows: Whether the first call with this function verifies that rows do not depend on each other: it compares rows
-            in one slice with the same rows in two. Restores random states, buffers and containers. Warns if the function draws.
+            in one slice with the same rows in two. Restores random states, buffers and containers. Warns if rows differ and the
+            function draws.
         **kwargs: Keyword arguments of ``function``, the same for all slices unless named by ``chunked``.
 
     Returns:
         The combined results. With ``"sum"`` and ``"mean"``, a tensor or tuple of the shape of the function's result or sum.
 
     Raises:
-        TypeError: If ``x`` is not a tensor, an option has a value of another kind, or the function returns something else.
-        ValueError: If ``chunks``, ``dim`` or a name in ``chunked`` is invalid, if a result has another number of rows than its
-            slice, or other shapes to add; with ``check_rows``, if rows depend on each other.
+        TypeError: If ``x`` is not a tensor, or the function returns neither a tensor nor a tuple of tensors.
+        ValueError: If an option or a name in ``chunked`` is invalid, if a result has another number of rows than its slice, or
+            other shapes to add; with ``check_rows``, if rows depend on each other.
 
     Note:
         Sources: tiled MLPs, Bekman et al., "Arctic Long Sequence Training" (2025, arXiv:2506.13996); losses in slices, Hsu et
-        al., "Liger Kernel" (2024, arXiv:2410.10989). Liger computes gradients in forward, which saves a product of four but is
-        exact only for incoming gradients that are powers of two, so it is not done here.
+        al., "Liger Kernel" (2024, arXiv:2410.10989). Liger computes gradients in forward, which saves one of four matrix
+        products but is exact only for incoming gradients that are powers of two, so it is not done here.
 
     Example:
         >>> import torch

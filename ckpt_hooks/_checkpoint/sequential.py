@@ -41,7 +41,7 @@ def checkpoint_sequential(
         The result of the last function.
 
     Raises:
-        TypeError: If more than one input is given.
+        TypeError: If more than one input is given, or ``functions`` are not callables in order.
         ValueError: If ``segments`` is not between 1 and the number of functions, or an option is unknown.
 
     Example:
@@ -97,8 +97,8 @@ def checkpoint_loop(step: Callable[[State], State], state: State, n: int, slots:
     """Runs ``state = step(state)`` ``n`` times and keeps about ``slots`` states for backward.
 
     For rollouts and recurrent networks. Backward recomputes the other states by the binomial schedule, which needs the fewest
-    calls of ``step``: for 256 steps and 16 slots 853 calls, of which 256 in forward. With ``slots`` near the square root of
-    ``n`` each step runs at most four times. Other behavior is as for :func:`ckpt_hooks.checkpoint`.
+    calls of ``step``: for 256 steps and 16 slots at most 853 calls, of which 256 in forward. With ``slots`` near the square
+    root of ``n`` each step runs at most four times. Other behavior is as for :func:`ckpt_hooks.checkpoint`.
 
     Kept until the graph is freed:
         ``slots`` states, including the first, and what autograd saves in the last step. Backward adds what autograd saves in

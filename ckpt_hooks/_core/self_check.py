@@ -45,13 +45,14 @@ class set_self_check:  # noqa: N801 -- used like a function
     """Sets what happens when a recompute computes other values than forward did: an error, a warning, or nothing.
 
     A region compares the values that backward brings back with those of forward in passes 1, 2, 4, 8, ... of each module or
-    function. Modules that share a ``with`` line, and objects of one class, count together: their first 16 passes are compared,
-    then fewer and fewer. The setting holds for all threads, from the call on, or for a ``with`` block. The environment variable
-    ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn`` or ``0``) gives the initial setting.
+    function. Modules whose regions are opened by the same ``with`` statement, and objects of a class, count together: their
+    first 16 passes are compared, then fewer and fewer. The setting holds for all threads, from the call on, or for a ``with``
+    block. The environment variable ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn`` or ``0``) gives the initial setting.
 
     Args:
-        level: ``"error"``, the default, raises a :class:`ckpt_hooks.DeterminismError` up to pass 64 of a module or function and
-            warns once after that. ``"warn"`` always warns. False compares nothing.
+        level: ``"error"``, the default, raises a :class:`ckpt_hooks.DeterminismError` before pass 64 of a module or function
+            and warns from then on. ``"warn"`` only warns. Each module or function warns once. False switches these comparisons
+            off, not those of ``determinism_check="values"`` and of dispatch modes.
 
     Raises:
         ValueError: If ``level`` is something else.

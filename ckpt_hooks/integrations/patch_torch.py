@@ -151,7 +151,8 @@ def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | Non
 
     Covers ``checkpoint`` however it was imported, its curried form, ``checkpoint_sequential``, and ``checkpoint_wrapper`` and
     the composable ``checkpoint`` of ``torch.distributed``, with all options and selective contexts. Torch's
-    ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` work too; this package's blocks win over them.
+    ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` work too; ``with`` blocks of this package's setters take
+    precedence.
 
     Not covered: calls that ``torch.compile`` or another tracer sees, calls under ``torch.func``, and programs that have
     replaced ``torch.utils.checkpoint.checkpoint``. With several patches the latest applies. Nested regions need the same patch
@@ -159,7 +160,8 @@ def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | Non
 
     Args:
         reentrant: Whether to cover calls with ``use_reentrant=True`` and calls without the flag. If True, parameters get
-            gradients whether or not an argument requires grad. False leaves such calls to torch. None does too, with a warning.
+            gradients whether or not an argument requires grad. False leaves such calls to torch. None does the same and warns
+            once.
         preserve_rng_state: Whether recomputes draw the random numbers of forward, whatever the caller says. None leaves it to
             the caller.
         policy: Which outputs to keep, as for :func:`ckpt_hooks.checkpoint`. Calls with a selective policy keep their own.
@@ -169,6 +171,7 @@ def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | Non
 
     Raises:
         TypeError: If an option has a wrong type.
+        ValueError: If a list of operators has something else in it.
         RuntimeError: If torch has no such function to replace.
 
     Example:

@@ -55,7 +55,7 @@ def checkpoint_module(
 
     Raises:
         TypeError: If ``module`` is not a module, or an option has a value of another kind.
-        ValueError: If the module is checkpointed already or has no ``forward``, or an option is unknown.
+        ValueError: If the module is checkpointed already or has no ``forward``, or an option is unknown or invalid.
 
     Note:
         Setting ``module.forward`` afterwards removes the region, unless the new function calls the old ``module.forward``. A
@@ -188,24 +188,25 @@ def apply_checkpointing(
 
     Args:
         model: The model.
-        select: The modules. With ``memory_budget``, the blocks whose calls may be regions; None finds blocks: modules with at
-            most a quarter of the model's leaf modules, or runs of layers. Forms:
+        select: The modules; required without ``memory_budget``. With it, the blocks whose calls may be regions; None finds
+            blocks: modules with at most a quarter of the model's leaf modules, or runs of layers. Forms:
 
             - module classes, or a predicate ``(name, module) -> bool``: selects the outermost matches;
             - :func:`every` for every n-th layer;
             - :class:`span` for a recorded region from one layer to another;
             - name patterns and spans, one or several. ``*`` stands for a part of a name between dots, ``**`` for any number of
-              parts. Selects all matches, also inside each other, but not the model itself and no lists of modules;
+              parts. Selects all matches, also inside each other, but neither the model itself nor lists of modules;
             - a mapping from name patterns and spans to a policy, or to options such as ``{"policy": ..., "recorded": True}``.
               The first matching pattern decides. ``{"chunks": 8, "dim": 1}`` cuts the first argument of a call into slices, as
               :func:`ckpt_hooks.checkpoint_chunks` does.
         memory_budget: The largest peak of a step. Bytes or a string such as ``"20 GiB"``: on a host above the memory in use
             when the step begins, on an accelerator in total. A fraction from 0.0, the smallest peak of any plan, to 1.0, the
-            peak without regions. ``"auto"``: the accelerator's free memory. Takes no options of regions.
+            peak without regions. ``"auto"``: the accelerator's free memory. Cannot be combined with ``policy``, ``recorded``,
+            ``keep_first``, ``keep_last`` or ``options``.
         margin: The fraction of the budget to leave free, such as 0.03, for steps whose memory varies.
         cost: What the plan minimizes: ``"seconds"`` measured on the host, or ``"operations"``, which repeat exactly. None
             chooses seconds on a host where measurements agree, otherwise operations.
-        plan: A plan of an earlier run, or the result of its handle's ``to_json()``. The first step runs under it.
+        plan: A plan of an earlier run, or the result of its handle's ``to_json()``. Training starts under it.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not together with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
         keep_first: The number of selected modules to leave plain, counted from the first. They keep their activations.
@@ -219,8 +220,8 @@ def apply_checkpointing(
     Raises:
         BudgetTooSmallError: If no plan fits. Raised by the optimizer's step before it changes anything.
         TypeError: If ``select`` or an option has a value of another kind.
-        ValueError: If nothing is selected or nothing is left, or a module is checkpointed already or has no ``forward``. No
-            module is changed then.
+        ValueError: If nothing is selected, ``keep_first`` and ``keep_last`` leave no region, a module is checkpointed already
+            or has no ``forward``, an option is unknown or invalid, or options exclude each other. No module is changed then.
 
     Example:
         >>> import torch

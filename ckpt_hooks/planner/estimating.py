@@ -94,8 +94,8 @@ def estimate_memory(model: Module, step: Callable[[Module], Any], *, progress: b
     optimizer states exist. Restores the model afterwards. To compare batch sizes or microbatches, estimate a step for each.
 
     For most models on a host the estimated peak is that of the real step to the byte. Workspaces of kernels are included only
-    for float32 on a host: bfloat16 products there take up to an operand more, and accelerators need workspaces. Steps whose
-    shapes depend on data do not run; give Transformers models an ``attention_mask`` of four dimensions.
+    for float32 on a host: bfloat16 matrix products there may need extra memory as large as an operand, and accelerators need
+    workspaces. Steps whose shapes depend on data do not run; give Transformers models an ``attention_mask`` of four dimensions.
 
     Args:
         model: The model. Parameters on the meta device count as on the default device.

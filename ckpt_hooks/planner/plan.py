@@ -493,7 +493,7 @@ def plan_memory(
 
     Args:
         model: The model.
-        step: Runs one training step up to the gradients, ``step(model)``. An optimizer's step in it is welcome.
+        step: Runs one training step up to the gradients, ``step(model)``. It may include an optimizer step.
         memory_budget: The largest peak: bytes, a string such as ``"20GiB"``, or a fraction from 0.0, the smallest peak of any
             plan, to 1.0, the peak without regions. ``"auto"`` takes 95% of the accelerator's free or unused memory.
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them. None finds modules
@@ -506,13 +506,13 @@ def plan_memory(
             ``"operations"``: the same in each run; counts ten for each byte moved, a thousand for each number drawn on a
             host, and three million for each recorded operator. None chooses seconds on a host where measurements agree.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
-            choose from: ``{"head": (1, 4, 8)}`` or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``. A module with an integer
-            attribute ``chunks`` gets it set; others are cut along ``dim``. Each number takes one or two steps more. Results of
-            chunks round differently, so none are used unless given here. A block itself cannot be cut.
+            choose from: ``{"head": (1, 4, 8)}`` or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``. A module with an
+            integer attribute ``chunks`` gets it set; others are cut along ``dim``. Each number takes one or two steps more.
+            Results of chunks round differently, so none are used unless given here. A block itself cannot be cut.
         group: The process group whose ranks plan together. None means all, where ``torch.distributed`` is initialized. Ranks
             share a plan for the largest peak and the slowest rank. An exception on a rank is an error on all; a rank that waits
             in a collective is released after five seconds by closing its process's connections. Missing ranks are an error
-            after the group's timeout. A group of some ranks runs the maximum number of steps, as pipeline stages must.
+            after the group's timeout. A group of only some ranks runs the maximum number of steps, as pipeline stages must.
         dry_run: Whether to run on fake tensors, which allocates nothing; the plan's peak is then a prediction. Parameters may
             be on the meta device. Blocks are recorded, never called again. Limits are those of
             :func:`ckpt_hooks.estimate_memory`.
@@ -526,8 +526,8 @@ def plan_memory(
         BudgetTooSmallError: If no plan fits.
         CheckpointError: If another rank fails, or has other arguments, blocks or operators.
         TypeError: If an argument is of another kind.
-        ValueError: If the step runs no backward, there are no blocks, a block is never called or checkpointed already, the
-            model is compiled, or a dry run meets an operator whose result depends on data.
+        ValueError: If a value is invalid, the step runs no backward, there are no blocks, a block is never called or
+            checkpointed already, the model is compiled, or a dry run meets an operator whose result depends on data.
         RuntimeError: If called inside a region.
 
     Example:

@@ -36,10 +36,13 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
       recompute do not share, its line and its module. ``operators`` and ``recomputed_operators`` hold both logs. ``routing``
       names earlier operators that compare floating-point numbers (top-k, sort, comparisons) and may have chosen otherwise.
     - In :class:`ckpt_hooks.checkpoint_region`, a :class:`ckpt_hooks.MutationError` names the operator that needs the changed
-      tensor and its line. The outermost of nested regions decides.
+      tensor and its line. The operator is named if any of nested regions is in debug mode.
 
     Args:
         enabled: Whether debug mode is on. None leaves it to each region.
+
+    Raises:
+        TypeError: If ``enabled`` is not a boolean or None.
 
     Example:
         >>> import torch
