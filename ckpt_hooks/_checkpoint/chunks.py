@@ -25,7 +25,7 @@ from ckpt_hooks._core.misuse import (
 )
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._function.journal import Loan, journal_of
+from ckpt_hooks._function.journal import JournalLoan, journal_of
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
     Form,
@@ -298,7 +298,7 @@ def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
     """Restores on leaving what a rerun restores: random states, and what the function reaches."""
     journal = journal_of(function, [one for one in arguments if not isinstance(one, torch.Tensor)], preserve_buffers=True)
     region = (name_of_function(function),)
-    loan = Loan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
+    loan = JournalLoan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
     before = _ambient.enter(_ambient.capture(preserve_rng_state=True, generators=journal.generators if journal else ()))
     caches_casts = torch.is_autocast_cache_enabled()
     try:

@@ -34,7 +34,7 @@ from ckpt_hooks._torch.modes import FAKE, num_function_modes
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError, MutationError
 
-from .journal import Loan
+from .journal import JournalLoan
 from .words import draws_error, name_of_tensor
 
 PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]
@@ -54,7 +54,7 @@ def ends_small(result: Any, facts: Sequence[Any]) -> bool:
     if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # for which a question for a size is a call
         return False
     try:
-        return result.numel() <= _SMALL and all(type(one) is tuple and one[0].numel() <= _SMALL for one in facts[-2:])
+        return result.numel() <= _SMALL and all(type(row) is tuple and row[0].numel() <= _SMALL for row in facts[-2:])
     except AttributeError:  # no shape of a leaf was noted, and a ragged one has no numbers
         return False
 
@@ -80,7 +80,7 @@ class Collector:
         self.versions: list[int] | None = None
 
     @skipped
-    def hook(self, loan: Loan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
+    def hook(self, loan: JournalLoan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
@@ -165,8 +165,8 @@ class Collector:
 
         def watch(tensor: torch.Tensor) -> int | torch.Tensor:
             versions.append(version_of(tensor))
-            if errors and (found := errors.get(storage_of(tensor))) is not None:
-                self.distrust(found)
+            if errors and (error := errors.get(storage_of(tensor))) is not None:
+                self.distrust(error)
             return hook(tensor)
 
         return watch
@@ -176,7 +176,7 @@ class Collector:
         positions, index = self.frame.positions or {}, len(self.values)
         if index > self.last or positions.get(index) == position:
             return
-        expected = positions[max(one for one in positions if one <= index)]
+        expected = positions[max(moved_at for moved_at in positions if moved_at <= index)]
         if expected != position:
             if are_other_threads_alive():  # which may have drawn: that is looked into when the rerun has ended
                 self.moved_otherwise |= devices_between(expected, position, where)

@@ -468,7 +468,7 @@ class FunctionFrame(Frame):
         value: torch.Tensor = MISSING
         if kept is not None:
             if kept.uses.is_next_part():  # once in each backward
-                kept.values = [one if lives else MISSING for one, lives in zip(kept.values, self.alive(), strict=False)]
+                kept.values = [value if lives else MISSING for value, lives in zip(kept.values, self.alive(), strict=False)]
             value = kept.values[index] if index < len(kept.values) else MISSING
         if value is MISSING or not kept.uses.is_untouched(index, value):  # a backward may have written to its memory
             kept = Pass(self.observed(rerun, self, None), Uses())
@@ -521,7 +521,7 @@ class FunctionFrame(Frame):
             (Reason.RANDOM_STATE, self.ambient),
             (Reason.RECOMPUTED, [opened.values for opened in self.passes.values()]),
         )
-        return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, Tree))]
+        return [holding for reason, part in parts for holding in holdings_in(part, Cause(reason), seen, (Frame, Tree))]
 
     def owners(self) -> list[Frame]:
         return owners_in(self.arguments, Frame, (Tree,))

@@ -121,7 +121,7 @@ OPTIONS = {
     "debug": Option(_CALLS, False, checked_flag),
     "early_stop": Option(_CALLS, True, checked_flag),
     "preserve_rng_state": Option(_EVERY, True, checked_flag),
-    "respect_saved_tensors_hooks": Option(_EVERY, None, lambda *given: flag_or_none(*given) is not False, "respect_hooks"),
+    "respect_saved_tensors_hooks": Option(_EVERY, None, lambda *args: flag_or_none(*args) is not False, "respect_hooks"),
     "use_reentrant": Option(_CALLS),
     "name": Option(_NOT_DIRECT),
     "policy": Option(_NOT_DIRECT),
@@ -146,10 +146,10 @@ def defaults_of(form: Form) -> dict[str, Any]:
     return {name: OPTIONS[name].default for name in options_of(form) if OPTIONS[name].check is not None}
 
 
-def values_of(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def values_of(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the given values besides defaults as frames take them, by the names in frames; raises for a wrong value."""
     values = {}
-    for name, value in given:
+    for name, value in options:
         option = OPTIONS[name]
         if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
             values[option.field or name] = option.check(value, name)
@@ -266,8 +266,8 @@ def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
             with context:
                 try:
                     yield
-                except BaseException as found:
-                    error = found
+                except BaseException as raised:
+                    error = raised
                     raise
             if error is not None:
                 raise suppressed_error(error) from error
@@ -363,8 +363,8 @@ def check_swallowed(function: Any, kwargs: dict[str, Any], options: Sequence[str
     for name in [name for name in options if name in kwargs]:
         is_refused = is_policy(kwargs[name])
         if (is_refused or (form, name) not in _warned) and is_swallowed(function, name):
-            found = "which is a policy" if is_refused else "which reaches the function by its **kwargs"
-            error = slip(kwargs[name], name, found, name, options, form)
+            description = "which is a policy" if is_refused else "which reaches the function by its **kwargs"
+            error = slip(kwargs[name], name, description, name, options, form)
             if is_refused:
                 raise error
             _warned.add((form, name))

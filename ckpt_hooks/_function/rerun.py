@@ -36,7 +36,7 @@ from .arguments import HandedOut, Hooks, put_hooks_back
 from .collector import Collector, PackHook
 from .compare import result_of
 from .contents import WatchReads
-from .journal import Loan
+from .journal import JournalLoan
 from .notes import Note
 from .words import blame, draws_error, explain_failure, is_beside_drawing_thread, warn_of_drawing_thread
 
@@ -61,7 +61,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     handed_out: list[HandedOut] = []
     hooks: Hooks = ()
     tensors: Sequence[torch.Tensor | None] | None = None
-    loan: Loan | None = None  # of what the function reaches
+    loan: JournalLoan | None = None  # of what the function reaches
     borrows, paused, transforms = False, None, None
     place = None if frame.current is None else frame.current.enter()
     try:
@@ -81,7 +81,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             try:
                 if frame.state is not None:
                     # Waits for other loans come last: restoring arguments takes the locks of other frames.
-                    loan = Loan(frame.state, stand_ins, collector.mutated)
+                    loan = JournalLoan(frame.state, stand_ins, collector.mutated)
                     loan.begin()
                 leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
                 try:
@@ -164,7 +164,7 @@ def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrow
         return undone.pop_all().close
 
 
-def _checked(frame: Any, loan: Loan | None, tensors: Sequence[torch.Tensor | None]) -> AbstractContextManager[Any]:
+def _checked(frame: Any, loan: JournalLoan | None, tensors: Sequence[torch.Tensor | None]) -> AbstractContextManager[Any]:
     from .checked_rerun import CheckedRerun
 
     return CheckedRerun(frame, loan, tensors)
@@ -172,7 +172,7 @@ def _checked(frame: Any, loan: Loan | None, tensors: Sequence[torch.Tensor | Non
 
 def _call(
     frame: Any,
-    loan: Loan | None,
+    loan: JournalLoan | None,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     hook: PackHook,
