@@ -26,10 +26,10 @@ from ckpt_hooks._torch.modes import address_of_generator, made_apart, private_ba
 from ckpt_hooks._torch.tensors import past_all_modes
 
 
-def is_same_state(one: Any, other: Any) -> bool:
+def is_same_state(state: Any, other: Any) -> bool:
     """Whether two states of one stream are known to be equal; states other than tensors count as different."""
-    are_on_host = type(one) is type(other) is torch.Tensor and one.is_cpu and other.is_cpu
-    return one is other or (are_on_host and past_all_modes(one, torch.equal, one, other))
+    are_on_host = type(state) is type(other) is torch.Tensor and state.is_cpu and other.is_cpu
+    return state is other or (are_on_host and past_all_modes(state, torch.equal, state, other))
 
 
 # The image of the CPU's generator: whether it has moved, told without reading a state
@@ -235,7 +235,7 @@ default_generators_lock = threading.RLock()
 
 States = tuple[tuple[Stream, Any], ...]
 #: States of the CPU's generator, of devices, and of other streams; None for the first where nothing is to be restored.
-Snapshot = tuple["torch.Tensor | None", States, States]
+RandomStates = tuple["torch.Tensor | None", States, States]
 
 #: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
 TRACKED: list[Stream] = []
@@ -246,13 +246,13 @@ _latest_devices: States = ()
 def read_devices() -> States:
     """Returns the state of each initialised device's default stream, as the same tuple while no state has moved."""
     global _latest_devices
-    known, found = _latest_devices, tuple([(stream, stream.state()) for stream in device_streams(needed=True)])
-    if [id(one) for pair in found for one in pair] != [id(one) for pair in known for one in pair]:
-        _latest_devices = known = found
+    known, states = _latest_devices, tuple([(stream, stream.state()) for stream in device_streams(needed=True)])
+    if [id(part) for pair in states for part in pair] != [id(part) for pair in known for part in pair]:
+        _latest_devices = known = states
     return known
 
 
-def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
+def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> RandomStates:
     """Returns the state of every stream; none of default generators if a recompute is to draw other numbers."""
     if not preserve:  # a recompute still leaves the streams where it found them
         return None, (), tuple((stream_of_generator(generator), None) for generator in generators)
@@ -260,7 +260,7 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
     return CPU.state(), read_devices(), tuple([(stream, stream.read()) for stream in others])
 
 
-def enter(captured: Snapshot, *, defaults: bool = True) -> list[tuple[Stream, Any]]:
+def enter(captured: RandomStates, *, defaults: bool = True) -> list[tuple[Stream, Any]]:
     """Sets every stream of a snapshot back, but for default generators if not asked to; returns the states before."""
     cpu, devices, others = captured
     states, before = {CPU: cpu}, [(CPU, CPU.read())] if defaults else []
@@ -273,10 +273,10 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> list[tuple[Stream, An
             if stream is not CPU and (is_readable or states.get(stream) is not None):
                 before.append((stream, stream.state()))
     try:
-        for stream, found in before:
+        for stream, current in before:
             state = states.get(stream)
             if state is not None:
-                if stream is CPU or not is_same_state(found, state):  # 5 KB are set sooner than compared
+                if stream is CPU or not is_same_state(current, state):  # 5 KB are set sooner than compared
                     stream.write(state)
             elif cpu is not None and stream.restart is not None:
                 # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
@@ -345,13 +345,13 @@ def have_several_drawn() -> bool:
     return sum(generator.get_offset() > 0 for generator in generators) > 1
 
 
-def devices_between(one: Position, other: Position, where: Where) -> set[torch.device]:
+def devices_between(position: Position, other: Position, where: Where) -> set[torch.device]:
     """Returns the devices whose streams stand elsewhere in one position than in the other."""
     cpu = torch.device("cpu")
     devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
-    firsts = [first if isinstance(first, tuple) else (first,) for first in (one[0], other[0])]
-    found = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
-    return found | {cpu} if one[1] != other[1] else found
+    firsts = [first if isinstance(first, tuple) else (first,) for first in (position[0], other[0])]
+    moved = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
+    return moved | {cpu} if position[1] != other[1] else moved
 
 
 def moves_by_itself(devices: set[torch.device]) -> bool:

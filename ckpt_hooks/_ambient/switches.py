@@ -209,7 +209,7 @@ are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 def _reader(switches: Sequence[Switch]) -> Callable[[], list[Any]]:
     """Returns one expression which reads every switch, as if written out: a loop costs half as much again."""
     names: dict[str, Any] = {f"of_{index}": switch.read_fast or switch.read for index, switch in enumerate(switches)}
-    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (one.form for one in switches)))}]", names)
+    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (switch.form for switch in switches)))}]", names)
     return read
 
 
@@ -233,7 +233,7 @@ def _write(switches: Sequence[Switch], values: Sequence[Any]) -> None:
             switch.write(value)
 
 
-class Snapshot:
+class SwitchValues:
     __slots__ = ("_devices", "_values", "common", "guard", "unguarded")
 
     def __init__(self) -> None:
@@ -260,23 +260,23 @@ class Snapshot:
             _write(DEVICES, self._devices)
 
 
-_latest = Snapshot()
+_latest = SwitchValues()
 
 
-def capture() -> Snapshot:
+def capture() -> SwitchValues:
     """Returns the switches; regions with the same switches share one snapshot."""
     global _latest
     latest = _latest
     if not latest.is_set():
-        latest = _latest = Snapshot()
+        latest = _latest = SwitchValues()
     return latest
 
 
-def enter(captured: Snapshot) -> tuple[Snapshot, Snapshot | None]:
+def enter(captured: SwitchValues) -> tuple[SwitchValues, SwitchValues | None]:
     """Restores the switches, in the same gradient mode; returns them, and the different switches found before, if any."""
     if captured.is_set():
         return captured, None
-    before = Snapshot()
+    before = SwitchValues()
     try:
         captured.write()
     except BaseException:  # Ctrl-C
@@ -285,7 +285,7 @@ def enter(captured: Snapshot) -> tuple[Snapshot, Snapshot | None]:
     return captured, before
 
 
-def leave(undo: tuple[Snapshot, Snapshot | None]) -> None:
+def leave(undo: tuple[SwitchValues, SwitchValues | None]) -> None:
     captured, before = undo
     if before is not None:
         before.write()
@@ -334,8 +334,8 @@ class _Autocast(ThreadState):
 
 
 def _read_modes() -> list[tuple[int, object]]:
-    found = map(modes.function_mode_at, range(modes.num_function_modes()))
-    return [(id(mode), mode) for mode in found]  # compared by identity
+    entered = map(modes.function_mode_at, range(modes.num_function_modes()))
+    return [(id(mode), mode) for mode in entered]  # compared by identity
 
 
 def _write_modes(wanted: list[tuple[int, object]]) -> None:

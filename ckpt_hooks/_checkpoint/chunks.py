@@ -278,7 +278,7 @@ def _compare_rows(
     def compared() -> tuple[str | None, Any, Any]:
         with torch.no_grad(), _as_before(function, arguments), DrawWatch() as watch:
             whole, halves = results(some, 2 * half), results(some, half)
-        return watch.found, whole, halves
+        return watch.first_draw, whole, halves
 
     drawn, whole, halves = past_modes(compared)
     pairs = zip(whole, halves, strict=True) if isinstance(whole, tuple) else [(whole, halves)]

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._operators.facts import Kind, facts_of
+from ckpt_hooks._operators.facts import OpKind, facts_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_plain, same_bits, same_layout
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
@@ -360,7 +360,7 @@ def _overlap(memory: _MemoryRange, other: _MemoryRange) -> bool:
 
 
 #: Hand out memory without looking at it, or look at nothing but its shape.
-_HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
+_HARMLESS = frozenset({OpKind.VIEW, OpKind.IGNORED, OpKind.ALIASES, OpKind.FACTORY})
 
 
 class WatchReads(QuietDispatchMode):
@@ -383,7 +383,7 @@ class WatchReads(QuietDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
-        is_write = facts.kind is Kind.WRITES and not self.paused
+        is_write = facts.kind is OpKind.WRITES and not self.paused
         written = _ranges_in(facts.written_in(args, kwargs)) if is_write else ()
         if written and facts.is_repeatable:
             self._about_to_write(written)

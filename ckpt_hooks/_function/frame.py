@@ -327,12 +327,12 @@ class FunctionFrame(Frame):
                     return [tensor, tensor._version, path]
                 without_grad.append(number - _FIRST)
             try:
-                found = facts(tensor)
+                metadata = facts(tensor)
             except RuntimeError:  # a nested tensor has no shape
                 note(missing)
                 return [tensor.detach(), tensor._version, path]
-            if found != latest:  # neighbours are often alike, and share one tuple
-                latest = found
+            if metadata != latest:  # neighbours are often alike, and share one tuple
+                latest = metadata
             note(latest)
             return frame, number
 
@@ -464,20 +464,20 @@ class FunctionFrame(Frame):
 
     def _open_split_pass(self, index: int) -> Pass:
         """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
-        kept: Any = self.passes.get(SPLIT)
+        split: Any = self.passes.get(SPLIT)
         value: torch.Tensor = MISSING
-        if kept is not None:
-            if kept.uses.is_next_part():  # once in each backward
-                kept.values = [value if lives else MISSING for value, lives in zip(kept.values, self.alive(), strict=False)]
-            value = kept.values[index] if index < len(kept.values) else MISSING
-        if value is MISSING or not kept.uses.is_untouched(index, value):  # a backward may have written to its memory
-            kept = Pass(self.observed(rerun, self, None), Uses())
-            self.passes = {SPLIT: kept}
-            value = kept.values[index]
+        if split is not None:
+            if split.uses.is_next_part():  # once in each backward
+                split.values = [tensor if lives else MISSING for tensor, lives in zip(split.values, self.alive(), strict=False)]
+            value = split.values[index] if index < len(split.values) else MISSING
+        if value is MISSING or not split.uses.is_untouched(index, value):  # a backward may have written to its memory
+            split = Pass(self.observed(rerun, self, None), Uses())
+            self.passes = {SPLIT: split}
+            value = split.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
                 return Pass(self.observed(rerun, self, (index,)))
-        if not kept.uses.hand_out(index, value):
-            kept.values[index] = MISSING
+        if not split.uses.hand_out(index, value):
+            split.values[index] = MISSING
         return Pass({index: value})
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
@@ -507,10 +507,10 @@ class FunctionFrame(Frame):
         return self._describe(packed[1] - _FIRST)
 
     def _describe(self, index: int) -> Saved:
-        noted = self.facts[index]
-        if not isinstance(noted, tuple):  # metadata is not compared
+        metadata = self.facts[index]
+        if not isinstance(metadata, tuple):  # metadata is not compared
             return Saved(format_path(self.path), index, Reason.DROPPED, None, None, None)
-        shape, dtype = noted[:2]
+        shape, dtype = metadata[:2]
         return Saved(format_path(self.path), index, Reason.DROPPED, shape, dtype, nbytes_of(shape, dtype))
 
     def held(self) -> list[Holding]:

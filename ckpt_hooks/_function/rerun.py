@@ -226,7 +226,7 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
         watch = _draw_watch()
         rerun(frame, wanted, probe=watch)
     if watch.unknown is not None or moved & watch.devices:
-        raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
+        raise draws_error(region, f" The region runs {watch.unknown or watch.first_draw}.")
     # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
     positions = frame.positions or {}
     begin, where = positions.get(-1), where_streams_are()
