@@ -1,6 +1,6 @@
 """The arguments of a region, taken apart so that their tensors can be saved like other saved tensors (Rule 2)."""
 
-# A repeated tensor comes back as one object, since functions ask whether two arguments are the same
+# A repeated tensor comes back as the same object, since functions ask whether two arguments are the same
 # (``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor passed through hooks would come back
 # as a new object each time. Without active saved-tensor hooks, a ``SavedTensor`` would keep the tensor itself and its version;
 # doing just that here costs a sixth.
@@ -44,7 +44,7 @@ PlaceInFrame = tuple[Frame, RegionPath]
 Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 
-#: Tensors for a rerun, and those that are other ones than in forward, by the ``id`` that these had.
+#: Tensors for a rerun, and the tensors that are others than in forward, by the ``id`` of forward's.
 Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
 # What most arguments have of what is rare: never filled.
@@ -167,17 +167,17 @@ class Arguments:
         self._tensors: Sequence[torch.Tensor | None] = tensors
         if hooks is not None:
             # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in step with its
-            # forward, and may meet two tensors where forward met one.
+            # forward, and may meet two tensors where forward met a single tensor.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._layouts = {  # of views, and those that are not contiguous
+            self._layouts = {  # of views, and of tensors that are not contiguous
                 position: (None if tensor.is_contiguous() else tensor.stride(), base_of(tensor))
                 for position, tensor in enumerate(tensors)
                 if tensor.layout is torch.strided and (tensor._is_view() or not tensor.is_contiguous()) and not tensor.is_nested
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
-            # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
+            # Whether saved tensors come back through hooks of somebody else, which may hand on the same tensor each time.
             self._foreign = not UNPACKS.get(hooks[1], False)
             self._storages = list(map(storage_of, tensors))
             self.live = tensors
@@ -226,7 +226,7 @@ class Arguments:
                 self._kept_facts[position] = before[0], now[1]
 
     def _stand_in(self) -> Restored:
-        """Returns tensors with stand-ins for those that are not, or no more, what they were when forward began."""
+        """Returns tensors with stand-ins for tensors that are not, or no more, what they were when forward began."""
         tensors, stand_ins, aliases = list(self._tensors), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for position, flag in self._flags.items():  # which require grad, or not, as then
             tensor = tensors[position]
@@ -293,7 +293,7 @@ class Arguments:
         return tensors, stand_ins
 
     def build(self, tensors: Sequence[Any], loan: JournalLoan | None) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
+        """Returns positional and keyword arguments for another call, in new containers, or in containers lent to the rerun."""
         if self._captured is None:
             return tensors, _NONE
         built = {} if loan is None else loan.by_identity(self._containers)

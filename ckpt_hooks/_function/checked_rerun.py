@@ -71,7 +71,7 @@ class CheckedRerun(QuietDispatchMode):
                 storage, version = storage_of(tensor), version_of(tensor)
                 if storage is None or storage in self._exempt or version < 0:
                     continue
-                # No version tells that a new one was written to; of an old one it does, since forward wrote to it.
+                # No version tells that new memory was written to. An old tensor's version does: forward wrote to it.
                 if written.overwritten or (written.counted and version == 0):
                     self._exempt.add(storage)
                 elif reads:

@@ -50,12 +50,12 @@ _PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
 
 def ends_small(result: Any, facts: Sequence[Any]) -> bool:
     """Whether the last operators of a forward ran on small tensors, as its result and its last saved tensors tell."""
-    # Neither tells alone: an embedding saves nothing but numbers of rows, a linear layer of one row a view of its large weight.
+    # Neither tells alone: an embedding saves nothing but numbers of rows, a linear layer of a row a view of its large weight.
     if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # for which a question for a size is a call
         return False
     try:
         return result.numel() <= _SMALL and all(type(row) is tuple and row[0].numel() <= _SMALL for row in facts[-2:])
-    except AttributeError:  # no shape of a leaf was noted, and a ragged one has no numbers
+    except AttributeError:  # no shape of a leaf was noted, and a ragged tensor has no numbers
         return False
 
 
@@ -88,7 +88,7 @@ class Collector:
         if loan is not None:
             self._lent, self._exchanged = loan.lent, loan.storages
         is_special = bool(self._lent or self._exchanged)
-        # Whether each tensor is wanted, up to the last one that is.
+        # Whether each tensor is wanted, up to the last wanted tensor.
         asked = frame.alive()
         final = -1  # the tensor that forward saved last
         if self.wanted is None:
@@ -113,7 +113,7 @@ class Collector:
                 position = where[0]
                 self._compare_draws((position, where[1]), where)
             is_wanted = next_is_wanted()
-            if is_wanted is None:  # past the last one
+            if is_wanted is None:  # past the last wanted tensor
                 append(MISSING)
                 if self.early_stop:
                     if unfinished != sequence_number():
@@ -201,7 +201,7 @@ class Collector:
         return mutated(why, format_path(frame.path), tensor, version, name=name)
 
     def _finish(self, tensor: torch.Tensor | None) -> None:
-        """Stops a rerun that has all its values, the last one saved with a tensor, unless next to nothing is left to run."""
+        """Stops a rerun that has all its values, the last saved with a tensor, unless next to nothing is left to run."""
         self.done = True
         # Left over are at most as many operators as nodes, and the operator which saves the tensor, if that is not its result.
         left = self._end - sequence_number()

@@ -22,7 +22,7 @@ from .words import CAUSES, name_of_tensor, node_of
 
 
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
-    """Returns the values of an ended rerun: an entry for each handle up to the last one wanted, ``MISSING`` for others."""
+    """Returns the values of an ended rerun: a value for each handle up to the last wanted, ``MISSING`` for others."""
     # ``MISSING`` stands for a value modified by the function after it was saved too, as in ``y = x.sin(); x.mul_(2)``.
     values, frame = collector.values, collector.frame
     if not collector.early_stop and frame.complete and len(values) != len(frame.numbers):
@@ -56,7 +56,7 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
 
 def _compare_marks(collector: Collector) -> None:
     # A region inside a frame saves its inputs in the frame, and the frame fills its handles by number. If an inner region of a
-    # rerun gets one more tensor than in forward, the later handles would be filled with values of others, perhaps of the same
+    # rerun gets a tensor more than in forward, the later handles would be filled with values of others, perhaps of the same
     # shape.
     forward, rerun = (
         marks[: bisect_right(marks, collector.last, key=itemgetter(0))] for marks in (collector.frame.marks, collector.marks)

@@ -1,6 +1,6 @@
 """What forwards write to: the content of tensors, copied when a forward begins, put back for a rerun, restored after it.
 
-A tensor that forward may write to is copied before: a small one without gradients (:data:`SMALL`) always; a large one, and a
+A tensor that forward may write to is copied before: a small tensor without gradients (:data:`SMALL`) always; a large, and a
 parameter, in the first forward that meets it, and in later ones if that wrote to it. A forward counts as the first again after
 a change of a flag or a hook. A tensor without a copy is held to its version: a write is an error, and from then on there are
 copies. No version tells of writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents.
@@ -26,7 +26,7 @@ from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versio
 
 from .notes import SMALL, TensorNote, Use
 
-#: Bytes up to which tensors which no module owns are copied. A larger one is a batch of data, more often than state.
+#: Bytes up to which tensors which no module owns are copied. A larger tensor is a batch of data, more often than state.
 _MOST_OUTSIDE = 1 << 20
 #: Bytes of parameters, all of a region together, that are copied in a first forward: most are weights of a large model.
 _MOST_PARAMETERS = 1 << 24
@@ -127,7 +127,7 @@ def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
 
 
 def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor; the latest one of a module's if that is still good."""
+    """Returns a copy of a tensor; the latest copy for a module if that is still good."""
     latest: torch.Tensor | None = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
     if latest is not None and not _has_changed(tensor, latest, note.use):
         return latest
@@ -165,7 +165,7 @@ class Contents:
         self._is_settled = self._may_wait = False
         self._small: list[_Small] = []
         self._copied: list[_Copied] = []
-        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # or a rerun ends when it reads one
+        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # a rerun that reads a modified tensor ends
         self._empty: list[torch.Tensor] = []
         self.freed: Sequence[torch.Tensor] = ()  # without memory when the latest rerun began
         self._seen: set[int] = set()
@@ -255,8 +255,8 @@ class Contents:
 
     def rewind(self, undo: Undo) -> None:
         """Puts back the contents from before forward; ``undo`` gets the data for its ``restore``, whatever happens."""
-        # Versions count on from those before forward as far as they have moved since its end: what a rerun saves of a tensor
-        # that somebody else modified is found to be modified, as in plain autograd.
+        # Versions count on from before forward as far as they have moved since its end: what a rerun saves of a tensor that
+        # somebody else modified counts as modified, as in plain autograd.
         stale: list[_Before] = []
         for copied in self._copied:
             tensor = copied.tensor
@@ -367,7 +367,7 @@ class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
 
     # A region may reach changed parameters without reading them: an optimizer that steps in the course of a backward has
-    # changed the layers behind. So a rerun ends as soon as an operator is about to read one: no later value would be right.
+    # changed the layers behind. So a rerun ends as soon as an operator is about to read them: no later value would be right.
     # (To go on may also never end, if the function has a backward inside that comes to the node waiting for this rerun.)
 
     def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:

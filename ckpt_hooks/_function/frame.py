@@ -1,6 +1,6 @@
 """Function frames: a region which is a call of a function, brought back by another call of the function (:mod:`.rerun`).
 
-Autograd keeps both hooks with each tensor passed through them. So the unpack hook is one function of this file, and the pack
+Autograd keeps both hooks with each tensor passed through them. So the unpack hook is a function of this file, and the pack
 hook a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
 """
 
@@ -284,7 +284,7 @@ class FunctionFrame(Frame):
 
     def _compare_values(self) -> None:
         """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
-        # Such a mode is not entered again for a rerun, since a counting mode would count twice; one may change results.
+        # Such a mode is not entered again for a rerun, since a counting mode would count twice; a mode may change results.
         check, modes = self.options.check, users_modes()
         if is_without_values():  # while torch traces
             check = dataclasses.replace(check, fingerprint=None, is_sampled=False)
@@ -331,7 +331,7 @@ class FunctionFrame(Frame):
             except RuntimeError:  # a nested tensor has no shape
                 note(missing)
                 return [tensor.detach(), tensor._version, path]
-            if metadata != latest:  # neighbours are often alike, and share one tuple
+            if metadata != latest:  # neighbours are often alike, and share a tuple
                 latest = metadata
             note(latest)
             return frame, number
@@ -456,7 +456,7 @@ class FunctionFrame(Frame):
                 return Pass(self.observed(rerun, self, (index,)))
             if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
-            opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
+            opened = self.passes.get(key)  # a group's pass, or a pass that another engine thread has just made (Rule 11)
             if opened is None:
                 opened = Pass(self.observed(rerun, self, None))
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))

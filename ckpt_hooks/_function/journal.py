@@ -1,6 +1,6 @@
 """The journal of a region: what its function reaches besides arguments, noted in forward, lent to a rerun, put back after it.
 
-A rerun finds each place as forward found it, and afterwards each place has what it had before. What modules bind is looked at
+A rerun sees each place as forward saw it, and afterwards each place has what it had before. What modules bind is looked at
 when forward begins, when a rerun begins, and when it ends: a list to which forward appends may be cleared before backward, and
 only a look after the rerun tells of what that appended.
 """
@@ -59,7 +59,7 @@ class Journal:
         self.held = [tree.get_held(flat) for tree, flat in trees]
         self._parameters: Any = [tree.get_parameters(flat) for tree, flat in trees]  # while forward runs
         self._versions = [list(map(_version, parameters)) for parameters in self._parameters]
-        # While forward runs, in which ``.data =`` may drop one; afterwards the ones that forward has exchanged are kept.
+        # While forward runs, in which ``.data =`` may drop a storage; afterwards storages that forward has exchanged are kept.
         self._storages: Any = [list(map(_storage, parameters)) for parameters in self._parameters]
         self.kept: Sequence[Any] = ()
         self.emptied: set[int] = set()
@@ -212,9 +212,9 @@ _loans: dict[int, JournalLoan] = {}
 
 
 class JournalLoan:
-    """A journal lent to one rerun, from :meth:`begin` to :meth:`end`."""
+    """A journal lent to a rerun, from :meth:`begin` to :meth:`end`."""
 
-    # Of two reruns on different threads that want other contents of one place, one waits for the other, and none otherwise.
+    # Of two reruns on different threads that want other contents of a place, one waits for the other, and none otherwise.
 
     def __init__(self, journal: Journal, stand_ins: dict[int, torch.Tensor], complain: Complain) -> None:
         self.journal, self.stand_ins, self._complain = journal, stand_ins, complain
@@ -228,7 +228,7 @@ class JournalLoan:
         self.flats: list[tuple[Any, ...] | None] = []
         self._is_quiet = False  # whether all is as noted
         self._thread = threading.get_ident()
-        self._users: set[int] = set()  # loans of other threads that find what this one lends
+        self._users: set[int] = set()  # loans of other threads that need what this loan lends
         self._undo: Undo | None = None
         self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
@@ -278,7 +278,7 @@ class JournalLoan:
         conflicting = [loan for loan in others if (lends or loan.lends()) and not places.isdisjoint(loan.places())]
         if lends or not all(loan._is_as_noted() and all(tree.holds() for tree in loan.journal.trees) for loan in conflicting):
             return bool(conflicting)
-        for loan in conflicting:  # they lend what this one needs, have not changed it, and lend it until this one ends
+        for loan in conflicting:  # they lend what this loan needs, have not changed it, and lend it until this loan ends
             loan._users.add(id(self))
         return False
 
@@ -353,7 +353,7 @@ class JournalLoan:
             self._exchanged.append((tensor, data_of(tensor), tensor.requires_grad))
 
     def has_swapped(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has become what another noted one was, by ``torch.utils.swap_tensors``, and is no alias of that."""
+        """Whether a tensor has become what another noted tensor was, by ``torch.utils.swap_tensors``, and is no alias."""
         if self._by_address is None:
             notes = [inner for _, note in self.journal.notes() for inner in notes_in([note]) if type(inner) is TensorNote]
             self._by_address = {note.address: note.alias for note in notes}

@@ -113,7 +113,7 @@ class Use(Enum):
 
 
 class _WeakStorage:
-    """Refers weakly to the storage of parameters, with hashes of what was there when modules gave these other memory."""
+    """Refers weakly to the storage of parameters, with hashes of what was there when modules gave them other memory."""
 
     __slots__ = ("hashes", "reference")
 
@@ -121,7 +121,7 @@ class _WeakStorage:
         self.reference, self.hashes = weak_storage(tensor), dict[Layout, tuple[torch.device, int]]()
 
 
-#: By the addresses of the storages, which no other storage takes before these are gone. Some are dead.
+#: By the addresses of the storages, which no other storage takes before that storage is gone. Some are dead.
 _weak_storages: dict[int, _WeakStorage] = {}
 
 
@@ -186,15 +186,15 @@ def has_history(tensor: torch.Tensor) -> bool:
     """Whether an operator recorded by autograd made a tensor; views that require grad are not asked."""
     try:
         return tensor.requires_grad and not is_kept_anyway(tensor)
-    except (RuntimeError, ValueError):  # a multi-output view of a modified base, which has lost its graph; one not made yet
+    except (RuntimeError, ValueError):  # a multi-output view of a modified base, which has lost its graph; a lazy parameter
         return False
 
 
 class TensorNote:
-    """A noted tensor: its identity, memory, layout, and whether it requires grad; of one with a history the version too."""
+    """A noted tensor: its identity, memory, layout, and whether it requires grad; with a history the version too."""
 
     # No weak reference, since ``torch.utils.swap_tensors`` refuses tensors that have some, but to tensors with a history or
-    # whose memory cannot be told. An alias holds the memory; of a parameter nothing does, for frameworks free these.
+    # whose memory cannot be told. An alias holds the memory; of a parameter nothing does, for frameworks free parameters.
 
     def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
@@ -322,7 +322,7 @@ class Note:
         return True
 
     def present(self, loan: Any) -> Any:
-        """Returns the object to bind in a rerun, with the noted content; a new one if the noted one is gone."""
+        """Returns the object to bind in a rerun, with the noted content; a new object if the noted object is gone."""
         if self.number in loan.made:
             return loan.made[self.number]
         current = loan.met.get(self.number) if self.reference is None else self.reference()
@@ -334,7 +334,7 @@ class Note:
             if current is None or not same(part.read(current, 0), values):
                 current = new_frozen(self.kind, values)
         elif current is None:
-            if any(base for _, base, *_ in self.rows):  # a long one, of which not all is known
+            if any(base for _, base, *_ in self.rows):  # a long container, of which not all is known
                 raise GoneError
             current = new(self.kind, self._maxlen)
         self.fill(current, loan)

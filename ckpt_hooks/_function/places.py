@@ -65,7 +65,7 @@ def class_attribute(kind: type, name: str) -> Any:
 
 class Part(NamedTuple):
     read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
-    put: Callable[[Any, int, Content, Content], object]  # replaces one such content by another
+    put: Callable[[Any, int, Content, Content], object]  # replaces such a content by another
     size: Callable[[Any], int] | None = None  # of entries alone
     has_end: bool = False  # whether of a long container the length is noted, and what is added
 
@@ -175,7 +175,7 @@ def _can_be_noted(key: Any) -> bool:
 
 
 def _read_weakly(owner: Any, base: int) -> Content:
-    # Two plain references to one object are one reference, so that these are compared as keys are.
+    # Two plain references to an object are the same reference, so that references are compared as keys are.
     content = _read_dict(owner, base)
     if content is None:
         return None
@@ -201,7 +201,7 @@ def parts_for_tables(value: dict[Any, Any], parts: tuple[Part, ...]) -> tuple[Pa
 
 
 def keys_of(content: Content) -> list[Any]:
-    """Returns the keys of a content that refers to these weakly."""
+    """Returns the keys of a content that refers to its keys weakly."""
     return [key() for key in content if type(key) is weakref.ref] if type(content) is dict else []
 
 

@@ -42,11 +42,11 @@ from .places import (
 
 # Limits that may be silent are in the README.
 
-#: Levels of closures, containers and objects that are opened: a cache, its layers, their list, one of these, its attributes.
+#: Levels of closures, containers and objects that are opened: a cache, its layers, their list, an entry, its attributes.
 LEVELS = 6
 #: Levels below an object of a library, whose content is not put back, in which modules and tensors are looked for.
 _LEVELS_OF_OTHERS = 3
-#: Values looked at in one walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
+#: Values looked at in a walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
 _MOST_LOOKS = 2000
 #: Entries up to which a container is structure. Of a longer list or dict only the length and what is added are noted: a copy of
 #: a log of 100,000 losses would take as long as a small block.
@@ -56,7 +56,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 class Walk:
-    """One walk, with its finds. Of a module's attributes alone if an owner is given, the module's number."""
+    """A walk, with its finds. Of a module's attributes alone if an owner is given, the module's number."""
 
     def __init__(self, known: dict[int, TensorNote] | None = None, owner: int = -1, *, passes: bool = False) -> None:
         self._known, self.owner, self._passes, self._in_library = known, owner, passes, False
@@ -218,14 +218,14 @@ class Walk:
         if function.__closure__:
             self.add(note, CELLS, 0, CELLS.read(function, 0), levels, lambda kind: True)
         if names:
-            # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
+            # Functions that this function calls are not followed: their names are nearly all that a module of code defines.
             part = globals_part(names)
             self.add(note, part, 0, part.read(function, 0), levels, _is_followed)
         if is_library:
             return
         for named in (function, *named_functions(function)):
             if id(named) not in self._named:
-                # Also what these have for attributes, ``gate.calls``.
+                # Also what functions have for attributes, ``gate.calls``.
                 named_note = self._named[id(named)] = note if named is function else Note(named)
                 self.add(named_note, VARIABLES, 0, VARIABLES.read(named, 0), LEVELS - 1)
                 self.roots.append((named, named_note))
@@ -304,9 +304,9 @@ def _modules_within(value: Any) -> list[Module]:
 
 
 def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any]], list[Any]]:
-    """Returns context variables with their values; notes of containers and objects of users, and what these notes need."""
-    # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held these
-    # would be in a cycle (Rule 9). Long ones, of which not all is noted, are held, and returned besides.
+    """Returns context variables with their values; notes of containers and objects of users, and what the notes need."""
+    # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held them
+    # would be in a cycle (Rule 9). Long lists, of which not all is noted, are held, and returned besides.
     variables: list[tuple[ContextVar[Any], Any, Any]] = []
     others = []
     for variable, value in context.items():
@@ -318,7 +318,7 @@ def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any
             variables.append((variable, value, None))
             others.append(value)
         else:
-            variables.append((variable, note, [weak() for weak in inside if type(weak) is Weak]))  # these cannot be made again
+            variables.append((variable, note, [weak() for weak in inside if type(weak) is Weak]))  # which cannot be made again
     return variables, others
 
 

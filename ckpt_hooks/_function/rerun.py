@@ -51,12 +51,12 @@ _UNCHANGED: Changed = ()
 
 
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
-    """Calls the function of a frame again; returns an entry for each handle, up to the last one wanted (of all if None)."""
+    """Calls the function of a frame again; returns a value for each handle, up to the last wanted (of all if None)."""
     # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
     # Under the frame's lock. A probe watches random draws, and is not compared with forward.
     watch = _draw_watch() if probe is None and is_beside_drawing_thread() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
-    next_hook = RemovableHandle.next_id  # one counter for all hooks of the process
+    next_hook = RemovableHandle.next_id  # a counter for all hooks of the process
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
     hooks: Hooks = ()
@@ -66,7 +66,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     place = None if frame.current is None else frame.current.enter()
     try:
         try:
-            # Enter: the thread is as if no frame were active but this one, the parent of the frames inside (Rule 3).
+            # Enter: the thread is as if no frame were active but this frame, the parent of the frames inside (Rule 3).
             if num_dispatch_modes():
                 paused = pause_modes()
             stack.innermost, frame.recomputing = frame, True
@@ -227,7 +227,7 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
         rerun(frame, wanted, probe=watch)
     if watch.unknown is not None or moved & watch.devices:
         raise draws_error(region, f" The region runs {watch.unknown or watch.first_draw}.")
-    # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
+    # The rerun in question may have drawn what a later rerun reads (a table that was gone from its cache).
     positions = frame.positions or {}
     begin, where = positions.get(-1), where_streams_are()
     in_forward: set[torch.device] = set().union(*(devices_between(begin, position, where) for position in positions.values()))

@@ -40,7 +40,7 @@ from .places import (
 )
 from .reach import LEVELS, Walk, has_state, is_internal, modules_of, named_functions
 
-#: Without those in which a hook of another one is listed again.
+#: Without the dictionaries which list a hook of another dictionary again.
 _LOOKED_AT = [name for name in DICTS if not name.endswith(("_with_kwargs", "_always_called"))]
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial, RemovableHandle)
 _NOTED = (Note, TensorNote, weakref.ref)
@@ -61,7 +61,7 @@ _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
 def _values_of(*objects: Any) -> list[Any]:
     # From Python 3.13 on the collector shows the values of an object's attributes with that object alone, and not with another
-    # one which shares the dictionary, as a module made a region does.
+    # object which shares the dictionary, as a module made a region does.
     return [*_flatten(value.values() if type(value) is dict else (type(value),) for value in objects)]
 
 
@@ -71,7 +71,7 @@ def _is_left_alone(module: Module) -> bool:
 
 
 def is_of_framework(tensor: Any) -> bool:
-    """Whether a framework may exchange a parameter, as FSDP and DeepSpeed do with shards and what they gather of these."""
+    """Whether a framework may exchange a parameter, as FSDP and DeepSpeed do with shards and what they gather of shards."""
     if not isinstance(tensor, torch.Tensor):
         return False
     return is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id")
@@ -125,7 +125,7 @@ class ModuleNote(Note):
             loan.put(value, part, base, current, values)
 
     def holds(self, value: Any) -> bool:
-        # Where a function is gone, another one may be at its address.
+        # Where a function is gone, another function may be at its address.
         return super().holds(value) and None not in [refer() for refer in self.functions]
 
     def bound(self, name: str) -> Content:
@@ -174,7 +174,7 @@ class Tree:
             functions.append(Note(function))
             walk.add(functions[-1], VARIABLES, 0, VARIABLES.read(function, 0), LEVELS - 1)
         self.modules, self.notes = notes, (*notes, *functions)
-        # Hooks are found by their places, and forwards by their classes: some have no weak references, a class may make a
+        # Hooks are looked up by their places, and forwards by their classes: some have no weak references, a class may make a
         # forward anew at each look, and a table that holds a hook may hold the root.
         self._kinds = [weakref.ref(kind) for kind, forward in forwards.items() if has_state(forward)]
         self._inside = [weakref.ref(called) for called in inside if has_state(called)]
@@ -244,7 +244,7 @@ class Tree:
         self.others = [note for number, note in tensors.items() if number in left and not note.requires_grad]
 
     def functions(self, flat: tuple[Any, ...]) -> list[Any]:
-        """Returns those with state that modules call: hooks, forwards of classes, and functions inside of attributes."""
+        """Returns the functions with state that modules call: hooks, forwards of classes, and functions in attributes."""
         inside = [function for refer in self._inside if (function := refer()) is not None]
         forwards = [class_attribute(kind, "forward") for refer in self._kinds if (kind := refer()) is not None]
         return [*self._get_hooks(flat), *forwards, *inside]
@@ -326,7 +326,7 @@ def _forget(key: int, root: Any) -> None:
 
 
 def tree_of(root: Module) -> tuple[Tree, tuple[Any, ...]]:
-    """Returns the tree of a module, a new one if something has changed, and all that is bound."""
+    """Returns the tree of a module, a new tree if something has changed, and all that is bound."""
     tree = _trees.get(id(root))
     if tree is not None and (flat := tree.look()) is not None:
         return tree, flat

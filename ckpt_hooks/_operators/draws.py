@@ -152,10 +152,10 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
         )
 
 
-# A draw holds the state of the generator before it (5 KB on the CPU); short draws of one frame that follow each other share the
-# state before the first. A replay repeats those that it passes on the way to a later draw, and keeps what it will be asked for.
+# A draw holds the state of the generator before it (5 KB on the CPU); short draws of a frame that follow each other share the
+# state before the first. A replay repeats the draws passed on the way to a later draw, and keeps what will be asked for.
 
-#: Operators that draw as many numbers for tensors of one shape, whatever is in the tensors.
+#: Operators that draw as many numbers for tensors of the same shape, whatever is in the tensors.
 _BY_SHAPE = {
     id(operator)
     for operator in (
@@ -170,7 +170,7 @@ _LONGEST = 16  # draws of a series
 
 
 class Series:
-    """Short draws from the CPU's default generator, one right after another."""
+    """Short draws from the CPU's default generator, each right after another."""
 
     __slots__ = ("__weakref__", "calls", "frame", "state")
 
@@ -210,7 +210,7 @@ def _is_short(operator: Any, args: Any) -> bool:
 
 
 class NotedStates:
-    """Notes the states before the draws of one tape."""
+    """Notes the states before the draws of a tape."""
 
     __slots__ = ("_after", "_series")
 
@@ -228,7 +228,7 @@ class NotedStates:
         if type(result) is not torch.Tensor:  # of a class which a mode has given it
             number = -1
         if not isinstance(args[0], torch.Tensor):
-            kwargs = {**kwargs, "dtype": result.dtype}  # the default dtype may be another one then
+            kwargs = {**kwargs, "dtype": result.dtype}  # the default dtype may be another then
         series.calls.append((number, operator, [_layout_of(argument) for argument in args], kwargs))
         self._series, self._after = weakref.ref(series), CPU.look()
         return result, InSeries(series, len(series.calls) - 1)
@@ -255,7 +255,7 @@ def draw_noting(
 class _Spare(threading.local):
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}
-        # Where the CPU's one stands: a series, weakly, and the number of its draws; None elsewhere.
+        # Where the CPU's generator stands: a series, weakly, and the number of its draws; None elsewhere.
         self.place: tuple[weakref.ref[Series], int] | None = None
 
 

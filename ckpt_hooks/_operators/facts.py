@@ -21,7 +21,7 @@ from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch.compiling import graph_of
 from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
-# Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this one need it.
+# Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this room need it.
 
 #: Arguments written to although their schemas say inputs: running statistics.
 WRITES = dict.fromkeys(
@@ -32,7 +32,7 @@ WRITES = dict.fromkeys(
     ("running_mean", "running_var"),
 )
 
-#: Of these, with ``training`` set, no result depends on what the statistics were: the fourth and fifth argument, and the sixth.
+#: With ``training`` set, no result of theirs depends on what the statistics were: the fourth and fifth argument, and the sixth.
 NORMALIZES_BY_BATCH = frozenset({"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"})
 
 #: Libraries whose operators write to any given tensor, told by neither schemas nor versions: collectives in place, and the
@@ -160,7 +160,7 @@ class Written(NamedTuple):
 
 
 class OpFacts:
-    # A call of a custom ``autograd.Function`` is recorded as one operator, which has ``rerun`` in place of ``call``.
+    # A call of a custom ``autograd.Function`` is recorded as an operator, which has ``rerun`` in place of ``call``.
     is_function = False
     rerun: Callable[..., list[Any]]
     __slots__ = (
@@ -210,7 +210,7 @@ class OpFacts:
 
     def __init__(self, operator: Any) -> None:
         self.operator, self.full_name = operator, str(operator)
-        # An overload's own callable spares one call of Python.
+        # An overload's own callable spares a call of Python.
         self.call: Callable[..., Any] = operator._op if type(operator) is OVERLOAD else operator
         self.kind = kind = operator_kind(operator)
         schema = getattr(operator, "_schema", None)
@@ -239,7 +239,7 @@ class OpFacts:
         # The same, or it tells a layout: there is nothing to bring back.
         self.is_silent = kind is OpKind.IGNORED and not any("Tensor" in str(returned.type) for returned in returns)
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
-        # A result is neither an argument nor a view of one.
+        # A result is neither an argument nor a view of an argument.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
         # It writes to its first argument, counts that, and returns nothing else.
         self.writes_first = (
@@ -344,7 +344,7 @@ class OpFacts:
         )
 
     def routes(self, args: Any, kwargs: Any) -> bool:
-        """Whether routes or shapes may depend on one run of the operator."""
+        """Whether routes or shapes may depend on a run of the operator."""
         if self.is_routing is not None:
             return self.is_routing
         if self.name != _CAST:
@@ -356,7 +356,7 @@ class OpFacts:
         return device is not None and torch.device(device).type == "cpu" and _kind_of(args[0])[1].type != "cpu"
 
     def chooses(self, args: Any, kwargs: Any) -> bool:
-        """Whether one run of the operator chooses among floating-point numbers, which a recompute may round otherwise."""
+        """Whether a run of the operator chooses among floating-point numbers, which a recompute may round otherwise."""
         # Choices among integers and masks follow from such choices.
         if not self.is_routing:
             return self.is_routing is None and self.routes(args, kwargs)

@@ -35,7 +35,7 @@ _PLAIN = frozenset(
 )
 
 #: Seconds that the processor spent on this thread, which other programs do not add to; where they are too coarse (Windows: 16
-#: ms), those of the clock.
+#: ms), seconds of the clock.
 thread_seconds = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
 
 #: Stands for the result of an operator which has not returned.
@@ -73,7 +73,7 @@ class Entry:
 
 
 class OperatorLog(QuietDispatchMode):
-    """A dispatch mode which notes each operator of one run of a region, inner regions included."""
+    """A dispatch mode which notes each operator of a run of a region, inner regions included."""
 
     # Operators of a backward in the middle of the run are left out, but by a log which counts.
 
@@ -100,7 +100,7 @@ class OperatorLog(QuietDispatchMode):
             elif kind is _WRITES:
                 count_writes(func, args)
             return output
-        entry = Entry()  # attributes one by one: quicker than an ``__init__``
+        entry = Entry()  # each attribute by itself: quicker than an ``__init__``
         entry.operator = func
         kinds, grad = [], False
         for value in args:

@@ -277,11 +277,11 @@ def apply_checkpointing(
 
 def planner() -> Any:
     """Returns the module which makes plans while a model trains."""
-    return importlib.import_module("ckpt_hooks.planner.online")  # a floor above, which makes regions by this one
+    return importlib.import_module("ckpt_hooks.planner.online")  # a floor above, which makes regions by this module
 
 
 def check_none(options: Mapping[str, Any], advice: str = "Leave them out: a plan says what each block keeps.") -> None:
-    """Raises if an option is given which goes with a memory budget alone, or never with one."""
+    """Raises if an option is given which goes with a memory budget alone, or never with a budget."""
     if excluded := [name for name, value in options.items() if value]:
         raise ValueError(f"{', '.join(excluded)} and memory_budget: one goes without the other. {advice}")
 

@@ -1,6 +1,6 @@
 """The ``forward`` of a module whose calls are regions; and the checkpointing switch that a model may have itself.
 
-Models of Transformers, diffusers, timm and open_clip have one. Where it is on in a region, around or inside, both recompute.
+Models of Transformers, diffusers, timm and open_clip have it. Where it is on in a region, around or inside, both recompute.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _names_in(kind: type) -> set[str]:
 
 
 class OwnSwitch:
-    """A model's own switch, as far as the flags of its modules bear on one region."""
+    """A model's own switch, as far as the flags of its modules bear on a region."""
 
     __slots__ = ("_modules", "_told", "region")
 
@@ -150,7 +150,7 @@ def checked_runner(
     where: str = "",
     cut: Sequence[str] = Chunks._fields,
 ) -> RegionRunner:
-    """Returns the runner for options that a form was given, the name of the region or else of the module ``of`` among these."""
+    """Returns the runner for options that a form was given, the name of the region or else of the module ``of`` among them."""
     is_recorded, options = checked_flag(recorded, "recorded"), {**options}
     chunks = chunks_among(options) if cut else None
     known = ["recorded", *options_of(Form.RECORDED if is_recorded else Form.CURRIED)]
@@ -178,12 +178,12 @@ class RegionForward:
 
     def __init__(self, module: Module) -> None:
         self.run: RegionRunner | None = None  # None where only spans begin, end or run here
-        # Parts of spans, which call a function: those which open and close a region around this module, the widest first, and
-        # those whose ends this module calls. The latter are inside, so that a rerun of this module opens the regions again.
+        # Parts of spans, which call a function: parts which open and close a region around this module, the widest first, and
+        # parts whose ends this module calls. The latter are inside, so that a rerun of this module opens the regions again.
         self.around: list[Any] = []
         self.inside: list[Any] = []
         self.replaced: Callable[..., Any] | None = None  # the instance's own ``forward`` before; None for the class's
-        self.is_active = True  # not where checkpointing was removed, and another object calls this one
+        self.is_active = True  # not where checkpointing was removed, and another object calls this object
         self._reference = weakref.ref(module)  # weakly, since the module holds this object
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ class RegionForward:
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        # ``torch.jit.script`` asks for these before it looks for source code.
+        # ``torch.jit.script`` asks for globals before it looks for source code.
         if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
             raise TypeError(
                 f"torch.jit.script cannot compile a checkpointed {type(self.module).__name__}. Make its calls plain calls "
@@ -245,7 +245,7 @@ class RegionForward:
         variables[_REPLICATE] = self.replicate
 
     def remove(self, runner_or_span: object = None) -> None:
-        """Takes the region away, the parts of one span, or all."""
+        """Takes the region away, the parts of a span, or all."""
         for parts in (self.around, self.inside):
             for part in [part for part in parts if runner_or_span in (None, part.__self__)]:
                 parts.remove(part)
@@ -255,7 +255,7 @@ class RegionForward:
         if self.run is not None or self.around or self.inside:
             return
         module, was_active = self._reference(), self.is_active
-        self.is_active = False  # for another object in ``forward``, which calls this one
+        self.is_active = False  # for another object in ``forward``, which calls this object
         if module is None:
             return
         variables = vars(module)
@@ -317,7 +317,7 @@ def region_forward_of(module: Module) -> RegionForward | None:
 
 
 def region_forward_for(module: Module) -> RegionForward:
-    """Returns the object which makes a module's calls regions, or one anew."""
+    """Returns the object which makes a module's calls regions, or a new object."""
     forward = region_forward_of(module)
     if forward is None:
         forward = RegionForward(module)

@@ -143,7 +143,7 @@ _ANSWER = "Write `bool(...)` around it in the function. Pass a policy by name: `
 
 
 def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], Any], argument: str) -> dict[str, Module]:
-    """Returns the modules for which a predicate holds, without those inside another."""
+    """Returns the modules for which a predicate holds, without the modules inside another."""
     outermost: dict[str, Module] = {}
     inside: set[int] = set()
     for name, module in modules.items():
@@ -203,7 +203,7 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argume
 
 
 def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argument: str) -> list[str]:
-    """Returns the names which match a pattern, of which there must be one."""
+    """Returns the names which match a pattern; raises if there are none."""
     matches = [name for name in modules if re.fullmatch(expression, name)]
     if not matches:
         names = [name for name in modules if name]

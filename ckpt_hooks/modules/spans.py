@@ -24,7 +24,7 @@ from .selecting import span
 
 
 class SpanModules(NamedTuple):
-    """The modules of a span in a model, and its place among those of the parent."""
+    """The modules of a span in a model, and its place among the spans of the parent."""
 
     name: str
     parent: Module
@@ -139,7 +139,7 @@ class RegionSpan:
 
 
 def check_spans(made: list[tuple[RegionSpan, SpanModules]]) -> None:
-    """Raises unless regions can be made of some spans: beside others of their parents, or inside these."""
+    """Raises unless regions can be made of some spans: beside others of their parents, or inside them."""
     there: dict[int, list[RegionSpan]] = {}
     for new, modules in made:
         for module in modules[1:4]:
