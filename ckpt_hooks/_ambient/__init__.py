@@ -22,8 +22,10 @@ with hook_points():
 class Ambient:
     __slots__ = ("casts", "has_streams", "is_simple", "modes", "streams", "switches")
 
-    def __init__(self, states: streams.Snapshot, found: switches.Snapshot, casts: Any = None, modes: Any = None) -> None:
-        self.streams, self.switches, self.casts, self.modes = states, found, casts, modes
+    def __init__(
+        self, states: streams.RandomStates, values: switches.SwitchValues, casts: Any = None, modes: Any = None
+    ) -> None:
+        self.streams, self.switches, self.casts, self.modes = states, values, casts, modes
         #: Whether a recompute will restore random streams other than torch's default streams.
         self.has_streams = bool(states[2])
         #: Whether the state is only switches of the process and states of torch's default generators.

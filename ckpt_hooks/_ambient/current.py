@@ -45,7 +45,7 @@ class _Accelerator:
         self.index: Callable[[], int] | None = index if len(self._indices) > 1 and hasattr(module, "set_device") else None
         self.stream: Any = stream if hasattr(module, "set_stream") else None
 
-    def read(self) -> _Place:
+    def read(self) -> _AcceleratorState:
         streams_now = () if self.stream is None else tuple(map(self.stream, self._indices))
         return self, None if self.index is None else self.index(), streams_now
 
@@ -66,7 +66,7 @@ class _Accelerator:
 
 
 #: An accelerator, its current device and the handle of the current stream of each device.
-_Place = tuple[_Accelerator, "int | None", tuple[Any, ...]]
+_AcceleratorState = tuple[_Accelerator, "int | None", tuple[Any, ...]]
 
 _accelerator = functools.cache(_Accelerator)
 
@@ -75,7 +75,7 @@ _accelerator = functools.cache(_Accelerator)
 class Current:
     """The current device and streams of each accelerator in use; equal for equal devices and streams."""
 
-    _places: list[_Place]
+    _states: list[_AcceleratorState]
     _by_device: dict[torch.device, tuple[_Accelerator, Any] | None] = field(default_factory=dict, compare=False)
 
     def enter(self) -> Current | None:
@@ -93,17 +93,17 @@ class Current:
         """Makes the state returned by :meth:`enter` current again, after the work of this state's and the present streams."""
         if before is None:
             return
-        now = capture()
-        if now is not None and now != self:  # the function left it so, or was stopped before it set it back
-            now.move(before)
+        current = capture()
+        if current is not None and current != self:  # the function left it so, or was stopped before it set it back
+            current.move(before)
         if before != self:
             self.move(before)
 
     def move(self, other: Current, tensors: Iterable[torch.Tensor] = ()) -> None:
         """Makes another state current, whose streams wait for this state's where the two differ, and will read ``tensors``."""
-        places = {id(place[0]): place for place in self._places}
-        for accelerator, index, after in other._places:
-            before = places[id(accelerator)][2] if id(accelerator) in places else after
+        states = {id(state[0]): state for state in self._states}
+        for accelerator, index, after in other._states:
+            before = states[id(accelerator)][2] if id(accelerator) in states else after
             accelerator.move(index, before, after)
             for tensor in tensors if before != after else ():
                 reader, told = other.place_of(tensor.device) or (None, None)
@@ -114,15 +114,17 @@ class Current:
         """Returns the accelerator of a device, and the handle of its current stream; None for a device without streams."""
         if device not in self._by_device:
             module = getattr(torch, device.type, None)
-            found = [(one, told[device.index or 0]) for one, _, told in self._places if one.module is module and told]
-            self._by_device[device] = found[0] if found else None
+            matching = [
+                (reader, told[device.index or 0]) for reader, _, told in self._states if reader.module is module and told
+            ]
+            self._by_device[device] = matching[0] if matching else None
         return self._by_device[device]
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Makes the current stream of a device wait for a value that was made here, if that is another stream."""
         accelerator, made = self.place_of(tensor.device) or (None, None)
-        if accelerator is not None and (now := accelerator.stream(tensor.device.index or 0)) != made:
-            stream = accelerator.stream_of(now)
+        if accelerator is not None and (current := accelerator.stream(tensor.device.index or 0)) != made:
+            stream = accelerator.stream_of(current)
             stream.wait_stream(accelerator.stream_of(made))
             mark_used(tensor, stream)
 
@@ -130,7 +132,7 @@ class Current:
         """Returns a function which checks whether this state is still current, and ``check`` passes."""
         # Each operator of a recorded region calls the function: what a backend cannot change is not read.
         asked: list[tuple[Callable[..., Any], tuple[int, ...], Any]] = []
-        for accelerator, index, told in self._places:
+        for accelerator, index, told in self._states:
             if accelerator.index is not None:
                 asked.append((accelerator.index, (), index))
             if accelerator.stream is not None:
@@ -161,10 +163,10 @@ def capture() -> Current | None:
     if len(streams.TORCH_NAMES) == streams.names_without_devices:
         return None
     used = [_accelerator(module, streams.devices_of(module)) for initialised, module in streams.find_devices() if initialised()]
-    places = [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
+    states = [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
     latest = _latest
-    if not places:
+    if not states:
         return None
-    if latest is None or places != latest._places:
-        latest = _latest = Current(places)
+    if latest is None or states != latest._states:
+        latest = _latest = Current(states)
     return latest

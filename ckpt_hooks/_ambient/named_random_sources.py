@@ -42,10 +42,10 @@ class TrackedSource:
 @contextmanager
 def hold_sources(streams: Iterable[Stream]) -> Iterator[None]:
     """Tracks streams of a forward during its recompute, for the regions inside."""
-    with ExitStack() as held:
+    with ExitStack() as sources:
         for stream in streams:
             if stream not in TRACKED:
-                held.enter_context(TrackedSource(stream))
+                sources.enter_context(TrackedSource(stream))
         yield
 
 

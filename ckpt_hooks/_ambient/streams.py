@@ -26,10 +26,10 @@ from ckpt_hooks._torch.modes import address_of_generator, made_apart, private_ba
 from ckpt_hooks._torch.tensors import past_all_modes
 
 
-def is_same_state(one: Any, other: Any) -> bool:
-    """Whether two states of one stream are known to be equal; states other than tensors count as different."""
-    are_on_host = type(one) is type(other) is torch.Tensor and one.is_cpu and other.is_cpu
-    return one is other or (are_on_host and past_all_modes(one, torch.equal, one, other))
+def is_same_state(state: Any, other: Any) -> bool:
+    """Whether two states of a stream are known to be equal; states other than tensors count as different."""
+    are_on_host = type(state) is type(other) is torch.Tensor and state.is_cpu and other.is_cpu
+    return state is other or (are_on_host and past_all_modes(state, torch.equal, state, other))
 
 
 # The image of the CPU's generator: whether it has moved, told without reading a state
@@ -96,7 +96,7 @@ class Stream:
     write: Callable[[Any], object]
     restart: Callable[[], object] | None = None
     generator: torch.Generator | None = None
-    # Tells the state in a few numbers, if known, at a tenth of the cost. A default stream keeps the latest state with these.
+    # Tells the state in a few numbers, if known, at a tenth of the cost. A default stream keeps the latest state with them.
     look: Callable[[], Any] | None = None
     is_default: bool = False
     seen: tuple[Any, Any] = (None, None)
@@ -139,7 +139,7 @@ def _stream_of_default(generator: torch.Generator) -> Stream:
 
     stream = Stream(generator.get_state, generator.set_state, restart, generator, is_default=True)
     with suppress(AttributeError, RuntimeError, struct.error):  # of generators without an offset
-        if bytes(generator.get_state().tolist()) == struct.pack("=QQ", *look()):  # else these are not the whole state
+        if bytes(generator.get_state().tolist()) == struct.pack("=QQ", *look()):  # else the numbers are not the whole state
             stream.look = look
     return stream
 
@@ -150,14 +150,14 @@ if _views:
     CPU.look = lambda: (HEAD.raw, TAIL.raw)
 
 
-# Modules of torch which may hold an accelerator's state. A backend outside of torch adds one, maybe after this import.
+# Modules of torch which may hold an accelerator's state. A backend outside of torch adds a module, maybe after this import.
 _DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
 _modules: list[tuple[Callable[[], bool], Any]] = []
 _modules_known_for = -1
 
 #: A registering backend adds its module to torch. To count torch's names costs less than to ask for the backend's name.
 TORCH_NAMES = vars(torch)
-#: The number of torch's names where this build has no accelerator, initialised or not; -1 where it has one.
+#: The number of torch's names where this build has no accelerator, initialised or not; -1 where it has any.
 names_without_devices = -1
 
 
@@ -235,7 +235,7 @@ default_generators_lock = threading.RLock()
 
 States = tuple[tuple[Stream, Any], ...]
 #: States of the CPU's generator, of devices, and of other streams; None for the first where nothing is to be restored.
-Snapshot = tuple["torch.Tensor | None", States, States]
+RandomStates = tuple["torch.Tensor | None", States, States]
 
 #: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
 TRACKED: list[Stream] = []
@@ -246,21 +246,21 @@ _latest_devices: States = ()
 def read_devices() -> States:
     """Returns the state of each initialised device's default stream, as the same tuple while no state has moved."""
     global _latest_devices
-    known, found = _latest_devices, tuple([(stream, stream.state()) for stream in device_streams(needed=True)])
-    if [id(one) for pair in found for one in pair] != [id(one) for pair in known for one in pair]:
-        _latest_devices = known = found
+    known, states = _latest_devices, tuple([(stream, stream.state()) for stream in device_streams(needed=True)])
+    if [id(part) for pair in states for part in pair] != [id(part) for pair in known for part in pair]:
+        _latest_devices = known = states
     return known
 
 
-def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
+def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> RandomStates:
     """Returns the state of every stream; none of default generators if a recompute is to draw other numbers."""
-    if not preserve:  # a recompute still leaves the streams where it found them
+    if not preserve:  # a recompute still leaves the streams as they were before it
         return None, (), tuple((stream_of_generator(generator), None) for generator in generators)
     others = (*TRACKED, *map(stream_of_generator, generators))
     return CPU.state(), read_devices(), tuple([(stream, stream.read()) for stream in others])
 
 
-def enter(captured: Snapshot, *, defaults: bool = True) -> list[tuple[Stream, Any]]:
+def enter(captured: RandomStates, *, defaults: bool = True) -> list[tuple[Stream, Any]]:
     """Sets every stream of a snapshot back, but for default generators if not asked to; returns the states before."""
     cpu, devices, others = captured
     states, before = {CPU: cpu}, [(CPU, CPU.read())] if defaults else []
@@ -273,10 +273,10 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> list[tuple[Stream, An
             if stream is not CPU and (is_readable or states.get(stream) is not None):
                 before.append((stream, stream.state()))
     try:
-        for stream, found in before:
+        for stream, current in before:
             state = states.get(stream)
             if state is not None:
-                if stream is CPU or not is_same_state(found, state):  # 5 KB are set sooner than compared
+                if stream is CPU or not is_same_state(current, state):  # 5 KB are set sooner than compared
                     stream.write(state)
             elif cpu is not None and stream.restart is not None:
                 # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
@@ -299,11 +299,11 @@ def leave(before: Iterable[tuple[Stream, Any]]) -> None:
 # (``functools.lru_cache``): all later draws are shifted. Of the CPU's generator it is the number of the next word, which stands
 # before the words, with the first word; of devices' generators, the offset, for which no device waits.
 
-#: Equal positions of two runs are equal states, if both runs began in one state.
+#: Equal positions of two runs are equal states, if both runs began in the same state.
 Position = Any
 
 #: Two numbers: the first moves with nearly every draw, and both are the position. Of all that Python has, an item of a
-#: memoryview is read soonest, and a small number sooner than a large one.
+#: memoryview is read soonest, and a small number sooner than a large number.
 Where = Any
 
 _NOWHERE: Where = (0, 0)
@@ -325,7 +325,7 @@ class _WithDevices:
 def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
     """Returns what tells the position, as long as the same devices are in use; a position at rest if not watched."""
     # In a recompute, ``begin`` is the first number of the position where forward began. Forward may have been the first to use
-    # a device: its positions tell of the CPU alone, and so do those of its recomputes.
+    # a device: its positions tell of the CPU alone, and so do its recomputes' positions.
     if not watched:
         return _NOWHERE
     if len(TORCH_NAMES) == names_without_devices or isinstance(begin, int):
@@ -340,18 +340,18 @@ def are_other_threads_alive() -> bool:
 
 
 def have_several_drawn() -> bool:
-    """Whether the generators of several accelerators have moved: threads may train on one each."""
+    """Whether the generators of several accelerators have moved: threads may train on a device each."""
     generators: Sequence[torch.Generator] = getattr(where_streams_are(), "generators", ())
     return sum(generator.get_offset() > 0 for generator in generators) > 1
 
 
-def devices_between(one: Position, other: Position, where: Where) -> set[torch.device]:
-    """Returns the devices whose streams stand elsewhere in one position than in the other."""
+def devices_between(position: Position, other: Position, where: Where) -> set[torch.device]:
+    """Returns the devices whose streams stand elsewhere in a position than in another."""
     cpu = torch.device("cpu")
     devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
-    firsts = [first if isinstance(first, tuple) else (first,) for first in (one[0], other[0])]
-    found = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
-    return found | {cpu} if one[1] != other[1] else found
+    firsts = [first if isinstance(first, tuple) else (first,) for first in (position[0], other[0])]
+    moved = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
+    return moved | {cpu} if position[1] != other[1] else moved
 
 
 def moves_by_itself(devices: set[torch.device]) -> bool:

@@ -1,8 +1,8 @@
 """The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
 Switches are compared once a region in forward and once a recompute, and read in full only after a move. Private calls into
-torch: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around these, at 1 us each for
-0.04, and one imports the compiler; the private forms may go when the public forms cost as little. ``tests/test_switches.py``
+torch: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around them, at 1 us each for
+0.04, and some import the compiler; the private forms may go when the public forms cost as little. ``tests/test_switches.py``
 fails for a switch of the installed torch which has no row here and no reason there.
 """
 
@@ -29,12 +29,12 @@ _c: Any = torch._C
 
 class Compared(enum.Enum):
     BY_VALUE = enum.auto()  # once a region, once a recompute, and in recorded regions ahead of operators which heed the switch
-    BY_GUARD = enum.auto()  # by one call of 0.13 us for all: once a region, a recompute, and an operator of recorded regions
+    BY_GUARD = enum.auto()  # by a call of 0.13 us for all: once a region, a recompute, and an operator of recorded regions
     ON_DEVICES = enum.auto()  # by value once a region, where a CUDA device is in use: some take 0.5 us to read
     BY_OTHERS = enum.auto()  # a default: the switches which it holds for tell
 
 
-# Parts of names of operators: those which choose among kernels, and those among them with switches of their own. Which switch
+# Parts of names of operators: all which choose among kernels, and those with switches of their own. Which switch
 # chooses a kernel depends on device, dtype and build, so a recorded region compares all of the first list for each operator.
 _KERNELS = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 _LAYERS = ("conv", "gru", "lstm", "rnn")
@@ -190,7 +190,7 @@ def _used(compared: Compared) -> list[Switch]:
 _DEFAULTS, _GUARDED, DEVICES = _used(Compared.BY_OTHERS), _used(Compared.BY_GUARD), _used(Compared.ON_DEVICES)
 #: Compared by value for every operator which chooses among kernels.
 COMMON = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by == _KERNELS]
-#: Compared by value for other operators, or a few of these, and then along with the common ones.
+#: Compared by value for other operators, or a few of them, and then along with the common switches.
 FURTHER = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by != _KERNELS]
 _ON_HOST = [*_DEFAULTS, *COMMON, *FURTHER, *_GUARDED]  # a default comes before the switches which it holds for
 
@@ -207,15 +207,15 @@ are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 
 def _reader(switches: Sequence[Switch]) -> Callable[[], list[Any]]:
-    """Returns one expression which reads every switch, as if written out: a loop costs half as much again."""
+    """Returns an expression which reads every switch, as if written out: a loop costs half as much again."""
     names: dict[str, Any] = {f"of_{index}": switch.read_fast or switch.read for index, switch in enumerate(switches)}
-    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (one.form for one in switches)))}]", names)
+    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (switch.form for switch in switches)))}]", names)
     return read
 
 
 #: Reads the switches unknown to guards; raises ``RuntimeError`` where both ways to set a precision were used.
 read_fast = _reader([*COMMON, *FURTHER])
-#: Reads the first of these: the switches for operators which heed no rarer ones.
+#: Reads the common switches alone: for operators which heed no rarer switches.
 read_common = _reader(COMMON)
 
 
@@ -233,7 +233,7 @@ def _write(switches: Sequence[Switch], values: Sequence[Any]) -> None:
             switch.write(value)
 
 
-class Snapshot:
+class SwitchValues:
     __slots__ = ("_devices", "_values", "common", "guard", "unguarded")
 
     def __init__(self) -> None:
@@ -260,23 +260,23 @@ class Snapshot:
             _write(DEVICES, self._devices)
 
 
-_latest = Snapshot()
+_latest = SwitchValues()
 
 
-def capture() -> Snapshot:
-    """Returns the switches; regions with the same switches share one snapshot."""
+def capture() -> SwitchValues:
+    """Returns the switches; regions with the same switches share an object."""
     global _latest
     latest = _latest
     if not latest.is_set():
-        latest = _latest = Snapshot()
+        latest = _latest = SwitchValues()
     return latest
 
 
-def enter(captured: Snapshot) -> tuple[Snapshot, Snapshot | None]:
-    """Restores the switches, in the same gradient mode; returns them, and the different switches found before, if any."""
+def enter(captured: SwitchValues) -> tuple[SwitchValues, SwitchValues | None]:
+    """Restores the switches, in the same gradient mode; returns them, and the different switches before, if any."""
     if captured.is_set():
         return captured, None
-    before = Snapshot()
+    before = SwitchValues()
     try:
         captured.write()
     except BaseException:  # Ctrl-C
@@ -285,7 +285,7 @@ def enter(captured: Snapshot) -> tuple[Snapshot, Snapshot | None]:
     return captured, before
 
 
-def leave(undo: tuple[Snapshot, Snapshot | None]) -> None:
+def leave(undo: tuple[SwitchValues, SwitchValues | None]) -> None:
     captured, before = undo
     if before is not None:
         before.write()
@@ -334,8 +334,8 @@ class _Autocast(ThreadState):
 
 
 def _read_modes() -> list[tuple[int, object]]:
-    found = map(modes.function_mode_at, range(modes.num_function_modes()))
-    return [(id(mode), mode) for mode in found]  # compared by identity
+    entered = map(modes.function_mode_at, range(modes.num_function_modes()))
+    return [(id(mode), mode) for mode in entered]  # compared by identity
 
 
 def _write_modes(wanted: list[tuple[int, object]]) -> None:
@@ -350,7 +350,7 @@ _KINDS = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "pri
 _TYPES = [kind for kind in _KINDS if torch.amp.is_autocast_available(kind)]
 _ENABLED = [Switch((), partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _TYPES]
 _DTYPES = [Switch((), partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _TYPES]
-# The default dtype of each type. A region outside of autocast may enter autocast without a dtype, and gets this one, in a
+# The default dtype of each type. A region outside of autocast may enter autocast without a dtype, and gets this dtype, in a
 # backward under autocast too. (In a block of autocast, the present dtype is that of the block.)
 _OFF = modes.made_apart(lambda: _read(_DTYPES)) if modes.is_any_autocast_enabled() else _read(_DTYPES)
 

@@ -25,7 +25,7 @@ from ckpt_hooks._core.misuse import (
 )
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._function.journal import Loan, journal_of
+from ckpt_hooks._function.journal import JournalLoan, journal_of
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
     Form,
@@ -275,7 +275,7 @@ def _compare_rows(
     def compared() -> tuple[str | None, Any, Any]:
         with torch.no_grad(), _as_before(function, arguments), DrawWatch() as watch:
             whole, halves = results(some, 2 * half), results(some, half)
-        return watch.found, whole, halves
+        return watch.first_draw, whole, halves
 
     drawn, whole, halves = past_modes(compared)
     pairs = zip(whole, halves, strict=True) if isinstance(whole, tuple) else [(whole, halves)]
@@ -295,7 +295,7 @@ def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
     """Restores on leaving what a rerun restores: random states, and what the function reaches."""
     journal = journal_of(function, [one for one in arguments if not isinstance(one, torch.Tensor)], preserve_buffers=True)
     region = (name_of_function(function),)
-    loan = Loan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
+    loan = JournalLoan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
     before = _ambient.enter(_ambient.capture(preserve_rng_state=True, generators=journal.generators if journal else ()))
     caches_casts = torch.is_autocast_cache_enabled()
     try:

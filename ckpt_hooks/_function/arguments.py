@@ -1,6 +1,6 @@
 """The arguments of a region, taken apart so that their tensors can be saved like other saved tensors (Rule 2)."""
 
-# A repeated tensor comes back as one object, since functions ask whether two arguments are the same
+# A repeated tensor comes back as the same object, since functions ask whether two arguments are the same
 # (``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor passed through hooks would come back
 # as a new object each time. Without active saved-tensor hooks, a ``SavedTensor`` would keep the tensor itself and its version;
 # doing just that here costs a sixth.
@@ -31,20 +31,20 @@ from ckpt_hooks._torch.autograd import (
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, handles_operators, storage_of, version_of
 
-from .journal import Loan
+from .journal import JournalLoan
 from .notes import Memory
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 #: The frame around a region, and the region's path.
-Inside = tuple[Frame, RegionPath]
+PlaceInFrame = tuple[Frame, RegionPath]
 
 #: The hooks registered on tensors: each dict of hooks by their numbers, and its content.
 Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 
-#: Tensors for a rerun, and those that are other ones than in forward, by the ``id`` that these had.
+#: Tensors for a rerun, and the tensors that are others than in forward, by the ``id`` of forward's.
 Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
 # What most arguments have of what is rare: never filled.
@@ -131,18 +131,18 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
         raise
 
 
-def put_hooks_back(before: Hooks, now: Hooks) -> None:
+def put_hooks_back(before: Hooks, after: Hooks) -> None:
     """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there."""
-    noted = {id(hooks): content for hooks, content in before}
-    for hooks, _ in (*before, *now):
-        content = noted.get(id(hooks), {})
+    contents = {id(hooks): content for hooks, content in before}
+    for hooks, _ in (*before, *after):
+        content = contents.get(id(hooks), {})
         if hooks.keys() != content.keys():
             hooks.clear()
             hooks.update(content)
 
 
 class Arguments:
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: PlaceInFrame | None = None) -> None:
         # Arguments taken apart, and the ``id`` that each container had in forward; None for positional tensors alone.
         self._captured: tuple[list[Any], dict[str, Any]] | None = None
         self._containers: Sequence[int] = ()
@@ -167,17 +167,17 @@ class Arguments:
         self._tensors: Sequence[torch.Tensor | None] = tensors
         if hooks is not None:
             # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in step with its
-            # forward, and may meet two tensors where forward met one.
+            # forward, and may meet two tensors where forward met a single tensor.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._layouts = {  # of views, and those that are not contiguous
+            self._layouts = {  # of views, and of tensors that are not contiguous
                 position: (None if tensor.is_contiguous() else tensor.stride(), base_of(tensor))
                 for position, tensor in enumerate(tensors)
                 if tensor.layout is torch.strided and (tensor._is_view() or not tensor.is_contiguous()) and not tensor.is_nested
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
-            # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
+            # Whether saved tensors come back through hooks of somebody else, which may hand on the same tensor each time.
             self._foreign = not UNPACKS.get(hooks[1], False)
             self._storages = list(map(storage_of, tensors))
             self.live = tensors
@@ -197,36 +197,36 @@ class Arguments:
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
         self.live = None
-        now = _facts_of_all(self._tensors)
-        if now != self._kept_facts:
-            self._note_flags(now)
-        held = list(self._tensors)
-        for position, tensor in enumerate(held):
-            if tensor is None or not now[position][1]:
+        facts = _facts_of_all(self._tensors)
+        if facts != self._kept_facts:
+            self._note_flags(facts)
+        tensors = list(self._tensors)
+        for position, tensor in enumerate(tensors):
+            if tensor is None or not facts[position][1]:
                 continue
             # What the function has written to cannot be brought back, and needs no stand-in.
-            if _has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
-                held[position] = self._let_go(position, tensor)
+            if _has_history(tensor) or (facts[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
+                tensors[position] = self._let_go(position, tensor)
                 self._kept_facts[position] = self._kept_facts[position][0], False
         if self._origins:
-            self._tensors = held
+            self._tensors = tensors
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        origin = next((one for one in self._origins.values() if one[1] == id(tensor)), None) if self._origins else None
+        origin = next((known for known in self._origins.values() if known[1] == id(tensor)), None) if self._origins else None
         if origin is None:
             origin = weakref.ref(tensor), id(tensor), counted_detach(tensor), base_of(tensor)
         self._origins = {**self._origins, position: origin}
         return origin[2]
 
-    def _note_flags(self, now: Sequence[_Facts]) -> None:
+    def _note_flags(self, after: Sequence[_Facts]) -> None:
         """Notes tensors whose ``requires_grad`` was changed since forward began, by the function or after it."""
-        for position, (before, found) in enumerate(zip(self._kept_facts, now, strict=True)):
-            if before[1] != found[1] and None not in (before[1], found[1]):
+        for position, (before, now) in enumerate(zip(self._kept_facts, after, strict=True)):
+            if before[1] != now[1] and None not in (before[1], now[1]):
                 self._flags = {position: bool(before[1]), **self._flags}
-                self._kept_facts[position] = before[0], found[1]
+                self._kept_facts[position] = before[0], now[1]
 
     def _stand_in(self) -> Restored:
-        """Returns tensors with stand-ins for those that are not, or no more, what they were when forward began."""
+        """Returns tensors with stand-ins for tensors that are not, or no more, what they were when forward began."""
         tensors, stand_ins, aliases = list(self._tensors), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for position, flag in self._flags.items():  # which require grad, or not, as then
             tensor = tensors[position]
@@ -247,20 +247,20 @@ class Arguments:
 
     def restore(self, frame: Frame, handed_out: list[HandedOut]) -> Restored:
         """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
-        now = _facts_of_all(self._tensors)
-        if now != self._kept_facts:
-            self._note_flags(now)
-            if now != self._kept_facts:
+        facts = _facts_of_all(self._tensors)
+        if facts != self._kept_facts:
+            self._note_flags(facts)
+            if facts != self._kept_facts:
                 self._raise_changed(format_path(frame.path))
         if self._steps != num_fused_steps():
-            for position, one in enumerate(self._tensors):
-                if one is not None and stepped_since(one, self._steps):
-                    self._raise_modified(position, one, format_path(frame.path))
+            for position, argument in enumerate(self._tensors):
+                if argument is not None and stepped_since(argument, self._steps):
+                    self._raise_modified(position, argument, format_path(frame.path))
         kept, stand_ins = self._stand_in() if self._flags or self._origins else (self._tensors, _NONE)
-        for position, (noted, one) in enumerate(zip(self._memory, kept, strict=True)):
-            if noted is None or one is None or noted.holds(one) or is_theirs(one, noted.layout) or noted.has_same_content(one):
+        for position, (place, arg) in enumerate(zip(self._memory, kept, strict=True)):
+            if place is None or arg is None or place.holds(arg) or is_theirs(arg, place.layout) or place.has_same_content(arg):
                 continue
-            raise mutated(Why.MOVED, format_path(frame.path), one, GONE, name=self._path_at(position))
+            raise mutated(Why.MOVED, format_path(frame.path), arg, GONE, name=self._path_at(position))
         if self._saved is None:
             return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
@@ -292,8 +292,8 @@ class Arguments:
                 tensors.append(tensor)
         return tensors, stand_ins
 
-    def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
+    def build(self, tensors: Sequence[Any], loan: JournalLoan | None) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Returns positional and keyword arguments for another call, in new containers, or in containers lent to the rerun."""
         if self._captured is None:
             return tensors, _NONE
         built = {} if loan is None else loan.by_identity(self._containers)
@@ -328,7 +328,7 @@ class Arguments:
         return f"args[{position}]" if self._captured is None else self._paths[position]
 
     def path_of(self, tensor: torch.Tensor) -> str | None:
-        return next((self._path_at(at) for at, one in enumerate(self._tensors) if one is tensor), None)
+        return next((self._path_at(at) for at, value in enumerate(self._tensors) if value is tensor), None)
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]

@@ -16,7 +16,7 @@ from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.tensors import storage_of, version_of
 from ckpt_hooks.errors import MutationError
 
-from .journal import Loan
+from .journal import JournalLoan
 from .words import name_of_tensor
 
 #: Operators of ATen that leave memory of their results unfilled.
@@ -41,12 +41,12 @@ _ADVICE = (
 
 
 class CheckedRerun(QuietDispatchMode):
-    def __init__(self, frame: Any, loan: Loan | None, arguments: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, frame: Any, loan: JournalLoan | None, arguments: Sequence[torch.Tensor | None]) -> None:
         super().__init__()
         self._frame, self._sampled, self._loan = frame, frame.sampled, loan
         self._puts_back = frame.options.preserve_buffers
         # Storages that the rerun made, or filled, or that others look after.
-        self._own = {storage_of(one) for one in arguments if one is not None}
+        self._exempt = {storage_of(tensor) for tensor in arguments if tensor is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused:
@@ -58,7 +58,7 @@ class CheckedRerun(QuietDispatchMode):
             self._look_at_write(facts, args, kwargs or {})
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if facts.has_fresh:
-            self._own.update(map(storage_of, instances_in(output, torch.Tensor)))
+            self._exempt.update(map(storage_of, instances_in(output, torch.Tensor)))
         return output
 
     def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
@@ -69,13 +69,13 @@ class CheckedRerun(QuietDispatchMode):
         for written in facts.written:
             for tensor in instances_in(written.of(args, kwargs), torch.Tensor):
                 storage, version = storage_of(tensor), version_of(tensor)
-                if storage is None or storage in self._own or version < 0:
+                if storage is None or storage in self._exempt or version < 0:
                     continue
-                # No version tells that a new one was written to; of an old one it does, since forward wrote to it.
+                # No version tells that new memory was written to. An old tensor's version does: forward wrote to it.
                 if written.overwritten or (written.counted and version == 0):
-                    self._own.add(storage)
+                    self._exempt.add(storage)
                 elif reads:
-                    self._own.add(storage)  # told once
+                    self._exempt.add(storage)  # told once
                     if self._loan is None or storage not in self._loan.journal.storages():
                         self._sampled.settle(self._error(tensor, facts), _ADVICE)
 

@@ -34,7 +34,7 @@ from ckpt_hooks._torch.modes import FAKE, num_function_modes
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError, MutationError
 
-from .journal import Loan
+from .journal import JournalLoan
 from .words import draws_error, name_of_tensor
 
 PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]
@@ -50,12 +50,12 @@ _PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
 
 def ends_small(result: Any, facts: Sequence[Any]) -> bool:
     """Whether the last operators of a forward ran on small tensors, as its result and its last saved tensors tell."""
-    # Neither tells alone: an embedding saves nothing but numbers of rows, a linear layer of one row a view of its large weight.
+    # Neither tells alone: an embedding saves nothing but numbers of rows, a linear layer of a row a view of its large weight.
     if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # for which a question for a size is a call
         return False
     try:
-        return result.numel() <= _SMALL and all(type(one) is tuple and one[0].numel() <= _SMALL for one in facts[-2:])
-    except AttributeError:  # no shape of a leaf was noted, and a ragged one has no numbers
+        return result.numel() <= _SMALL and all(type(row) is tuple and row[0].numel() <= _SMALL for row in facts[-2:])
+    except AttributeError:  # no shape of a leaf was noted, and a ragged tensor has no numbers
         return False
 
 
@@ -80,7 +80,7 @@ class Collector:
         self.versions: list[int] | None = None
 
     @skipped
-    def hook(self, loan: Loan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
+    def hook(self, loan: JournalLoan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
@@ -88,7 +88,7 @@ class Collector:
         if loan is not None:
             self._lent, self._exchanged = loan.lent, loan.storages
         is_special = bool(self._lent or self._exchanged)
-        # Whether each tensor is wanted, up to the last one that is.
+        # Whether each tensor is wanted, up to the last wanted tensor.
         asked = frame.alive()
         final = -1  # the tensor that forward saved last
         if self.wanted is None:
@@ -113,7 +113,7 @@ class Collector:
                 position = where[0]
                 self._compare_draws((position, where[1]), where)
             is_wanted = next_is_wanted()
-            if is_wanted is None:  # past the last one
+            if is_wanted is None:  # past the last wanted tensor
                 append(MISSING)
                 if self.early_stop:
                     if unfinished != sequence_number():
@@ -165,8 +165,8 @@ class Collector:
 
         def watch(tensor: torch.Tensor) -> int | torch.Tensor:
             versions.append(version_of(tensor))
-            if errors and (found := errors.get(storage_of(tensor))) is not None:
-                self.distrust(found)
+            if errors and (error := errors.get(storage_of(tensor))) is not None:
+                self.distrust(error)
             return hook(tensor)
 
         return watch
@@ -176,7 +176,7 @@ class Collector:
         positions, index = self.frame.positions or {}, len(self.values)
         if index > self.last or positions.get(index) == position:
             return
-        expected = positions[max(one for one in positions if one <= index)]
+        expected = positions[max(moved_at for moved_at in positions if moved_at <= index)]
         if expected != position:
             if are_other_threads_alive():  # which may have drawn: that is looked into when the rerun has ended
                 self.moved_otherwise |= devices_between(expected, position, where)
@@ -201,7 +201,7 @@ class Collector:
         return mutated(why, format_path(frame.path), tensor, version, name=name)
 
     def _finish(self, tensor: torch.Tensor | None) -> None:
-        """Stops a rerun that has all its values, the last one saved with a tensor, unless next to nothing is left to run."""
+        """Stops a rerun that has all its values, the last saved with a tensor, unless next to nothing is left to run."""
         self.done = True
         # Left over are at most as many operators as nodes, and the operator which saves the tensor, if that is not its result.
         left = self._end - sequence_number()

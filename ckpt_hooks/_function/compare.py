@@ -22,7 +22,7 @@ from .words import CAUSES, name_of_tensor, node_of
 
 
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
-    """Returns the values of an ended rerun: an entry for each handle up to the last one wanted, ``MISSING`` for others."""
+    """Returns the values of an ended rerun: a value for each handle up to the last wanted, ``MISSING`` for others."""
     # ``MISSING`` stands for a value modified by the function after it was saved too, as in ``y = x.sin(); x.mul_(2)``.
     values, frame = collector.values, collector.frame
     if not collector.early_stop and frame.complete and len(values) != len(frame.numbers):
@@ -39,10 +39,10 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
             collector.without_grad = [index for index in collector.without_grad if index < end]
     if frame.marks or collector.marks:
         _compare_marks(collector)
-    found = list(map(check.facts, values))
+    actual = list(map(check.facts, values))
     expected = frame.facts if collector.versions is None else list(map(_at_lower_version, frame.facts, collector.versions))
-    if found != (expected if len(expected) == len(found) else expected[: len(found)]):
-        _look_into(collector, found, expected)
+    if actual != (expected if len(expected) == len(actual) else expected[: len(actual)]):
+        _look_into(collector, actual, expected)
     if collector.without_grad != frame.without_grad:
         _compare_grad(collector)
     if check.fingerprint is not None and not is_without_values():
@@ -56,19 +56,19 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
 
 def _compare_marks(collector: Collector) -> None:
     # A region inside a frame saves its inputs in the frame, and the frame fills its handles by number. If an inner region of a
-    # rerun gets one more tensor than in forward, the later handles would be filled with values of others, perhaps of the same
+    # rerun gets a tensor more than in forward, the later handles would be filled with values of others, perhaps of the same
     # shape.
     forward, rerun = (
         marks[: bisect_right(marks, collector.last, key=itemgetter(0))] for marks in (collector.frame.marks, collector.marks)
     )
-    for expected, found in itertools.zip_longest(forward, rerun):
-        if expected is None or found is None or expected[:3] != found[:3]:
-            position = min(mark[0] for mark in (expected, found) if mark is not None)
+    for expected, actual in itertools.zip_longest(forward, rerun):
+        if expected is None or actual is None or expected[:3] != actual[:3]:
+            position = min(mark[0] for mark in (expected, actual) if mark is not None)
             before, now = (
                 "no region there"
                 if mark is None
                 else f"region {mark[3][0]!r} with {mark[1]} tensors, after {mark[0]} saved ones"
-                for mark in (expected, found)
+                for mark in (expected, actual)
             )
             message = (
                 "A region inside of this one was given other tensors during recomputation than during the original forward "
@@ -77,12 +77,12 @@ def _compare_marks(collector: Collector) -> None:
             raise _error(collector, message, position, before, now)
 
 
-def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]) -> None:
+def _look_into(collector: Collector, actual: list[Any], expected_facts: list[Any]) -> None:
     if (difference := _first_other(collector)) is not None:
         index, expected, now = difference
         message = "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
         raise _error(collector, message + _in_words(difference), index, expected, now)
-    for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, found, strict=False)):
+    for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, actual, strict=False)):
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
                 name = name_of_tensor(value, collector.frame.function, f"tensor {index} of those that it saved")
@@ -95,9 +95,9 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
     frame = collector.frame
     expected = list(frame.fingerprints[: len(collector.values)])
     with torch.no_grad():
-        index, found = past_modes(_first_difference, collector, fingerprint, expected)
+        index, actual = past_modes(_first_difference, collector, fingerprint, expected)
     if index is not None:
-        raise _error_of_values(collector, index, *(f" with fingerprint {_short(one[index])}" for one in (expected, found)))
+        raise _error_of_values(collector, index, *(f" with fingerprint {_short(row[index])}" for row in (expected, actual)))
 
 
 def _error_of_values(collector: Collector, index: int, before: str, now: str) -> DeterminismError:
@@ -127,25 +127,25 @@ def _first_difference(
 ) -> tuple[int | None, list[Any]]:
     from ckpt_hooks._tensors.determinism import first_difference, may_be_unfilled
 
-    found = [
-        None if one is None or value is MISSING else fingerprint(value)
-        for one, value in zip(expected, collector.values, strict=True)
+    actual = [
+        None if known is None or value is MISSING else fingerprint(value)
+        for known, value in zip(expected, collector.values, strict=True)
     ]
-    while (index := first_difference(expected, found)) is not None:
+    while (index := first_difference(expected, actual)) is not None:
         # Memory may be saved that no operator ever fills, without a sign in the operator's results.
         is_fresh = index in collector.without_grad
         if not (is_fresh and may_be_unfilled(node_of(collector.frame, index), collector.values[index])):
             break
-        found[index] = None
-    return index, found
+        actual[index] = None
+    return index, actual
 
 
 def _compare_grad(collector: Collector) -> None:
     expected = [index for index in collector.frame.without_grad if index < len(collector.values)]
-    found = collector.without_grad
-    if expected != found:
-        index = min(set(expected) ^ set(found))
-        before, now = (f"a tensor with requires_grad={index not in indices}" for indices in (expected, found))
+    actual = collector.without_grad
+    if expected != actual:
+        index = min(set(expected) ^ set(actual))
+        before, now = (f"a tensor with requires_grad={index not in indices}" for indices in (expected, actual))
         message = (
             "Tensors saved during recomputation require grad where those of the forward pass did not, or the other way "
             f"round.\ntensor at position {index}: {before} in forward, {now} in recomputation.\n"
@@ -154,17 +154,17 @@ def _compare_grad(collector: Collector) -> None:
 
 
 def _raise_miscounted(collector: Collector) -> NoReturn:
-    expected, found = len(collector.frame.numbers), len(collector.values)
+    expected, actual = len(collector.frame.numbers), len(collector.values)
     message = "A different number of tensors was saved during the original forward and recomputation.\n"
-    saved, again = f"Number of tensors saved during forward: {expected}\n", f"{found} tensors"
-    if found > expected:
+    saved, again = f"Number of tensors saved during forward: {expected}\n", f"{actual} tensors"
+    if actual > expected:
         message = "The function is trying to save more tensors during recomputation than during the original forward pass.\n"
         again += " or more"
     else:
-        saved += f"Number of tensors saved during recomputation: {found}\n"
+        saved += f"Number of tensors saved during recomputation: {actual}\n"
     first = _first_other(collector)
     details = "" if first is None else _in_words(first)
-    raise _error(collector, message + saved + details, min(expected, found), f"{expected} tensors", again)
+    raise _error(collector, message + saved + details, min(expected, actual), f"{expected} tensors", again)
 
 
 def _first_other(collector: Collector) -> tuple[int, str, str] | None:
@@ -178,14 +178,14 @@ def _first_other(collector: Collector) -> tuple[int, str, str] | None:
 
 
 def _in_words(difference: tuple[int, str, str]) -> str:
-    index, expected, found = difference
-    return f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {found}\n"
+    index, expected, actual = difference
+    return f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {actual}\n"
 
 
-def _error(collector: Collector, message: str, index: int, expected: str, found: str) -> DeterminismError:
+def _error(collector: Collector, message: str, index: int, expected: str, actual: str) -> DeterminismError:
     region = format_path(collector.frame.path)
     words = f"region {'/'.join(region)!r}: {message}{CAUSES}"
-    return DeterminismError(words, region=region, index=index, expected=expected, found=found)
+    return DeterminismError(words, region=region, index=index, expected=expected, found=actual)
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:

@@ -1,6 +1,6 @@
 """What forwards write to: the content of tensors, copied when a forward begins, put back for a rerun, restored after it.
 
-A tensor that forward may write to is copied before: a small one without gradients (:data:`SMALL`) always; a large one, and a
+A tensor that forward may write to is copied before: a small tensor without gradients (:data:`SMALL`) always; a large, and a
 parameter, in the first forward that meets it, and in later ones if that wrote to it. A forward counts as the first again after
 a change of a flag or a hook. A tensor without a copy is held to its version: a write is an error, and from then on there are
 copies. No version tells of writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents.
@@ -19,14 +19,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._operators.facts import Kind, facts_of
+from ckpt_hooks._operators.facts import OpKind, facts_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_plain, same_bits, same_layout
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
 
 from .notes import SMALL, TensorNote, Use
 
-#: Bytes up to which tensors which no module owns are copied. A larger one is a batch of data, more often than state.
+#: Bytes up to which tensors which no module owns are copied. A larger tensor is a batch of data, more often than state.
 _MOST_OUTSIDE = 1 << 20
 #: Bytes of parameters, all of a region together, that are copied in a first forward: most are weights of a large model.
 _MOST_PARAMETERS = 1 << 24
@@ -64,7 +64,7 @@ class Group:
         self.notes = notes
         self.tensors = [note.alias for note in notes if note.alias is not None]
         self._addresses, self._strides = list(map(_address, self.tensors)), list(map(_strides, self.tensors))
-        self._memory = [(ctypes.c_char * one.nbytes).from_address(one.data_ptr()) for one in self.tensors]
+        self._memory = [(ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self.tensors]
         self.storages = frozenset(map(storage_of, self.tensors))
         self.content = b""  # as the latest forward found it, for regions to share
 
@@ -86,12 +86,12 @@ class Group:
         set_versions(tuple(self.tensors), tuple(versions))
 
     def pieces(self, content: bytes) -> list[torch.Tensor]:
-        found, start = [], 0
+        pieces, start = [], 0
         for tensor, memory in zip(self.tensors, self._memory, strict=True):
             part = bytearray(content[start : (start := start + len(memory))])
             flat = past_all_modes(tensor, functools.partial(torch.frombuffer, part, dtype=tensor.dtype))
-            found.append(past_all_modes(tensor, flat.view, tensor.shape))
-        return found
+            pieces.append(past_all_modes(tensor, flat.view, tensor.shape))
+        return pieces
 
 
 class _Small:
@@ -108,7 +108,7 @@ class _Small:
     def difference(self, before: bytes, versions: Sequence[int]) -> tuple[torch.Tensor, int]:
         """Returns the first tensor that differs from an earlier content or version, and that version."""
         rows = list(zip(self.group.tensors, self.group.pieces(before), versions, strict=True))
-        return next(((one, was) for one, old, was in rows if one._version != was or not same_bits(one, old)), rows[0][::2])
+        return next(((new, was) for new, old, was in rows if new._version != was or not same_bits(new, old)), rows[0][::2])
 
 
 # ------------------------------------------------------------------------------------------------------------ single tensors
@@ -127,7 +127,7 @@ def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
 
 
 def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor; the latest one of a module's if that is still good."""
+    """Returns a copy of a tensor; the latest copy for a module if that is still good."""
     latest: torch.Tensor | None = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
     if latest is not None and not _has_changed(tensor, latest, note.use):
         return latest
@@ -165,7 +165,7 @@ class Contents:
         self._is_settled = self._may_wait = False
         self._small: list[_Small] = []
         self._copied: list[_Copied] = []
-        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # or a rerun ends when it reads one
+        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # a rerun that reads a modified tensor ends
         self._empty: list[torch.Tensor] = []
         self.freed: Sequence[torch.Tensor] = ()  # without memory when the latest rerun began
         self._seen: set[int] = set()
@@ -195,16 +195,16 @@ class Contents:
         else:
             self._uncopied.append((note, tensor, tensor._version))
 
-    def add_parameters(self, found: Iterable[tuple[TensorNote, torch.Tensor]], *, may_wait: bool) -> None:
+    def add_parameters(self, parameters: Iterable[tuple[TensorNote, torch.Tensor]], *, may_wait: bool) -> None:
         """Adds parameters to which forwards write, or may write: of unknown ones the smallest, as many as may be copied."""
         left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # sizes are tensors then
-        for note, parameter in sorted(found, key=lambda pair: pair[1].nbytes):
+        for note, parameter in sorted(parameters, key=lambda pair: pair[1].nbytes):
             left -= 0 if note.use in WRITES else parameter.nbytes
             if note.use in WRITES or (note.use is Use.UNKNOWN and left >= 0 and is_copied(parameter)):
                 self.add(note, counted_detach(parameter), may_wait=may_wait)
 
     def is_written(self) -> bool:
-        return any(one.use in WRITES for one in self._copied) or any(small.is_written for small in self._small)
+        return any(copied.use in WRITES for copied in self._copied) or any(small.is_written for small in self._small)
 
     def is_empty(self) -> bool:
         return not (self._copied or self._uncopied or self._small or self._empty)
@@ -213,26 +213,26 @@ class Contents:
         """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
         for small in self._small:
             small.settle()
-        for one in self._copied:
-            one.settle(failed=failed, may_wait=self._may_wait)
-        written = {one.note.owner for one in self._copied if one.use is Use.UNSEEN}
-        for one in [*self._copied]:
-            note, is_large = one.note, one.tensor.nbytes > SMALL
-            if one.use is not Use.READ or not (is_large or note.requires_grad):
+        for copied in self._copied:
+            copied.settle(failed=failed, may_wait=self._may_wait)
+        written = {copied.note.owner for copied in self._copied if copied.use is Use.UNSEEN}
+        for copied in [*self._copied]:
+            note, is_large = copied.note, copied.tensor.nbytes > SMALL
+            if copied.use is not Use.READ or not (is_large or note.requires_grad):
                 continue
             if note.owner in written and note.owner >= 0 and not note.requires_grad:
-                one.use = note.use = Use.UNSEEN
+                copied.use = note.use = Use.UNSEEN
                 continue
-            self._copied.remove(one)
+            self._copied.remove(copied)
             if not issubclass(note.kind, torch.nn.Parameter):  # whose versions the journal has, and memory nobody
-                self._uncopied.append((note, one.tensor, one.before))
+                self._uncopied.append((note, copied.tensor, copied.before))
         self._is_settled = True
         late = () if failed else self.changed()
-        return next((one for one in late if self.note_written(one[0])), None)
+        return next((change for change in late if self.note_written(change[0])), None)
 
     def copied(self) -> set[int]:
-        return {one.note.number for one in self._copied}.union(
-            *([note.number for note in one.group.notes] for one in self._small)
+        return {copied.note.number for copied in self._copied}.union(
+            *([note.number for note in small.group.notes] for small in self._small)
         )
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
@@ -241,30 +241,30 @@ class Contents:
         return freed + [(tensor, version) for _, tensor, version in self._uncopied if tensor._version != version]
 
     def note_written(self, tensor: torch.Tensor) -> bool:
-        for note, one, _ in self._uncopied:
-            if one is tensor and is_dense(tensor) and note.owner >= 0:
+        for note, uncopied, _ in self._uncopied:
+            if uncopied is tensor and is_dense(tensor) and note.owner >= 0:
                 note.use = Use.WRITTEN
                 return True
         return False
 
     def storages(self, *, uncopied: bool = False) -> frozenset[int | None]:
-        tensors = [one.tensor for one in self._copied]
+        tensors = [copied.tensor for copied in self._copied]
         if uncopied:
             tensors += [*(tensor for _, tensor, _ in self._uncopied), *self._empty]
-        return frozenset(map(storage_of, tensors)).union(*(one.group.storages for one in self._small))
+        return frozenset(map(storage_of, tensors)).union(*(small.group.storages for small in self._small))
 
     def rewind(self, undo: Undo) -> None:
         """Puts back the contents from before forward; ``undo`` gets the data for its ``restore``, whatever happens."""
-        # Versions count on from those before forward as far as they have moved since its end: what a rerun saves of a tensor
-        # that somebody else modified is found to be modified, as in plain autograd.
+        # Versions count on from before forward as far as they have moved since its end: what a rerun saves of a tensor that
+        # somebody else modified counts as modified, as in plain autograd.
         stale: list[_Before] = []
-        for one in self._copied:
-            tensor = one.tensor
-            if tensor._version != one.before or _has_changed(tensor, one.copy, one.use):
-                after = one.after if self._is_settled else tensor._version  # the latter for a backward inside of forward
-                stale.append((tensor, one.before + tensor._version - after, one.copy, None))
+        for copied in self._copied:
+            tensor = copied.tensor
+            if tensor._version != copied.before or _has_changed(tensor, copied.copy, copied.use):
+                after = copied.after if self._is_settled else tensor._version  # the latter for a backward inside of forward
+                stale.append((tensor, copied.before + tensor._version - after, copied.copy, None))
             else:
-                undo.others.append((tensor, tensor._version, one.copy, None))
+                undo.others.append((tensor, tensor._version, copied.copy, None))
         for _, tensor, version in self._uncopied:
             if is_dense(tensor) and not has_storage(tensor):
                 undo.freed.append(tensor)
@@ -278,15 +278,15 @@ class Contents:
         # All is read before the first is written: two groups have a tensor in common where a module is part of two.
         writes = []
         for small in self._small:
-            now, versions = small.group.read(), small.group.versions()
-            is_stale = now != small.content or versions != small.before
-            if now is None:  # freed, or resized
+            current, versions = small.group.read(), small.group.versions()
+            is_stale = current != small.content or versions != small.before
+            if current is None:  # freed, or resized
                 undo.exchange(small.group.tensors)
             else:
-                undo.small.append((small, now, versions, is_stale))
+                undo.small.append((small, current, versions, is_stale))
             if is_stale:
                 ends = small.after if self._is_settled else versions
-                writes.append((small, [was + one - end for was, one, end in zip(small.before, versions, ends, strict=True)]))
+                writes.append((small, [was + last - end for was, last, end in zip(small.before, versions, ends, strict=True)]))
         for small, versions in writes:
             small.group.write(small.content, versions)
         if stale:
@@ -314,18 +314,18 @@ class Undo:
                 self.freed.append(tensor)
 
     def storages(self) -> frozenset[int | None]:
-        small = [one.group.storages for one, _, _, is_exchanged in self.small if is_exchanged]
-        return frozenset(storage_of(tensor) for tensor, *_ in self._exchanged).union(*small)
+        storages = [small.group.storages for small, _, _, is_exchanged in self.small if is_exchanged]
+        return frozenset(storage_of(tensor) for tensor, *_ in self._exchanged).union(*storages)
 
     def restore(self) -> None:
         """Restores contents; raises if the rerun wrote to a tensor to which no forward has written."""
         written: list[tuple[torch.Tensor, int]] = []
-        for one, content, versions, is_exchanged in self.small:
-            if one.group.read() != content or one.group.versions() != versions:
-                if not (is_exchanged or one.is_written):
-                    written.append(one.difference(content, versions))
-                one.group.write(content, versions)
-        moved = [one for one in self.others if one[0]._version != one[1] or _has_changed(one[0], one[2], Use.READ)]
+        for small, content, versions, is_exchanged in self.small:
+            if small.group.read() != content or small.group.versions() != versions:
+                if not (is_exchanged or small.is_written):
+                    written.append(small.difference(content, versions))
+                small.group.write(content, versions)
+        moved = [row for row in self.others if row[0]._version != row[1] or _has_changed(row[0], row[2], Use.READ)]
         if moved or self._exchanged:
             fill_all((*self._exchanged, *moved))
         for tensor in self.freed:
@@ -338,10 +338,10 @@ class Undo:
 # --------------------------------------------------------------------------------------------------- tensors without a copy
 
 #: A storage, None if there is none, from where to where in it, in bytes, and whether without gaps.
-_Place = tuple["int | None", int, int, bool]
+_MemoryRange = tuple["int | None", int, int, bool]
 
 
-def _place_of(tensor: torch.Tensor) -> _Place:
+def _range_of(tensor: torch.Tensor) -> _MemoryRange:
     storage = storage_of(tensor)
     if storage is None or tensor.is_nested:
         return None, 0, 0, False
@@ -351,28 +351,28 @@ def _place_of(tensor: torch.Tensor) -> _Place:
     return storage, int(start * size), int((start + extent) * size), tensor.numel() >= extent
 
 
-def _places_in(values: Any) -> list[_Place]:
-    return [_place_of(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+def _ranges_in(values: Any) -> list[_MemoryRange]:
+    return [_range_of(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
-def _overlap(one: _Place, other: _Place) -> bool:
-    return one[0] is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+def _overlap(memory: _MemoryRange, other: _MemoryRange) -> bool:
+    return memory[0] is not None and memory[0] == other[0] and memory[1] < other[2] and other[1] < memory[2]
 
 
 #: Hand out memory without looking at it, or look at nothing but its shape.
-_HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
+_HARMLESS = frozenset({OpKind.VIEW, OpKind.IGNORED, OpKind.ALIASES, OpKind.FACTORY})
 
 
 class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
 
     # A region may reach changed parameters without reading them: an optimizer that steps in the course of a backward has
-    # changed the layers behind. So a rerun ends as soon as an operator is about to read one: no later value would be right.
+    # changed the layers behind. So a rerun ends as soon as an operator is about to read them: no later value would be right.
     # (To go on may also never end, if the function has a backward inside that comes to the node waiting for this rerun.)
 
     def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:
         super().__init__()
-        self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
+        self._watched = [(_range_of(parameter), parameter, version) for parameter, version in changed]
         self._collector = collector
         self._undo: dict[int, tuple[torch.Tensor, int, torch.Tensor, None]] = {}
         self._has_read = False
@@ -383,29 +383,29 @@ class WatchReads(QuietDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
-        is_write = facts.kind is Kind.WRITES and not self.paused
-        written = _places_in(facts.written_in(args, kwargs)) if is_write else ()
+        is_write = facts.kind is OpKind.WRITES and not self.paused
+        written = _ranges_in(facts.written_in(args, kwargs)) if is_write else ()
         if written and facts.is_repeatable:
             self._about_to_write(written)
         if facts.kind not in _HARMLESS and self._watched and not (self._has_read or self.paused):
-            read = _places_in((args, kwargs))
-            found = [one for place in read for one in self._watched if _overlap(one[0], place)]
-            if found:
+            read = _ranges_in((args, kwargs))
+            changed = [watched for memory in read for watched in self._watched if _overlap(watched[0], memory)]
+            if changed:
                 self._has_read = True
-                self._collector.distrust(functools.partial(self._collector.mutated, *found[0][1:]))
+                self._collector.distrust(functools.partial(self._collector.mutated, *changed[0][1:]))
         if written:
             self._about_to_write(written)
         output = func(*args, **kwargs)
         count_writes(func, args)
         return output
 
-    def _about_to_write(self, written: Sequence[_Place]) -> None:
+    def _about_to_write(self, written: Sequence[_MemoryRange]) -> None:
         left = []
-        for entry in self._watched:
-            place, parameter, _ = entry
-            written_here = [other for other in written if _overlap(place, other)]
+        for watched in self._watched:
+            memory, parameter, _ = watched
+            written_here = [other for other in written if _overlap(memory, other)]
             if written_here and id(parameter) not in self._undo:
                 self._undo[id(parameter)] = parameter, parameter._version, copy_of(parameter), None
-            if not any(other[1] <= place[1] and place[2] <= other[2] and other[3] for other in written_here):
-                left.append(entry)  # or it is filled as a whole, and read as forward read it
+            if not any(other[1] <= memory[1] and memory[2] <= other[2] and other[3] for other in written_here):
+                left.append(watched)  # or it is filled as a whole, and read as forward read it
         self._watched = left

@@ -1,6 +1,6 @@
 """Function frames: a region which is a call of a function, brought back by another call of the function (:mod:`.rerun`).
 
-Autograd keeps both hooks with each tensor passed through them. So the unpack hook is one function of this file, and the pack
+Autograd keeps both hooks with each tensor passed through them. So the unpack hook is a function of this file, and the pack
 hook a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
 """
 
@@ -284,7 +284,7 @@ class FunctionFrame(Frame):
 
     def _compare_values(self) -> None:
         """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
-        # Such a mode is not entered again for a rerun, since a counting mode would count twice; one may change results.
+        # Such a mode is not entered again for a rerun, since a counting mode would count twice; a mode may change results.
         check, modes = self.options.check, users_modes()
         if is_without_values():  # while torch traces
             check = dataclasses.replace(check, fingerprint=None, is_sampled=False)
@@ -327,12 +327,12 @@ class FunctionFrame(Frame):
                     return [tensor, tensor._version, path]
                 without_grad.append(number - _FIRST)
             try:
-                found = facts(tensor)
+                metadata = facts(tensor)
             except RuntimeError:  # a nested tensor has no shape
                 note(missing)
                 return [tensor.detach(), tensor._version, path]
-            if found != latest:  # neighbours are often alike, and share one tuple
-                latest = found
+            if metadata != latest:  # neighbours are often alike, and share a tuple
+                latest = metadata
             note(latest)
             return frame, number
 
@@ -456,7 +456,7 @@ class FunctionFrame(Frame):
                 return Pass(self.observed(rerun, self, (index,)))
             if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
-            opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
+            opened = self.passes.get(key)  # a group's pass, or a pass that another engine thread has just made (Rule 11)
             if opened is None:
                 opened = Pass(self.observed(rerun, self, None))
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
@@ -464,20 +464,20 @@ class FunctionFrame(Frame):
 
     def _open_split_pass(self, index: int) -> Pass:
         """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
-        kept: Any = self.passes.get(SPLIT)
+        split: Any = self.passes.get(SPLIT)
         value: torch.Tensor = MISSING
-        if kept is not None:
-            if kept.uses.is_next_part():  # once in each backward
-                kept.values = [one if lives else MISSING for one, lives in zip(kept.values, self.alive(), strict=False)]
-            value = kept.values[index] if index < len(kept.values) else MISSING
-        if value is MISSING or not kept.uses.is_untouched(index, value):  # a backward may have written to its memory
-            kept = Pass(self.observed(rerun, self, None), Uses())
-            self.passes = {SPLIT: kept}
-            value = kept.values[index]
+        if split is not None:
+            if split.uses.is_next_part():  # once in each backward
+                split.values = [tensor if lives else MISSING for tensor, lives in zip(split.values, self.alive(), strict=False)]
+            value = split.values[index] if index < len(split.values) else MISSING
+        if value is MISSING or not split.uses.is_untouched(index, value):  # a backward may have written to its memory
+            split = Pass(self.observed(rerun, self, None), Uses())
+            self.passes = {SPLIT: split}
+            value = split.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
                 return Pass(self.observed(rerun, self, (index,)))
-        if not kept.uses.hand_out(index, value):
-            kept.values[index] = MISSING
+        if not split.uses.hand_out(index, value):
+            split.values[index] = MISSING
         return Pass({index: value})
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
@@ -507,10 +507,10 @@ class FunctionFrame(Frame):
         return self._describe(packed[1] - _FIRST)
 
     def _describe(self, index: int) -> Saved:
-        noted = self.facts[index]
-        if not isinstance(noted, tuple):  # metadata is not compared
+        metadata = self.facts[index]
+        if not isinstance(metadata, tuple):  # metadata is not compared
             return Saved(format_path(self.path), index, Reason.DROPPED, None, None, None)
-        shape, dtype = noted[:2]
+        shape, dtype = metadata[:2]
         return Saved(format_path(self.path), index, Reason.DROPPED, shape, dtype, nbytes_of(shape, dtype))
 
     def held(self) -> list[Holding]:
@@ -521,7 +521,7 @@ class FunctionFrame(Frame):
             (Reason.RANDOM_STATE, self.ambient),
             (Reason.RECOMPUTED, [opened.values for opened in self.passes.values()]),
         )
-        return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, Tree))]
+        return [holding for reason, part in parts for holding in holdings_in(part, Cause(reason), seen, (Frame, Tree))]
 
     def owners(self) -> list[Frame]:
         return owners_in(self.arguments, Frame, (Tree,))

@@ -1,6 +1,6 @@
 """The journal of a region: what its function reaches besides arguments, noted in forward, lent to a rerun, put back after it.
 
-A rerun finds each place as forward found it, and afterwards each place has what it had before. What modules bind is looked at
+A rerun sees each place as forward saw it, and afterwards each place has what it had before. What modules bind is looked at
 when forward begins, when a rerun begins, and when it ends: a list to which forward appends may be cleared before backward, and
 only a look after the rerun tells of what that appended.
 """
@@ -49,17 +49,17 @@ def _are_modules_called_elsewhere() -> bool:
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # which would refer to itself
     code = Module._call_impl.__code__
-    return any(found.f_code is code for frame in frames.values() for found, _ in traceback.walk_stack(frame))
+    return any(frame.f_code is code for thread_frame in frames.values() for frame, _ in traceback.walk_stack(thread_frame))
 
 
 class Journal:
-    def __init__(self, walk: Walk | None, found: Sequence[tuple[Tree, tuple[Any, ...]]], *, preserve_buffers: bool) -> None:
-        self.trees, self.with_buffers = [tree for tree, _ in found], preserve_buffers
+    def __init__(self, walk: Walk | None, trees: Sequence[tuple[Tree, tuple[Any, ...]]], *, preserve_buffers: bool) -> None:
+        self.trees, self.with_buffers = [tree for tree, _ in trees], preserve_buffers
         # Forward's may be bound nowhere else by then. Tensors that require no grad are not held, for the sake of frameworks.
-        self.held = [tree.get_held(flat) for tree, flat in found]
-        self._parameters: Any = [tree.get_parameters(flat) for tree, flat in found]  # while forward runs
+        self.held = [tree.get_held(flat) for tree, flat in trees]
+        self._parameters: Any = [tree.get_parameters(flat) for tree, flat in trees]  # while forward runs
         self._versions = [list(map(_version, parameters)) for parameters in self._parameters]
-        # While forward runs, in which ``.data =`` may drop one; afterwards the ones that forward has exchanged are kept.
+        # While forward runs, in which ``.data =`` may drop a storage; afterwards storages that forward has exchanged are kept.
         self._storages: Any = [list(map(_storage, parameters)) for parameters in self._parameters]
         self.kept: Sequence[Any] = ()
         self.emptied: set[int] = set()
@@ -73,7 +73,7 @@ class Journal:
             self.tensors.append(walk.tensors.keys())
             outside = list(walk.tensors.values())
         known = [(note, note.leaf if note.alias is None else note.alias) for note in outside if note.requires_grad]
-        self._outside = [(one, one._version) for _, one in known if one is not None and not one.is_inference()]
+        self._outside = [(tensor, tensor._version) for _, tensor in known if tensor is not None and not tensor.is_inference()]
         self.generators = [] if walk is None else list(walk.generators)
         for tree in self.trees:
             self.generators += tree.generators
@@ -91,8 +91,8 @@ class Journal:
             for note in tree.others:
                 contents.add(note, note.tensor(), may_wait=is_first)
             if is_first or tree.history.writes_parameters:
-                found = [pair for pair in zip(tree.parameters, parameters, strict=True) if not is_of_framework(pair[1])]
-                contents.add_parameters(found, may_wait=is_first)
+                pairs = [pair for pair in zip(tree.parameters, parameters, strict=True) if not is_of_framework(pair[1])]
+                contents.add_parameters(pairs, may_wait=is_first)
             for module in [module for refer in tree.scripted if (module := refer()) is not None]:
                 for buffer in module.buffers(recurse=False):
                     contents.add(TensorNote(buffer, owner=len(tree.notes)), buffer)
@@ -113,34 +113,34 @@ class Journal:
                 tree.note_writes(parameters, versions)
             # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
             if any(map(is_not, storages, map(_storage, parameters))):
-                for one, storage in zip(parameters, storages, strict=True):
-                    if _storage(one) is storage:
+                for parameter, storage in zip(parameters, storages, strict=True):
+                    if _storage(parameter) is storage:
                         continue
-                    if one.numel():
+                    if parameter.numel():
                         kept.append(storage)
                     else:
-                        self.emptied.add(id(one))  # by a framework, which fills it before a rerun reads it
+                        self.emptied.add(id(parameter))  # by a framework, which fills it before a rerun reads it
             kept += tree.unbound(parameters) if tree.has_frozen else ()
         self.kept, self._storages, self._parameters = kept, (), ()
         return late
 
-    def changed(self, loan: Loan) -> _Changed:
+    def changed(self, loan: JournalLoan) -> _Changed:
         """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
         steps = self._steps if self._steps != num_fused_steps() else None
         pairs = [*self._outside]
         for tree, versions, flat in zip(self.trees, self._versions, loan.flats, strict=True):
             if flat is None:
-                found: Sequence[Any] = [loan.held.get(note.number, loan.met.get(note.number)) for note in tree.parameters]
+                leaves: Sequence[Any] = [loan.held.get(note.number, loan.met.get(note.number)) for note in tree.parameters]
             else:
-                found = tree.get_parameters(flat)
-                if steps is None and list(map(_version, found)) == versions:
+                leaves = tree.get_parameters(flat)
+                if steps is None and list(map(_version, leaves)) == versions:
                     continue
-            pairs += [(one, version) for one, version in zip(found, versions, strict=True) if isinstance(one, torch.Tensor)]
+            pairs += [(leaf, version) for leaf, version in zip(leaves, versions, strict=True) if isinstance(leaf, torch.Tensor)]
         copied = set() if self.contents is None or not pairs else self.contents.copied()
         changed = []
-        for one, version in pairs:
-            if (one._version != version or (steps is not None and stepped_since(one, steps))) and id(one) not in copied:
-                changed.append((one, version))
+        for leaf, version in pairs:
+            if (leaf._version != version or (steps is not None and stepped_since(leaf, steps))) and id(leaf) not in copied:
+                changed.append((leaf, version))
         return changed if self.contents is None else changed + self.contents.changed()
 
     def note_written(self, tensor: torch.Tensor) -> bool:
@@ -152,9 +152,9 @@ class Journal:
 
     def storages(self) -> frozenset[int | None]:
         """Returns the storages of all tensors that the function reaches."""
-        found = set() if self.contents is None else {*self.contents.storages(uncopied=True)}
-        found.update(storage_of(one) for held in self.held for one in held if isinstance(one, torch.Tensor))
-        return frozenset(found).union(storage_of(one) for one, _ in self._outside)
+        storages = set() if self.contents is None else {*self.contents.storages(uncopied=True)}
+        storages.update(storage_of(value) for values in self.held for value in values if isinstance(value, torch.Tensor))
+        return frozenset(storages).union(storage_of(tensor) for tensor, _ in self._outside)
 
     def lends(self) -> bool:
         is_written = self.contents is not None and self.contents.is_written()
@@ -183,11 +183,11 @@ def journal_of(
     if objects or has_hooks:
         pass
     elif isinstance(function, Module):
-        found = tree_of(function)
-        if found[0].is_lazy:
+        tree_with_values = tree_of(function)
+        if tree_with_values[0].is_lazy:
             return False
-        if not found[0].has_functions:
-            return Journal(None, (found,), preserve_buffers=preserve_buffers)
+        if not tree_with_values[0].has_functions:
+            return Journal(None, (tree_with_values,), preserve_buffers=preserve_buffers)
     elif not is_needed and _is_dull(function):
         return None
     walk = walk_from(function, objects)
@@ -195,10 +195,10 @@ def journal_of(
     if any(tree.is_lazy for tree, _ in trees):
         return False
     # Modules to which these functions lead are left out: a hook may be a method of the whole model.
-    functions = [one for tree, flat in trees for one in tree.functions(flat)]
-    for one in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
-        if one is not True:
-            walk.look_into(one)
+    functions = [called for tree, flat in trees for called in tree.functions(flat)]
+    for called in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
+        if called is not True:
+            walk.look_into(called)
     if not (trees or walk.roots or walk.generators or walk.tensors or is_needed):
         return None
     return Journal(walk, trees, preserve_buffers=preserve_buffers)
@@ -208,13 +208,13 @@ def journal_of(
 
 _lock = threading.RLock()
 _turn = threading.Condition(_lock)
-_loans: dict[int, Loan] = {}
+_loans: dict[int, JournalLoan] = {}
 
 
-class Loan:
-    """A journal lent to one rerun, from :meth:`begin` to :meth:`end`."""
+class JournalLoan:
+    """A journal lent to a rerun, from :meth:`begin` to :meth:`end`."""
 
-    # Of two reruns on different threads that want other contents of one place, one waits for the other, and none otherwise.
+    # Of two reruns on different threads that want other contents of a place, one waits for the other, and none otherwise.
 
     def __init__(self, journal: Journal, stand_ins: dict[int, torch.Tensor], complain: Complain) -> None:
         self.journal, self.stand_ins, self._complain = journal, stand_ins, complain
@@ -228,7 +228,7 @@ class Loan:
         self.flats: list[tuple[Any, ...] | None] = []
         self._is_quiet = False  # whether all is as noted
         self._thread = threading.get_ident()
-        self._users: set[int] = set()  # loans of other threads that find what this one lends
+        self._users: set[int] = set()  # loans of other threads that need what this loan lends
         self._undo: Undo | None = None
         self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
@@ -268,75 +268,75 @@ class Loan:
             return False
         hooks = _hooks_now()
         hold = hooks is journal.hooks or all(map(same, hooks, journal.hooks))
-        return hold and all(noted.holds(value) for value, noted in journal.roots)
+        return hold and all(note.holds(value) for value, note in journal.roots)
 
     def _is_in_conflict(self) -> bool:
-        others = [one for one in _loans.values() if one._thread != self._thread]
+        others = [loan for loan in _loans.values() if loan._thread != self._thread]
         if not others:
             return False
         places, lends = self.places(), self.lends()
-        found = [one for one in others if (lends or one.lends()) and not places.isdisjoint(one.places())]
-        if lends or not all(one._is_as_noted() and all(tree.holds() for tree in one.journal.trees) for one in found):
-            return bool(found)
-        for one in found:  # they lend what this one needs, have not changed it, and lend it until this one ends
-            one._users.add(id(self))
+        conflicting = [loan for loan in others if (lends or loan.lends()) and not places.isdisjoint(loan.places())]
+        if lends or not all(loan._is_as_noted() and all(tree.holds() for tree in loan.journal.trees) for loan in conflicting):
+            return bool(conflicting)
+        for loan in conflicting:  # they lend what this loan needs, have not changed it, and lend it until this loan ends
+            loan._users.add(id(self))
         return False
 
     def lends(self) -> bool:
         return not self._is_quiet or self.journal.lends()
 
     def places(self) -> set[Any]:
-        found: set[Any] = set()
-        for value, noted in self.journal.notes():
+        identities: set[Any] = set()
+        for value, note in self.journal.notes():
             if type(value) is types.FunctionType:
-                found.update(map(id, value.__closure__ or ()))
-                found.update((id(value.__globals__), name) for name in facts_of_code(value)[0])
-            found.update(one.number for one in notes_in([noted]) if type(one) is Note or one is noted)
-        return found
+                identities.update(map(id, value.__closure__ or ()))
+                identities.update((id(value.__globals__), name) for name in facts_of_code(value)[0])
+            identities.update(inner.number for inner in notes_in([note]) if type(inner) is Note or inner is note)
+        return identities
 
     def _fill(self) -> None:
         journal, notes = self.journal, self.journal.notes()
-        self.held = {id(one): one for held in journal.held for one in held}
-        self.met.update((id(one), one) for one in (*(value for value, _ in notes), *journal.kept))
+        self.held = {id(bound): bound for values in journal.held for bound in values}
+        self.met.update((id(bound), bound) for bound in (*(value for value, _ in notes), *journal.kept))
         for value, _ in notes:
             if isinstance(value, (Module, types.FunctionType)):
                 dicts = [vars(value), *(dicts_of(vars(value)) if isinstance(value, Module) else ())]
-                self.met.update((id(one), one) for own in dicts for one in own.values() if type(one) not in ATOMS)
+                self.met.update((id(bound), bound) for table in dicts for bound in table.values() if type(bound) not in ATOMS)
         for value, note in notes:
             if self.made.get(note.number) is not value or type(value) is types.FunctionType:
                 note.fill(value, self)
         if not _are_modules_called_elsewhere():
-            for hooks, noted in zip(_GLOBAL_HOOKS, journal.hooks, strict=True):
-                self.put(hooks, parts_of(type(hooks))[0], 0, dict(hooks), noted)
+            for hooks, noted_hooks in zip(_GLOBAL_HOOKS, journal.hooks, strict=True):
+                self.put(hooks, parts_of(type(hooks))[0], 0, dict(hooks), noted_hooks)
 
-    def put(self, owner: Any, part: Part, base: int, now: Content, content: Content) -> None:
-        self._places.append((owner, part, base, now))
-        if not same(now, content):
-            part.put(owner, base, now, content)
+    def put(self, owner: Any, part: Part, base: int, current: Content, content: Content) -> None:
+        self._places.append((owner, part, base, current))
+        if not same(current, content):
+            part.put(owner, base, current, content)
 
-    def parameter(self, name: str, noted: Any, now: Any) -> Any:
-        """Returns the parameter to bind under a name in a rerun; the loan itself if there is none."""
-        if type(noted) not in (Held, TensorNote):
-            return noted
-        found = self.held.get(noted.number)
-        is_exchanged = found is not None and found is not now and (is_of_framework(found) or is_freed(found))
-        if is_exchanged or is_of_framework(now):
-            return now
+    def parameter(self, name: str, note: Any, current: Any) -> Any:
+        """Returns the tensor to bind under a name in a rerun; the loan itself if there is none."""
+        if type(note) not in (Held, TensorNote):
+            return note
+        tensor = self.held.get(note.number)
+        is_exchanged = tensor is not None and tensor is not current and (is_of_framework(tensor) or is_freed(tensor))
+        if is_exchanged or is_of_framework(current):
+            return current
         try:
-            return noted.present(self)
+            return note.present(self)
         except GoneError:
-            if now is None or now is self:
+            if current is None or current is self:
                 self.names.append(name)
             else:
-                self.lost.append((now, GONE))
-            return now
+                self.lost.append((current, GONE))
+            return current
 
-    def exchange(self, noted: Memory, tensor: torch.Tensor, requires_grad: bool) -> None:
+    def exchange(self, memory: Memory, tensor: torch.Tensor, requires_grad: bool) -> None:
         """Gives a leaf the noted memory for the rerun, and what it says of grad."""
-        if is_of_framework(tensor) or is_theirs(tensor, noted.layout):
+        if is_of_framework(tensor) or is_theirs(tensor, memory.layout):
             return
-        memory = noted.tensor()
-        if memory is None and not noted.has_same_content(tensor):
+        content = memory.tensor()
+        if content is None and not memory.has_same_content(tensor):
             if id(tensor) not in self.journal.emptied:
                 self.lost.append((tensor, GONE))
             return
@@ -344,32 +344,32 @@ class Loan:
         # The tensor itself, which has attributes and hooks, and which functions know: no alias of it.
         if tensor.requires_grad is not requires_grad:
             tensor.requires_grad_(requires_grad)
-        if memory is not None and not noted.holds(tensor):
+        if content is not None and not memory.holds(tensor):
             self.lent.add(id(tensor))
-            past_all_modes(tensor, setattr, tensor, "data", memory)
+            past_all_modes(tensor, setattr, tensor, "data", content)
 
     def note_memory(self, tensor: torch.Tensor) -> None:
         if not is_of_framework(tensor):
             self._exchanged.append((tensor, data_of(tensor), tensor.requires_grad))
 
     def has_swapped(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has become what another noted one was, by ``torch.utils.swap_tensors``, and is no alias of that."""
+        """Whether a tensor has become what another noted tensor was, by ``torch.utils.swap_tensors``, and is no alias."""
         if self._by_address is None:
-            notes = [one for _, note in self.journal.notes() for one in notes_in([note]) if type(one) is TensorNote]
-            self._by_address = {one.address: one.alias for one in notes}
-        found = self._by_address.get(tensor._cdata)
-        return found is not None and version_of(found) >= 0 and have_one_counter(found, tensor)
+            notes = [inner for _, note in self.journal.notes() for inner in notes_in([note]) if type(inner) is TensorNote]
+            self._by_address = {note.address: note.alias for note in notes}
+        alias = self._by_address.get(tensor._cdata)
+        return alias is not None and version_of(alias) >= 0 and have_one_counter(alias, tensor)
 
-    def value(self, noted: Note) -> Any:
+    def value(self, note: Note) -> Any:
         """Returns a noted value to which nothing else may lead: with containers that something else leads to."""
-        self.by_identity((noted.number,))
-        return noted.present(self)
+        self.by_identity((note.number,))
+        return note.present(self)
 
     def by_identity(self, identities: Iterable[int]) -> dict[int, Any]:
         """Returns the containers and objects of the rerun, by the ``id`` of the noted ones, which are noted whole."""
-        for value, noted in self.journal.notes() if self._is_quiet and identities else ():
-            _collect(value, noted, self.made)
-        return {one: self.made[one] for one in identities if one in self.made}
+        for value, note in self.journal.notes() if self._is_quiet and identities else ():
+            _collect(value, note, self.made)
+        return {identity: self.made[identity] for identity in identities if identity in self.made}
 
     def end(self) -> None:
         with _lock:
@@ -381,8 +381,8 @@ class Loan:
                 self.made, self.met, self._exchanged, self._by_address = {}, {}, [], None
                 self.lent.clear()
                 _loans.pop(id(self), None)
-                for one in _loans.values():
-                    one._users.discard(id(self))
+                for loan in _loans.values():
+                    loan._users.discard(id(self))
                 _turn.notify_all()
 
     def _put_back(self) -> None:
@@ -403,9 +403,9 @@ class Loan:
                 for tree in journal.trees:
                     tree.history.changes = True
                 for owner, part, base, before in reversed(self._places):
-                    now = part.read(owner, base)
-                    if now is not None and not same(now, before):
-                        part.put(owner, base, now, before)
+                    current = part.read(owner, base)
+                    if current is not None and not same(current, before):
+                        part.put(owner, base, current, before)
                 for tensor, data, requires_grad in reversed(self._exchanged):
                     if tensor.requires_grad is not requires_grad:
                         tensor.requires_grad_(requires_grad)
@@ -418,12 +418,12 @@ class Loan:
                 self._undo.restore()
 
 
-def _collect(value: Any, noted: Note, found: dict[int, Any]) -> None:
-    if noted.number in found or any(base for _, base, *_ in noted.rows):
+def _collect(value: Any, note: Note, values: dict[int, Any]) -> None:
+    if note.number in values or any(base for _, base, *_ in note.rows):
         return
-    found[noted.number] = value
-    for part, base, content, keys in noted.rows:
-        now = part.read(value, base)
+    values[note.number] = value
+    for part, base, content, keys in note.rows:
+        current = part.read(value, base)
         for key in keys:
             if type(content[key]) is Note:
-                _collect(now[key], content[key], found)
+                _collect(current[key], content[key], values)

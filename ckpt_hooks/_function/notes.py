@@ -67,9 +67,9 @@ class Weak(weakref.ref[Any]):
         return value is not None and self() is value
 
     def present(self, loan: Any) -> Any:
-        if (found := self()) is None:
+        if (value := self()) is None:
             raise GoneError
-        return found
+        return value
 
 
 class Passing(weakref.ref[Any]):
@@ -83,8 +83,8 @@ class Passing(weakref.ref[Any]):
     holds = Weak.holds
 
     def present(self, loan: Any) -> Any:
-        if (found := loan.stand_ins.get(id(self()), self())) is not None:
-            return found
+        if (tensor := loan.stand_ins.get(id(self()), self())) is not None:
+            return tensor
         shape, dtype, requires_grad = self._like
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
@@ -101,9 +101,9 @@ class Held:
         return id(value) == self.number
 
     def present(self, loan: Any) -> Any:
-        if (found := loan.held.get(self.number, loan.met.get(self.number))) is None:
+        if (value := loan.held.get(self.number, loan.met.get(self.number))) is None:
             raise GoneError
-        return found
+        return value
 
 
 class Use(Enum):
@@ -113,7 +113,7 @@ class Use(Enum):
 
 
 class _WeakStorage:
-    """Refers weakly to the storage of parameters, with hashes of what was there when modules gave these other memory."""
+    """Refers weakly to the storage of parameters, with hashes of what was there when modules gave them other memory."""
 
     __slots__ = ("hashes", "reference")
 
@@ -121,19 +121,19 @@ class _WeakStorage:
         self.reference, self.hashes = weak_storage(tensor), dict[Layout, tuple[torch.device, int]]()
 
 
-#: By the addresses of the storages, which no other storage takes before these are gone. Some are dead.
+#: By the addresses of the storages, which no other storage takes before that storage is gone. Some are dead.
 _weak_storages: dict[int, _WeakStorage] = {}
 
 
 def _weakly(tensor: torch.Tensor, address: int) -> _WeakStorage:
-    if (found := _weak_storages.get(address)) is None:
+    if (storage := _weak_storages.get(address)) is None:
         _watch_conversions()
         if not len(_weak_storages) & 1023:
-            dead = [key for key, one in list(_weak_storages.items()) if one.reference.expired()]  # type: ignore[no-untyped-call]
+            dead = [key for key, weak in list(_weak_storages.items()) if weak.reference.expired()]  # type: ignore[no-untyped-call]
             for key in dead:
                 _weak_storages.pop(key, None)
-        found = _weak_storages[address] = _WeakStorage(tensor)
-    return found
+        storage = _weak_storages[address] = _WeakStorage(tensor)
+    return storage
 
 
 @functools.cache
@@ -144,11 +144,11 @@ def _watch_conversions() -> None:
 def _note_contents(module: torch.nn.Module) -> None:
     # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory. What forward saw is to be known
     # by then, and neither a copy nor a hash of each parameter is to be had in each forward.
-    for one in module._parameters.values():
-        if one is None or not is_plain(one) or one.is_meta or not has_storage(one):
+    for parameter in module._parameters.values():
+        if parameter is None or not is_plain(parameter) or parameter.is_meta or not has_storage(parameter):
             continue
-        if (found := _weak_storages.get(storage_address(one))) is not None:
-            found.hashes[layout_of(one)] = _hash_of(one)
+        if (storage := _weak_storages.get(storage_address(parameter))) is not None:
+            storage.hashes[layout_of(parameter)] = _hash_of(parameter)
 
 
 def _hash_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
@@ -174,8 +174,8 @@ class Memory:
 
     def has_same_content(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor in other memory holds what was here when a conversion of a module took it away."""
-        noted = None if self._weak is None else self._weak.hashes.get(self.layout)
-        return noted is not None and layout_of(tensor)[1:] == self.layout[1:] and _hash_of(tensor) == noted
+        noted_hash = None if self._weak is None else self._weak.hashes.get(self.layout)
+        return noted_hash is not None and layout_of(tensor)[1:] == self.layout[1:] and _hash_of(tensor) == noted_hash
 
     def tensor(self) -> torch.Tensor | None:
         """Returns a tensor there, without history; None if the memory is gone."""
@@ -186,15 +186,15 @@ def has_history(tensor: torch.Tensor) -> bool:
     """Whether an operator recorded by autograd made a tensor; views that require grad are not asked."""
     try:
         return tensor.requires_grad and not is_kept_anyway(tensor)
-    except (RuntimeError, ValueError):  # a multi-output view of a modified base, which has lost its graph; one not made yet
+    except (RuntimeError, ValueError):  # a multi-output view of a modified base, which has lost its graph; a lazy parameter
         return False
 
 
 class TensorNote:
-    """A noted tensor: its identity, memory, layout, and whether it requires grad; of one with a history the version too."""
+    """A noted tensor: its identity, memory, layout, and whether it requires grad; with a history the version too."""
 
     # No weak reference, since ``torch.utils.swap_tensors`` refuses tensors that have some, but to tensors with a history or
-    # whose memory cannot be told. An alias holds the memory; of a parameter nothing does, for frameworks free these.
+    # whose memory cannot be told. An alias holds the memory; of a parameter nothing does, for frameworks free parameters.
 
     def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
@@ -218,45 +218,45 @@ class TensorNote:
             self._copy = copy_of(self.alias) if tensor.nbytes <= _MOST_COPIED else None
 
     def holds(self, value: Any) -> bool:
-        is_it = id(value) == self.number and type(value) is self.kind and value.requires_grad is self.requires_grad
-        return is_it and (self.version < 0 or value._version == self.version) and self._is_in_place(value)
+        is_same = id(value) == self.number and type(value) is self.kind and value.requires_grad is self.requires_grad
+        return is_same and (self.version < 0 or value._version == self.version) and self._is_in_place(value)
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
         if self.memory is None:
             return self._reference is None or self._reference() is tensor
         return self.memory.holds(tensor)
 
-    def _is_same(self, found: torch.Tensor, loan: Any) -> bool:
+    def _is_same(self, tensor: torch.Tensor, loan: Any) -> bool:
         """Whether a tensor of the noted number is the noted tensor, and not a later object in the same memory."""
-        if self.alias is None or self.number in loan.held or found is self.leaf:
+        if self.alias is None or self.number in loan.held or tensor is self.leaf:
             return True
-        counts, is_counting = version_of(self.alias) >= 0, version_of(found) >= 0
+        counts, is_counting = version_of(self.alias) >= 0, version_of(tensor) >= 0
         if not (counts and is_counting):
             return counts == is_counting
-        return have_one_counter(self.alias, found) or loan.has_swapped(found)
+        return have_one_counter(self.alias, tensor) or loan.has_swapped(tensor)
 
     def tensor(self) -> torch.Tensor | None:
         """Returns the tensor where there is a reference, else an alias with its version counter."""
-        found: torch.Tensor | None = None if self._reference is None else self._reference()
-        return self.alias if found is None else found
+        tensor: torch.Tensor | None = None if self._reference is None else self._reference()
+        return self.alias if tensor is None else tensor
 
     def present(self, loan: Any) -> torch.Tensor:
         """Returns the tensor to bind in a rerun, in the noted memory; an alias if the tensor is gone, or has a history now."""
         number = self.number
         if number in loan.stand_ins or number in loan.made:
             return loan.stand_ins.get(number, loan.made.get(number))  # type: ignore[no-any-return]
-        found = self.leaf if self._reference is None else self._reference()
-        found = loan.held.get(number, loan.met.get(number)) if found is None else found
-        is_it = type(found) is self.kind
-        if is_it and self.holds(found):
+        tensor = self.leaf if self._reference is None else self._reference()
+        tensor = loan.held.get(number, loan.met.get(number)) if tensor is None else tensor
+        is_same = type(tensor) is self.kind
+        if is_same and self.holds(tensor):
             if self.memory is not None and not self.has_history:
-                loan.note_memory(found)
-            return found
-        is_it = is_it and self._is_same(found, loan)
-        is_leaf = is_it and (found.requires_grad is self.requires_grad or is_kept_anyway(found) or not found.requires_grad)
+                loan.note_memory(tensor)
+            return tensor
+        is_same = is_same and self._is_same(tensor, loan)
+        is_leaf = is_same and (tensor.requires_grad is self.requires_grad or is_kept_anyway(tensor) or not tensor.requires_grad)
         if is_leaf and self.memory is not None and not self.has_history:
-            loan.exchange(self.memory, found, self.requires_grad)
-            return found
+            loan.exchange(self.memory, tensor, self.requires_grad)
+            return tensor
         alias = self.memory.tensor() if self.alias is None and self.memory is not None else self.alias
         if alias is None or is_freed(alias):
             raise GoneError
@@ -268,17 +268,17 @@ class TensorNote:
             made = as_view(copy_with_history(self._copy, self.version), self._base)
         else:
             loan.changed.append((alias, self.version))
-            made = found if is_it and self._is_in_place(found) else alias_with_history(alias, self.version, self._base)
+            made = tensor if is_same and self._is_in_place(tensor) else alias_with_history(alias, self.version, self._base)
         loan.made[number] = made
         return made
 
 
-def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    before, was = one._version, other._version
-    set_versions((one,), (was + 1,))
-    found = other._version
-    set_versions((one,), (before,))
-    return found != was
+def have_one_counter(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    before, was = tensor._version, other._version
+    set_versions((tensor,), (was + 1,))
+    after = other._version
+    set_versions((tensor,), (before,))
+    return after != was
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -312,41 +312,44 @@ class Note:
     def holds(self, value: Any) -> bool:
         if not self.is_of(value):
             return False
-        for part, base, noted, keys in self.rows:  # without generators: a third of what a rerun of a trainer's method costs
-            now = part.read(value, base)
-            if now is None or num_same(noted, now) != len(noted) - len(keys):
+        for part, base, content, keys in self.rows:  # without generators: a third of what a rerun of a trainer's method costs
+            current = part.read(value, base)
+            if current is None or num_same(content, current) != len(content) - len(keys):
                 return False
             for key in keys:
-                if not noted[key].holds(now[key]):
+                if not content[key].holds(current[key]):
                     return False
         return True
 
     def present(self, loan: Any) -> Any:
-        """Returns the object to bind in a rerun, with the noted content; a new one if the noted one is gone."""
+        """Returns the object to bind in a rerun, with the noted content; a new object if the noted object is gone."""
         if self.number in loan.made:
             return loan.made[self.number]
-        now = loan.met.get(self.number) if self.reference is None else self.reference()
-        now = now if self.reference is not None or type(now) is self.kind else None
+        current = loan.met.get(self.number) if self.reference is None else self.reference()
+        current = current if self.reference is not None or type(current) is self.kind else None
         if issubclass(self.kind, (tuple, frozenset)) and self.rows:
-            part, _, noted, keys = self.rows[0]
-            loan.met.update((id(one), one) for one in (() if now is None else part.read(now, 0)))
-            content = [one.present(loan) if at in keys else one for at, one in enumerate(noted)]
-            if now is None or not same(part.read(now, 0), content):
-                now = new_frozen(self.kind, content)
-        elif now is None:
-            if any(base for _, base, *_ in self.rows):  # a long one, of which not all is known
+            part, _, content, keys = self.rows[0]
+            loan.met.update((id(value), value) for value in (() if current is None else part.read(current, 0)))
+            values = [value.present(loan) if at in keys else value for at, value in enumerate(content)]
+            if current is None or not same(part.read(current, 0), values):
+                current = new_frozen(self.kind, values)
+        elif current is None:
+            if any(base for _, base, *_ in self.rows):  # a long container, of which not all is known
                 raise GoneError
-            now = new(self.kind, self._maxlen)
-        self.fill(now, loan)
-        return now
+            current = new(self.kind, self._maxlen)
+        self.fill(current, loan)
+        return current
 
     def fill(self, value: Any, loan: Any) -> None:
         loan.made[self.number] = value
-        for part, base, noted, keys in self.rows:
-            now = part.read(value, base)
-            if now is not None:  # else a long container whose first entries are unknown
-                loan.met.update((id(one), one) for one in (*(now.values() if type(now) is dict else now), *keys_of(now)))
-                loan.put(value, part, base, now, filled(noted, keys, now, loan))
+        for part, base, content, keys in self.rows:
+            current = part.read(value, base)
+            if current is not None:  # else a long container whose first entries are unknown
+                loan.met.update(
+                    (id(bound), bound)
+                    for bound in (*(current.values() if type(current) is dict else current), *keys_of(current))
+                )
+                loan.put(value, part, base, current, filled(content, keys, current, loan))
 
 
 class Again:
@@ -364,25 +367,25 @@ class Again:
         return self.note.present(loan)
 
 
-def filled(noted: Content, keys: Sequence[Any], now: Content, loan: Any) -> Content:
+def filled(content: Content, keys: Sequence[Any], current: Content, loan: Any) -> Content:
     """Returns a noted content with values in place of notes; present values stay where noted ones are gone."""
-    content = noted.copy() if keys else noted
+    values = content.copy() if keys else content
     for key in keys:
         try:
-            content[key] = noted[key].present(loan)
+            values[key] = content[key].present(loan)
         except GoneError:
-            if type(noted) is not dict:
-                return now
-            if key in now:
-                content[key] = now[key]
+            if type(content) is not dict:
+                return current
+            if key in current:
+                values[key] = current[key]
             else:
-                del content[key]
-    return content
+                del values[key]
+    return values
 
 
 def notes_in(notes: Sequence[Any]) -> Iterator[Any]:
-    for noted in notes:
-        yield noted
-        if isinstance(noted, Note):
-            for _, _, content, keys in noted.rows:
+    for note in notes:
+        yield note
+        if isinstance(note, Note):
+            for _, _, content, keys in note.rows:
                 yield from notes_in([content[key] for key in keys])

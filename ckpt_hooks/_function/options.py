@@ -1,6 +1,6 @@
 """What a region takes: its function, its options, and its contexts.
 
-Options are rows of one table, read by every form of a region. An option for one more form has the form in its row, and stands
+Options are rows of one table, read by every form of a region. An option for another form has the form in its row, and stands
 in the signature of the form, which users read.
 """
 
@@ -121,7 +121,7 @@ OPTIONS = {
     "debug": Option(_CALLS, False, checked_flag),
     "early_stop": Option(_CALLS, True, checked_flag),
     "preserve_rng_state": Option(_EVERY, True, checked_flag),
-    "respect_saved_tensors_hooks": Option(_EVERY, None, lambda *given: flag_or_none(*given) is not False, "respect_hooks"),
+    "respect_saved_tensors_hooks": Option(_EVERY, None, lambda *args: flag_or_none(*args) is not False, "respect_hooks"),
     "use_reentrant": Option(_CALLS),
     "name": Option(_NOT_DIRECT),
     "policy": Option(_NOT_DIRECT),
@@ -146,10 +146,10 @@ def defaults_of(form: Form) -> dict[str, Any]:
     return {name: OPTIONS[name].default for name in options_of(form) if OPTIONS[name].check is not None}
 
 
-def values_of(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def values_of(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the given values besides defaults as frames take them, by the names in frames; raises for a wrong value."""
     values = {}
-    for name, value in given:
+    for name, value in options:
         option = OPTIONS[name]
         if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
             values[option.field or name] = option.check(value, name)
@@ -211,11 +211,11 @@ def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
 
 
 def under_modes(contexts: ContextPair | None) -> ContextPair:
-    """Returns the contexts of a region inside dispatch modes: operators take other paths under one, so a rerun needs one."""
+    """Returns the contexts of a region inside dispatch modes: operators take other paths there, so a rerun needs a mode."""
     under_mode = nullcontext(), QuietDispatchMode()
     contexts = under_mode if contexts is None else both(under_mode, contexts)
     # The user's modes are not entered again, for they may count. A fake mode is: it counts nothing, and without it a tensor
-    # made from nothing would be a real one.
+    # made from nothing would be a real tensor.
     fake = active_fake_mode()
     return contexts if fake is None else both((nullcontext(), fake), contexts)
 
@@ -266,8 +266,8 @@ def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
             with context:
                 try:
                     yield
-                except BaseException as found:
-                    error = found
+                except BaseException as raised:
+                    error = raised
                     raise
             if error is not None:
                 raise suppressed_error(error) from error
@@ -280,10 +280,10 @@ class PolicyContext(AbstractContextManager[None]):
 
     def __init__(self, policy: Policy, of_torch: list[AbstractContextManager[Any]], *, is_forward: bool) -> None:
         self.policy, self.is_forward = policy, is_forward
-        self._of_torch = of_torch  # of both, empty until one is entered
+        self._of_torch = of_torch  # of both, empty until a context is entered
 
     def is_before(self, other: object) -> bool:
-        """Whether this is the first of a pair, and another one the second."""
+        """Whether this is the first of a pair, and another context the second."""
         return isinstance(other, PolicyContext) and self.is_forward > other.is_forward and self._of_torch is other._of_torch
 
     def __enter__(self) -> None:
@@ -330,7 +330,7 @@ _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 
 def check_runs(function: Any) -> None:
-    """Refuses generator functions and coroutine functions, and callables that call one, as far as seen without a call."""
+    """Refuses generator functions and coroutine functions, and callables that call them, as far as seen without a call."""
     inner = unwrapped(function)
     if isinstance(inner, type) and issubclass(inner, Module):
         raise wrong(inner, "function", "a function or a module", f"Make a module of the class first: `{inner.__name__}(...)`.")
@@ -363,8 +363,8 @@ def check_swallowed(function: Any, kwargs: dict[str, Any], options: Sequence[str
     for name in [name for name in options if name in kwargs]:
         is_refused = is_policy(kwargs[name])
         if (is_refused or (form, name) not in _warned) and is_swallowed(function, name):
-            found = "which is a policy" if is_refused else "which reaches the function by its **kwargs"
-            error = slip(kwargs[name], name, found, name, options, form)
+            description = "which is a policy" if is_refused else "which reaches the function by its **kwargs"
+            error = slip(kwargs[name], name, description, name, options, form)
             if is_refused:
                 raise error
             _warned.add((form, name))
@@ -372,7 +372,7 @@ def check_swallowed(function: Any, kwargs: dict[str, Any], options: Sequence[str
 
 
 def is_policy(value: Any) -> bool:
-    """Whether a value is one of the package's policies, or a list of operators. A function may be anything else as well."""
+    """Whether a value is a policy of this package, or a list of operators. A function may be anything else as well."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
     from ckpt_hooks.policies.base import Policy

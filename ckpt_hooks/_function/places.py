@@ -65,22 +65,22 @@ def class_attribute(kind: type, name: str) -> Any:
 
 class Part(NamedTuple):
     read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
-    put: Callable[[Any, int, Content, Content], object]  # replaces one such content by another
+    put: Callable[[Any, int, Content, Content], object]  # replaces such a content by another
     size: Callable[[Any], int] | None = None  # of entries alone
     has_end: bool = False  # whether of a long container the length is noted, and what is added
 
 
-def num_same(one: Content, other: Content) -> int:
+def num_same(first: Content, other: Content) -> int:
     """Returns how many values of two contents are the same objects; -1 where not all keys are."""
-    if len(one) != len(other):
+    if len(first) != len(other):
         return -1
-    if type(one) is not dict:
-        return sum(map(is_, one, other))
-    return sum(map(is_, one.values(), other.values())) if all(map(is_, one, other)) else -1  # which may have any ``__eq__``
+    if type(first) is not dict:
+        return sum(map(is_, first, other))
+    return sum(map(is_, first.values(), other.values())) if all(map(is_, first, other)) else -1  # which may have any ``__eq__``
 
 
-def same(one: Content, other: Content) -> bool:
-    return num_same(one, other) == len(one)
+def same(first: Content, other: Content) -> bool:
+    return num_same(first, other) == len(first)
 
 
 def _at_once(*steps: partial[Any]) -> None:
@@ -88,58 +88,58 @@ def _at_once(*steps: partial[Any]) -> None:
     deque(map(partial.__call__, steps), 0)
 
 
-def _put_keyed(own: Any, now: dict[Any, Any], content: dict[Any, Any]) -> None:
+def _put_keyed(owner: Any, current: dict[Any, Any], content: dict[Any, Any]) -> None:
     """Replaces some entries of a dictionary; at once, and at their places, where others have to come or go."""
-    kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
-    if len(now) == len(content) and all(map(is_, now, content)):
-        for key, one in content.items():
-            if now[key] is not one:
-                kind.__setitem__(own, key, one)
+    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    if len(current) == len(content) and all(map(is_, current, content)):
+        for key, value in content.items():
+            if current[key] is not value:
+                kind.__setitem__(owner, key, value)
         return
-    everything = {**{key: one for key, one in kind.items(own) if key not in now}, **content}
-    _at_once(partial(kind.clear, own), partial(kind.update, own, everything))
+    everything = {**{key: other for key, other in kind.items(owner) if key not in current}, **content}
+    _at_once(partial(kind.clear, owner), partial(kind.update, owner, everything))
 
 
-def _read_dict(own: Any, base: int) -> Content:
-    kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
+def _read_dict(owner: Any, base: int) -> Content:
+    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     if not base:
-        return dict(kind.items(own))
-    size = dict.__len__(own) - base
-    return None if size < 0 else dict([*islice(reversed(dict.items(own)), size)][::-1])
+        return dict(kind.items(owner))
+    size = dict.__len__(owner) - base
+    return None if size < 0 else dict([*islice(reversed(dict.items(owner)), size)][::-1])
 
 
 def _read_slots(slots: Sequence[Any], owner: Any, _: int) -> Content:
-    found = {}
+    content = {}
     for slot in slots:
         with suppress(AttributeError):  # an empty slot
-            found[slot] = slot.__get__(owner)
-    return found
+            content[slot] = slot.__get__(owner)
+    return content
 
 
-def _put_slots(owner: Any, _: int, now: Content, content: Content) -> None:
-    for slot in now.keys() - content.keys():
+def _put_slots(owner: Any, _: int, current: Content, content: Content) -> None:
+    for slot in current.keys() - content.keys():
         slot.__delete__(owner)
-    for slot, one in content.items():
-        slot.__set__(owner, one)
+    for slot, value in content.items():
+        slot.__set__(owner, value)
 
 
-def _own(owner: Any) -> dict[str, Any]:
-    own = object.__getattribute__(owner, "__dict__")
-    return own if type(own) is dict and own is not owner else {}  # a dict may be its own ``__dict__``
+def _vars(owner: Any) -> dict[str, Any]:
+    variables = object.__getattribute__(owner, "__dict__")
+    return variables if type(variables) is dict and variables is not owner else {}  # a dict may be its own ``__dict__``
 
 
 def _refill(clear: Any, fill: Any) -> Callable[[Any, int, Content, Content], None]:
-    def put(owner: Any, _: int, now: Content, content: Content) -> None:
+    def put(owner: Any, _: int, current: Content, content: Content) -> None:
         _at_once(partial(clear, owner), partial(fill, owner, content))
 
     return put
 
 
-def put_nothing(owner: Any, _: int, now: Content, content: Content) -> None:
+def put_nothing(owner: Any, _: int, current: Content, content: Content) -> None:
     """Leaves a place alone."""
 
 
-VARIABLES = Part(lambda owner, _: dict.copy(_own(owner)), lambda owner, _, now, content: _put_keyed(_own(owner), now, content))
+VARIABLES = Part(lambda owner, _: dict.copy(_vars(owner)), lambda owner, _, now, values: _put_keyed(_vars(owner), now, values))
 _DICT = Part(_read_dict, lambda owner, _, now, content: _put_keyed(owner, now, content), dict.__len__, has_end=True)
 _ENTRIES: dict[type, Part] = {
     dict: _DICT,
@@ -167,16 +167,16 @@ def _holds_nothing(key: Any) -> bool:
     if is_atom(key):
         return True
     is_value = isinstance(key, VALUES) or (isinstance(key, tuple) and all(map(_holds_nothing, tuple.__iter__(key))))
-    return is_value and not (type(key).__dictoffset__ and _own(key))
+    return is_value and not (type(key).__dictoffset__ and _vars(key))
 
 
 def _can_be_noted(key: Any) -> bool:
     return _holds_nothing(key) or (bool(type(key).__weakrefoffset__) and not isinstance(key, torch.Tensor))
 
 
-def _read_weakly(own: Any, base: int) -> Content:
-    # Two plain references to one object are one reference, so that these are compared as keys are.
-    content = _read_dict(own, base)
+def _read_weakly(owner: Any, base: int) -> Content:
+    # Two plain references to an object are the same reference, so that references are compared as keys are.
+    content = _read_dict(owner, base)
     if content is None:
         return None
     return {
@@ -184,9 +184,9 @@ def _read_weakly(own: Any, base: int) -> Content:
     }
 
 
-def _put_weakly(own: Any, base: int, now: Content, content: Content) -> None:
-    pairs = [(key() if type(key) is weakref.ref else key, key, one) for key, one in content.items()]
-    _put_keyed(own, _read_dict(own, base), {found: one for found, key, one in pairs if found is not None or key is None})
+def _put_weakly(owner: Any, base: int, current: Content, content: Content) -> None:
+    pairs = [(key() if type(key) is weakref.ref else key, key, value) for key, value in content.items()]
+    _put_keyed(owner, _read_dict(owner, base), {live: value for live, key, value in pairs if live is not None or key is None})
 
 
 _WEAKLY_KEYED = Part(_read_weakly, _put_weakly, dict.__len__, has_end=True)
@@ -201,7 +201,7 @@ def parts_for_tables(value: dict[Any, Any], parts: tuple[Part, ...]) -> tuple[Pa
 
 
 def keys_of(content: Content) -> list[Any]:
-    """Returns the keys of a content that refers to these weakly."""
+    """Returns the keys of a content that refers to its keys weakly."""
     return [key() for key in content if type(key) is weakref.ref] if type(content) is dict else []
 
 
@@ -215,8 +215,8 @@ def _content_of(cell: types.CellType) -> Any:
         return ABSENT
 
 
-def _put_cells(function: Any, _: int, now: Content, content: Content) -> None:
-    for cell, old, new in zip(function.__closure__, now, content, strict=True):
+def _put_cells(function: Any, _: int, current: Content, content: Content) -> None:
+    for cell, old, new in zip(function.__closure__, current, content, strict=True):
         if new is ABSENT and old is not ABSENT:
             del cell.cell_contents
         elif new is not old:
@@ -231,8 +231,8 @@ def globals_part(names: tuple[str, ...]) -> Part:
     def read(function: Any, _: int) -> Content:
         return [function.__globals__.get(name, ABSENT) for name in names]
 
-    def put(function: Any, _: int, now: Content, content: Content) -> None:
-        for name, old, new in zip(names, now, content, strict=True):
+    def put(function: Any, _: int, current: Content, content: Content) -> None:
+        for name, old, new in zip(names, current, content, strict=True):
             if new is ABSENT and old is not ABSENT:
                 function.__globals__.pop(name, None)
             elif new is not old:
@@ -251,11 +251,11 @@ MACHINERY = frozenset((*DICTS, *_LEFT_ALONE))
 
 def _read_class(module: Module, _: int) -> Content:
     kind = type(module)
-    found = vars(kind) if kind.__module__ == "torch.nn.utils.parametrize" else {}  # a class of this module's own
-    return {"": kind, **{name: one for name, one in found.items() if type(one) is property}}
+    variables = vars(kind) if kind.__module__ == "torch.nn.utils.parametrize" else {}  # a class of this module's own
+    return {"": kind, **{name: attribute for name, attribute in variables.items() if type(attribute) is property}}
 
 
-def _put_class(module: Module, _: int, now: Content, content: Content) -> None:
+def _put_class(module: Module, _: int, current: Content, content: Content) -> None:
     object.__setattr__(module, "__class__", content[""])
     for name in content.keys() - {""}:
         setattr(content[""], name, content[name])
@@ -295,8 +295,8 @@ def is_of_library(kind: type) -> bool:
 def _attributes_of(kind: Any) -> tuple[Part, ...]:
     """Returns the places of instances of a class with their attributes, whatever the class."""
     slots = slots_of(kind)
-    found = [VARIABLES] if kind.__dictoffset__ and not issubclass(kind, type) else []
-    return (*found, *([Part(partial(_read_slots, slots), _put_slots)] if slots else []))
+    parts = [VARIABLES] if kind.__dictoffset__ and not issubclass(kind, type) else []
+    return (*parts, *([Part(partial(_read_slots, slots), _put_slots)] if slots else []))
 
 
 def _parts_of(kind: Any) -> tuple[Part, ...]:

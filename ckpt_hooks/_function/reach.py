@@ -42,11 +42,11 @@ from .places import (
 
 # Limits that may be silent are in the README.
 
-#: Levels of closures, containers and objects that are opened: a cache, its layers, their list, one of these, its attributes.
+#: Levels of closures, containers and objects that are opened: a cache, its layers, their list, an entry, its attributes.
 LEVELS = 6
 #: Levels below an object of a library, whose content is not put back, in which modules and tensors are looked for.
 _LEVELS_OF_OTHERS = 3
-#: Values looked at in one walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
+#: Values looked at in a walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
 _MOST_LOOKS = 2000
 #: Entries up to which a container is structure. Of a longer list or dict only the length and what is added are noted: a copy of
 #: a log of 100,000 losses would take as long as a small block.
@@ -56,7 +56,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 class Walk:
-    """One walk, with its finds. Of a module's attributes alone if an owner is given, the module's number."""
+    """A walk, with its finds. Of a module's attributes alone if an owner is given, the module's number."""
 
     def __init__(self, known: dict[int, TensorNote] | None = None, owner: int = -1, *, passes: bool = False) -> None:
         self._known, self.owner, self._passes, self._in_library = known, owner, passes, False
@@ -75,8 +75,8 @@ class Walk:
             part = parts_of(type(value))[0]
             if levels > 0 and part.size is not None and part.size(value) <= _MOST_ENTRIES:
                 content = part.read(value, 0)
-                for one in list(content.values()) if type(content) is dict else content:
-                    self.look(one, levels - 1)
+                for inner in list(content.values()) if type(content) is dict else content:
+                    self.look(inner, levels - 1)
             return
         if self._in_library and (type(value) in _INTO or parts_of(type(value))):
             levels = LEVELS - 1  # out of the library, that is
@@ -91,41 +91,41 @@ class Walk:
     def note_root(self, value: Any, levels: int = LEVELS) -> Any:
         """Returns a note of a value; a container or object is put back though nothing leads to it by then."""
         self._limit = len(self._seen) + _MOST_LOOKS
-        noted = self.note(value, levels)
-        if self.owner < 0 and type(noted) in (Note, Again):
-            self._add_root(value, noted.note if type(noted) is Again else noted)
-        return noted
+        note = self.note(value, levels)
+        if self.owner < 0 and type(note) in (Note, Again):
+            self._add_root(value, note.note if type(note) is Again else note)
+        return note
 
-    def _add_root(self, value: Any, noted: Note) -> None:
-        if not (isinstance(value, tuple) and noted.has_history):
-            self.roots.append((value, noted))
+    def _add_root(self, value: Any, note: Note) -> None:
+        if not (isinstance(value, tuple) and note.has_history):
+            self.roots.append((value, note))
             return
-        for part, base, content, keys in noted.rows:  # the tuple itself would hold graphs
-            now = part.read(value, base)
+        for part, base, content, keys in note.rows:  # the tuple itself would hold graphs
+            current = part.read(value, base)
             for key in [key for key in keys if type(content[key]) is Note]:
-                self._add_root(now[key], content[key])
+                self._add_root(current[key], content[key])
 
     def note(self, value: Any, levels: int = LEVELS) -> Any:
         kind = type(value)
         if kind in ATOMS:
             return value
         seen = self._seen
-        if (found := seen.get(id(value))) is not None:
-            return Again(found) if type(found) is Note else found
+        if (known := seen.get(id(value))) is not None:
+            return Again(known) if type(known) is Note else known
         if isinstance(value, torch.Tensor):
-            noted = self._note_tensor(value)
-            seen[id(value)] = noted
-            return noted
+            note = self._note_tensor(value)
+            seen[id(value)] = note
+            return note
         parts = parts_of(kind) if levels > 0 and len(seen) <= self._limit else ()
         if self.owner >= 0 and parts and isinstance(value, dict):
             parts = parts_for_tables(value, parts)
         if parts:
             if kind is tuple and is_atom(value):
                 return value
-            noted = seen[id(value)] = Note(value)
-            self._add_parts(noted, parts, value, levels - 1)
-            return noted
-        noted = seen[id(value)] = value if is_atom(value) else self._refer(value)
+            note = seen[id(value)] = Note(value)
+            self._add_parts(note, parts, value, levels - 1)
+            return note
+        note = seen[id(value)] = value if is_atom(value) else self._refer(value)
         if isinstance(value, Module):
             self.modules.append(value)
         elif kind is torch.Generator:
@@ -134,7 +134,7 @@ class Walk:
             was, self._in_library = self._in_library, kind not in _INTO
             _INTO.get(kind, Walk._into_object)(self, value, levels - 1)
             self._in_library = was
-        return noted
+        return note
 
     def _refer(self, value: Any) -> Any:
         """Returns a weak reference to an object. Where there are none, as to an iterator, tables note the identity alone."""
@@ -148,15 +148,15 @@ class Walk:
     def _note_tensor(self, tensor: torch.Tensor) -> Any:
         if self._passes:
             return Passing(tensor)
-        found = None if self._known is None else self._known.get(id(tensor))
-        if found is None or not found.holds(tensor):
-            use = Use.UNKNOWN if found is None or found.use is Use.READ else found.use
-            found = TensorNote(tensor, owner=self.owner)
-            found.use = use
-        self.tensors[id(tensor)] = found
-        return found
+        note = None if self._known is None else self._known.get(id(tensor))
+        if note is None or not note.holds(tensor):
+            use = Use.UNKNOWN if note is None or note.use is Use.READ else note.use
+            note = TensorNote(tensor, owner=self.owner)
+            note.use = use
+        self.tensors[id(tensor)] = note
+        return note
 
-    def _add_parts(self, noted: Note, parts: Sequence[Part], value: Any, levels: int) -> None:
+    def _add_parts(self, note: Note, parts: Sequence[Part], value: Any, levels: int) -> None:
         for part in parts:
             base = 0
             if part.size is not None:
@@ -166,45 +166,45 @@ class Walk:
                         continue
                     base = size
             if (content := part.read(value, base)) is not None:
-                self.add(noted, part, base, content, levels)
+                self.add(note, part, base, content, levels)
 
-    def add(self, noted: Note, part: Part, base: int, content: Any, levels: int, opens: Any = None) -> None:
+    def add(self, note: Note, part: Part, base: int, content: Any, levels: int, opens: Any = None) -> None:
         """Adds a place to a note; of the variables of a function, given which kinds to open, objects are held."""
         keys = []
-        for key, one in list(content.items()) if type(content) is dict else enumerate(list(content)):
-            if type(one) in ATOMS or one is ABSENT or (opens is not None and not opens(type(one))):
+        for key, value in list(content.items()) if type(content) is dict else enumerate(list(content)):
+            if type(value) in ATOMS or value is ABSENT or (opens is not None and not opens(type(value))):
                 continue
-            found = self.note(one, levels) if opens is None else self.note_root(one, levels)
-            if found is not one and (opens is None or type(found) is not Weak):
-                content[key] = found
+            value_note = self.note(value, levels) if opens is None else self.note_root(value, levels)
+            if value_note is not value and (opens is None or type(value_note) is not Weak):
+                content[key] = value_note
                 keys.append(key)
-                noted.has_history = noted.has_history or (type(found) in _WITH_HISTORY and found.has_history)
-        noted.rows.append((part, base, content, keys))
+                note.has_history = note.has_history or (type(value_note) in _WITH_HISTORY and value_note.has_history)
+        note.rows.append((part, base, content, keys))
 
     def _into_object(self, value: Any, levels: int) -> None:
         """Looks for modules, tensors and objects of users in an object of a library, which is not put back itself."""
         for part in attributes_of(type(value)):
-            for one in part.read(value, 0).values():
-                self.look(one, min(levels, _LEVELS_OF_OTHERS))
+            for attribute in part.read(value, 0).values():
+                self.look(attribute, min(levels, _LEVELS_OF_OTHERS))
 
     def _into_method(self, method: types.MethodType, levels: int) -> None:
         self.functions.append(method)
         self.look(method.__self__, levels + 1)
         self.look(method.__func__, levels + 1)
 
-    def _into_property(self, one: property, levels: int) -> None:
-        self.look(one.fget, levels + 1)
+    def _into_property(self, attribute: property, levels: int) -> None:
+        self.look(attribute.fget, levels + 1)
 
-    def _into_wrapper(self, one: staticmethod[..., Any] | classmethod[Any, ..., Any], levels: int) -> None:
-        self.look(one.__func__, levels + 1)
+    def _into_wrapper(self, method: staticmethod[..., Any] | classmethod[Any, ..., Any], levels: int) -> None:
+        self.look(method.__func__, levels + 1)
 
-    def _into_partial(self, one: functools.partial[Any], levels: int) -> None:
-        self.functions.append(one)
-        self.look(one.func, levels + 1)
-        if one.__dict__:
-            self.roots.append((one, Note(one)))
-            self.add(self.roots[-1][1], VARIABLES, 0, VARIABLES.read(one, 0), levels)
-        for value in (*one.args, *one.keywords.values()):
+    def _into_partial(self, function: functools.partial[Any], levels: int) -> None:
+        self.functions.append(function)
+        self.look(function.func, levels + 1)
+        if function.__dict__:
+            self.roots.append((function, Note(function)))
+            self.add(self.roots[-1][1], VARIABLES, 0, VARIABLES.read(function, 0), levels)
+        for value in (*function.args, *function.keywords.values()):
             self.look(value, levels)
 
     def _into_function(self, function: types.FunctionType, levels: int) -> None:
@@ -214,21 +214,21 @@ class Walk:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.look(value, levels)
         names, is_library = facts_of_code(function)
-        noted = self._named.get(id(function)) or Note(function)
+        note = self._named.get(id(function)) or Note(function)
         if function.__closure__:
-            self.add(noted, CELLS, 0, CELLS.read(function, 0), levels, lambda kind: True)
+            self.add(note, CELLS, 0, CELLS.read(function, 0), levels, lambda kind: True)
         if names:
-            # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
+            # Functions that this function calls are not followed: their names are nearly all that a module of code defines.
             part = globals_part(names)
-            self.add(noted, part, 0, part.read(function, 0), levels, _is_followed)
+            self.add(note, part, 0, part.read(function, 0), levels, _is_followed)
         if is_library:
             return
-        for one in (function, *named_functions(function)):
-            if id(one) not in self._named:
-                # Also what these have for attributes, ``gate.calls``.
-                found = self._named[id(one)] = noted if one is function else Note(one)
-                self.add(found, VARIABLES, 0, VARIABLES.read(one, 0), LEVELS - 1)
-                self.roots.append((one, found))
+        for named in (function, *named_functions(function)):
+            if id(named) not in self._named:
+                # Also what functions have for attributes, ``gate.calls``.
+                named_note = self._named[id(named)] = note if named is function else Note(named)
+                self.add(named_note, VARIABLES, 0, VARIABLES.read(named, 0), LEVELS - 1)
+                self.roots.append((named, named_note))
 
 
 def _is_followed(kind: type) -> bool:
@@ -260,36 +260,36 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 def modules_of(root: Module) -> list[Module]:
     """Returns a module, its submodules, and modules in containers and objects there, such as an untrained teacher."""
-    found = dict.fromkeys(Module.modules(root))
-    todo, seen, inside = list(found), set[int](), frozenset(found)
+    modules = dict.fromkeys(Module.modules(root))
+    todo, seen, inside = list(modules), set[int](), frozenset(modules)
     has_root = functools.cache(lambda module: root in Module.modules(module))
     while todo:
-        own = vars(todo.pop())
-        attributes = {id(one): one for name, one in list(own.items()) if name not in MACHINERY}
-        listed = [one for name in _HOOKS for one in list(own.get(name, {}).values())]
-        hooks = {id(one): one for one in listed if not (id(one) in attributes or _is_of_framework(one))}
-        for value in [one for number, one in (attributes | hooks).items() if number not in seen]:
+        variables = vars(todo.pop())
+        attributes = {id(attribute): attribute for name, attribute in list(variables.items()) if name not in MACHINERY}
+        listed = [hook for name in _HOOKS for hook in list(variables.get(name, {}).values())]
+        hooks = {id(hook): hook for hook in listed if not (id(hook) in attributes or _is_of_framework(hook))}
+        for value in [candidate for number, candidate in (attributes | hooks).items() if number not in seen]:
             seen.add(id(value))
             # Left out are modules around ``root`` (a trainer has the whole model) and lists with ``root`` among others (of all
             # layers). Objects of torch's classes are not looked into: the state of FSDP has all modules of a model.
             entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            inner, within = [one for one in entries if isinstance(one, Module)], _modules_within(value)
+            inner, within = [module for module in entries if isinstance(module, Module)], _modules_within(value)
             if id(value) in hooks:  # a tool that hooks all layers leads to others, maybe of what is inside of ``root``
-                kinds = {type(one) for one in within if one in inside}
-                is_tool = any(has_root(one) or (type(one) in kinds and one not in inside) for one in within)
+                kinds = {type(module) for module in within if module in inside}
+                is_tool = any(has_root(module) or (type(module) in kinds and module not in inside) for module in within)
                 inner = [] if is_tool else within
             elif type(value) in _INTO or root not in within:
-                inner += [one for one in within if one not in found and not has_root(one)]
-            new = [module for one in inner for module in Module.modules(one) if module not in found]
-            found.update(dict.fromkeys(new))
+                inner += [module for module in within if module not in modules and not has_root(module)]
+            new = [module for container in inner for module in Module.modules(container) if module not in modules]
+            modules.update(dict.fromkeys(new))
             todo += new
-    return list(found)
+    return list(modules)
 
 
 def _is_of_framework(hook: Any) -> bool:
     owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
     if isinstance(owner, types.FunctionType):
-        return is_own(owner)
+        return is_internal(owner)
     return type(owner).__module__.partition(".")[0] in ("torch", "ckpt_hooks")
 
 
@@ -304,22 +304,22 @@ def _modules_within(value: Any) -> list[Module]:
 
 
 def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any]], list[Any]]:
-    """Returns context variables with their values; notes of containers and objects of users, and what these notes need."""
-    # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held these
-    # would be in a cycle (Rule 9). Long ones, of which not all is noted, are held, and returned besides.
-    found: list[tuple[ContextVar[Any], Any, Any]] = []
+    """Returns context variables with their values; notes of containers and objects of users, and what the notes need."""
+    # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held them
+    # would be in a cycle (Rule 9). Long lists, of which not all is noted, are held, and returned besides.
+    variables: list[tuple[ContextVar[Any], Any, Any]] = []
     others = []
     for variable, value in context.items():
-        noted = value if is_atom(value) else Walk(passes=True).note(value)
-        inside = list(notes_in([noted]))
-        if type(noted) is not Note:
-            found.append((variable, value, None))
-        elif any(base for one in inside if type(one) is Note for _, base, *_ in one.rows):
-            found.append((variable, value, None))
+        note = value if is_atom(value) else Walk(passes=True).note(value)
+        inside = list(notes_in([note]))
+        if type(note) is not Note:
+            variables.append((variable, value, None))
+        elif any(base for inner in inside if type(inner) is Note for _, base, *_ in inner.rows):
+            variables.append((variable, value, None))
             others.append(value)
         else:
-            found.append((variable, noted, [one() for one in inside if type(one) is Weak]))  # these cannot be made again
-    return found, others
+            variables.append((variable, note, [weak() for weak in inside if type(weak) is Weak]))  # which cannot be made again
+    return variables, others
 
 
 # ------------------------------------------------------------------------------------------------------------- facts of code
@@ -339,14 +339,14 @@ def facts_of_code(function: types.FunctionType) -> tuple[tuple[str, ...], bool]:
     if known is None:
         variables = function.__globals__
         # By its instructions: ``co_names`` lists the names of attributes too. A built-in's name counts where the file binds it.
-        found = dict.fromkeys(str(step.argval) for step in _steps_in(code) if step.opname in _NAMING)
-        names = tuple(name for name in found if name in variables or name not in _BUILTINS)
-        facts = names, is_own(function)
+        named = dict.fromkeys(str(step.argval) for step in _steps_in(code) if step.opname in _NAMING)
+        names = tuple(name for name in named if name in variables or name not in _BUILTINS)
+        facts = names, is_internal(function)
         known = _facts[key] = weakref.ref(code, lambda _: _facts.pop(key, None)), facts
     return known[1]
 
 
-def is_own(function: types.FunctionType) -> bool:
+def is_internal(function: types.FunctionType) -> bool:
     return str(function.__globals__.get("__name__")).partition(".")[0] in ("torch", "ckpt_hooks")
 
 
@@ -359,8 +359,8 @@ def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 def named_functions(function: types.FunctionType) -> list[types.FunctionType]:
     variables = function.__globals__
-    found = [variables.get(name) for name in facts_of_code(function)[0]]
-    return [one for one in found if type(one) is types.FunctionType and not is_own(one)]
+    values = [variables.get(name) for name in facts_of_code(function)[0]]
+    return [value for value in values if type(value) is types.FunctionType and not is_internal(value)]
 
 
 #: What ``functools.update_wrapper`` sets.
@@ -372,8 +372,8 @@ def has_state(function: Any) -> bool:
     if isinstance(function, types.MethodType):
         return not isinstance(function.__self__, (Module, type)) or has_state(function.__func__)
     if type(function) is functools.partial:
-        given = (*function.args, *function.keywords.values())
-        is_plain = all(isinstance(one, Module) or is_atom(one) for one in given) and function.__dict__.keys() <= _OF_WRAPPERS
+        bound = (*function.args, *function.keywords.values())
+        is_plain = all(isinstance(arg, Module) or is_atom(arg) for arg in bound) and function.__dict__.keys() <= _OF_WRAPPERS
         return not is_plain or has_state(function.func)
     if type(function) is not types.FunctionType:
         return not isinstance(function, Module) and type(function) not in ATOMS
@@ -381,6 +381,6 @@ def has_state(function: Any) -> bool:
     if is_library:
         return False
     variables = function.__globals__
-    if function.__closure__ and not all(isinstance(one, type) for one in CELLS.read(function, 0)):
+    if function.__closure__ and not all(isinstance(value, type) for value in CELLS.read(function, 0)):
         return True
     return not has_plain_defaults(function) or any(type(variables.get(name)) not in _CODE for name in names)

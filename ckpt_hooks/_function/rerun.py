@@ -36,7 +36,7 @@ from .arguments import HandedOut, Hooks, put_hooks_back
 from .collector import Collector, PackHook
 from .compare import result_of
 from .contents import WatchReads
-from .journal import Loan
+from .journal import JournalLoan
 from .notes import Note
 from .words import blame, draws_error, explain_failure, is_beside_drawing_thread, warn_of_drawing_thread
 
@@ -51,22 +51,22 @@ _UNCHANGED: Changed = ()
 
 
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
-    """Calls the function of a frame again; returns an entry for each handle, up to the last one wanted (of all if None)."""
+    """Calls the function of a frame again; returns a value for each handle, up to the last wanted (of all if None)."""
     # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
     # Under the frame's lock. A probe watches random draws, and is not compared with forward.
     watch = _draw_watch() if probe is None and is_beside_drawing_thread() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
-    next_hook = RemovableHandle.next_id  # one counter for all hooks of the process
+    next_hook = RemovableHandle.next_id  # a counter for all hooks of the process
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
     hooks: Hooks = ()
     tensors: Sequence[torch.Tensor | None] | None = None
-    loan: Loan | None = None  # of what the function reaches
+    loan: JournalLoan | None = None  # of what the function reaches
     borrows, paused, transforms = False, None, None
     place = None if frame.current is None else frame.current.enter()
     try:
         try:
-            # Enter: the thread is as if no frame were active but this one, the parent of the frames inside (Rule 3).
+            # Enter: the thread is as if no frame were active but this frame, the parent of the frames inside (Rule 3).
             if num_dispatch_modes():
                 paused = pause_modes()
             stack.innermost, frame.recomputing = frame, True
@@ -81,7 +81,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             try:
                 if frame.state is not None:
                     # Waits for other loans come last: restoring arguments takes the locks of other frames.
-                    loan = Loan(frame.state, stand_ins, collector.mutated)
+                    loan = JournalLoan(frame.state, stand_ins, collector.mutated)
                     loan.begin()
                 leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
                 try:
@@ -164,7 +164,7 @@ def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrow
         return undone.pop_all().close
 
 
-def _checked(frame: Any, loan: Loan | None, tensors: Sequence[torch.Tensor | None]) -> AbstractContextManager[Any]:
+def _checked(frame: Any, loan: JournalLoan | None, tensors: Sequence[torch.Tensor | None]) -> AbstractContextManager[Any]:
     from .checked_rerun import CheckedRerun
 
     return CheckedRerun(frame, loan, tensors)
@@ -172,7 +172,7 @@ def _checked(frame: Any, loan: Loan | None, tensors: Sequence[torch.Tensor | Non
 
 def _call(
     frame: Any,
-    loan: Loan | None,
+    loan: JournalLoan | None,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     hook: PackHook,
@@ -226,8 +226,8 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
         watch = _draw_watch()
         rerun(frame, wanted, probe=watch)
     if watch.unknown is not None or moved & watch.devices:
-        raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
-    # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
+        raise draws_error(region, f" The region runs {watch.unknown or watch.first_draw}.")
+    # The rerun in question may have drawn what a later rerun reads (a table that was gone from its cache).
     positions = frame.positions or {}
     begin, where = positions.get(-1), where_streams_are()
     in_forward: set[torch.device] = set().union(*(devices_between(begin, position, where) for position in positions.values()))

@@ -38,9 +38,9 @@ from .places import (
     pointers,
     put_nothing,
 )
-from .reach import LEVELS, Walk, has_state, is_own, modules_of, named_functions
+from .reach import LEVELS, Walk, has_state, is_internal, modules_of, named_functions
 
-#: Without those in which a hook of another one is listed again.
+#: Without the dictionaries which list a hook of another dictionary again.
 _LOOKED_AT = [name for name in DICTS if not name.endswith(("_with_kwargs", "_always_called"))]
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial, RemovableHandle)
 _NOTED = (Note, TensorNote, weakref.ref)
@@ -61,8 +61,8 @@ _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
 def _values_of(*objects: Any) -> list[Any]:
     # From Python 3.13 on the collector shows the values of an object's attributes with that object alone, and not with another
-    # one which shares the dictionary, as a module made a region does.
-    return [*_flatten(one.values() if type(one) is dict else (type(one),) for one in objects)]
+    # object which shares the dictionary, as a module made a region does.
+    return [*_flatten(value.values() if type(value) is dict else (type(value),) for value in objects)]
 
 
 def _is_left_alone(module: Module) -> bool:
@@ -71,7 +71,7 @@ def _is_left_alone(module: Module) -> bool:
 
 
 def is_of_framework(tensor: Any) -> bool:
-    """Whether a framework may exchange a parameter, as FSDP and DeepSpeed do with shards and what they gather of these."""
+    """Whether a framework may exchange a parameter, as FSDP and DeepSpeed do with shards and what they gather of shards."""
     if not isinstance(tensor, torch.Tensor):
         return False
     return is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id")
@@ -92,40 +92,40 @@ class ModuleNote(Note):
 
     def _add(self, part: Part, content: Content, walk: Walk) -> None:
         keys = []
-        for key, one in list(content.items()):
-            if type(one) in ATOMS:
+        for key, value in list(content.items()):
+            if type(value) in ATOMS:
                 continue
-            found = walk.note_root(one)
-            is_tensor = type(found) is TensorNote and (found.memory is not None or part is not MODULE_DICTS["_parameters"])
-            if not is_tensor and (part not in (ATTRIBUTES, MODULE_DICTS["_buffers"]) or isinstance(one, _FUNCTIONS)):
-                found = Held(one)
-            if found is not one:
-                content[key] = found
+            note = walk.note_root(value)
+            is_tensor = type(note) is TensorNote and (note.memory is not None or part is not MODULE_DICTS["_parameters"])
+            if not is_tensor and (part not in (ATTRIBUTES, MODULE_DICTS["_buffers"]) or isinstance(value, _FUNCTIONS)):
+                note = Held(value)
+            if note is not value:
+                content[key] = note
                 keys.append(key)
         self.rows.append((part, 0, content, keys))
 
     def fill(self, value: Any, loan: Any) -> None:
         loan.made[self.number] = value
-        for part, base, noted, keys in self.rows:
-            now = part.read(value, base)
+        for part, base, content, keys in self.rows:
+            current = part.read(value, base)
             if part is MODULE_DICTS["_parameters"]:
-                content = {key: loan.parameter(key, one, now.get(key, loan)) for key, one in noted.items()}
-                content = {key: one for key, one in content.items() if one is not loan}
+                values = {key: loan.parameter(key, note, current.get(key, loan)) for key, note in content.items()}
+                values = {key: parameter for key, parameter in values.items() if parameter is not loan}
             elif part is MODULE_DICTS["_buffers"] and not loan.journal.with_buffers:
                 continue
             else:
-                content = filled(noted, keys, now, loan)
+                values = filled(content, keys, current, loan)
             if part is ATTRIBUTES:  # a framework may have a parameter's name bound to what it gathered
-                own, before = value.__dict__["_parameters"], self.bound("_parameters")
-                content = {key: one for key, one in content.items() if not is_of_framework(own.get(key))}
+                parameters, bound = value.__dict__["_parameters"], self.bound("_parameters")
+                values = {key: attribute for key, attribute in values.items() if not is_of_framework(parameters.get(key))}
                 theirs = [
-                    key for key in now if key in before and is_of_framework(loan.held.get(before[key] and before[key].number))
+                    key for key in current if key in bound and is_of_framework(loan.held.get(bound[key] and bound[key].number))
                 ]
-                content.update({key: now[key] for key in theirs})
-            loan.put(value, part, base, now, content)
+                values.update({key: current[key] for key in theirs})
+            loan.put(value, part, base, current, values)
 
     def holds(self, value: Any) -> bool:
-        # Where a function is gone, another one may be at its address.
+        # Where a function is gone, another function may be at its address.
         return super().holds(value) and None not in [refer() for refer in self.functions]
 
     def bound(self, name: str) -> Content:
@@ -137,16 +137,16 @@ class ModuleNote(Note):
 
 
 def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
-    for noted in notes:
-        kind = type(noted)
+    for note in notes:
+        kind = type(note)
         if kind is Note:
-            if noted.kind.__module__ in ("builtins", "collections"):  # not an object of a user's, such as a cache
-                for _, _, content, _ in noted.rows:
+            if note.kind.__module__ in ("builtins", "collections"):  # not an object of a user's, such as a cache
+                for _, _, content, _ in note.rows:
                     yield from _flags_in(content.values() if type(content) is dict else content)
         elif kind in (int, float):
-            yield (noted == 0,)
+            yield (note == 0,)
         elif kind in ATOMS:
-            yield noted
+            yield note
 
 
 class History:
@@ -166,21 +166,21 @@ class Tree:
         modules = [note.reference() for note in notes]
         hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
         forwards = {kind: class_attribute(kind, "forward") for kind in map(type, modules)}
-        inside = [one for note in notes for refer in note.functions if (one := refer()) is not None]
-        code = dict.fromkeys(one for one in (*hooks, *forwards.values(), *inside) if type(one) is types.FunctionType)
+        inside = [inner for note in notes for refer in note.functions if (inner := refer()) is not None]
+        code = dict.fromkeys(called for called in (*hooks, *forwards.values(), *inside) if type(called) is types.FunctionType)
         walk, functions = Walk(owner=len(notes)), []
-        named = dict.fromkeys(one for outer in code if not is_own(outer) for one in (outer, *named_functions(outer)))
+        named = dict.fromkeys(called for outer in code if not is_internal(outer) for called in (outer, *named_functions(outer)))
         for function in named:
             functions.append(Note(function))
             walk.add(functions[-1], VARIABLES, 0, VARIABLES.read(function, 0), LEVELS - 1)
         self.modules, self.notes = notes, (*notes, *functions)
-        # Hooks are found by their places, and forwards by their classes: some have no weak references, a class may make a
+        # Hooks are looked up by their places, and forwards by their classes: some have no weak references, a class may make a
         # forward anew at each look, and a table that holds a hook may hold the root.
-        self._kinds = [weakref.ref(kind) for kind, one in forwards.items() if has_state(one)]
-        self._inside = [weakref.ref(one) for one in inside if has_state(one)]
-        hooks = [one for one in hooks if has_state(one)]
+        self._kinds = [weakref.ref(kind) for kind, forward in forwards.items() if has_state(forward)]
+        self._inside = [weakref.ref(called) for called in inside if has_state(called)]
+        hooks = [hook for hook in hooks if has_state(hook)]
         self.has_functions = bool(self._kinds or self._inside or hooks)
-        self.generators = [one for note in notes for one in note.generators]
+        self.generators = [generator for note in notes for generator in note.generators]
         self.recurrent = [weakref.ref(module) for module in modules if isinstance(module, RNNBase)]
         self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
         self._take_pointers(set(map(id, hooks)))
@@ -195,39 +195,39 @@ class Tree:
 
     def _take_pointers(self, hooks: set[int]) -> None:
         self._references = [note.reference for note in self.notes]
-        owns = [vars(refer()) for refer in self._references]
-        modules = owns[: len(self.modules)]
+        all_attrs = [vars(refer()) for refer in self._references]
+        modules = all_attrs[: len(self.modules)]
         self._get_dicts: Callable[[Any], tuple[Any, ...]] = _nothing_of
         self._get_filled: Callable[[Any], tuple[Any, ...]] = _nothing_of
         self._referents: Callable[..., list[Any]] = get_referents
-        where = {id(one): at for at, one in enumerate(self._flat())}
-        if not all(id(one) in where for own in owns for one in own.values()):
+        where = {id(bound): at for at, bound in enumerate(self._flat())}
+        if not all(id(bound) in where for attrs in all_attrs for bound in attrs.values()):
             self._referents = _values_of
-            where = {id(one): at for at, one in enumerate(self._flat())}
-        self._get_dicts = _getter([where[id(own[name])] for own in modules for name in _LOOKED_AT])
-        self._get_filled = _getter([where[id(own[name])] for own in modules for name in DICTS if own[name]])
+            where = {id(bound): at for at, bound in enumerate(self._flat())}
+        self._get_dicts = _getter([where[id(attrs[name])] for attrs in modules for name in _LOOKED_AT])
+        self._get_filled = _getter([where[id(attrs[name])] for attrs in modules for name in DICTS if attrs[name]])
         flat = self._flat()
-        where = {id(one): at for at, one in enumerate(flat)}
-        noted = [pair for note, own in zip(self.notes, owns, strict=True) for pair in _pairs_of(note, own)]
+        where = {id(bound): at for at, bound in enumerate(flat)}
+        pairs = [pair for note, attrs in zip(self.notes, all_attrs, strict=True) for pair in _pairs_of(note, attrs)]
         at: dict[str, list[int]] = {"held": [], "hooks": [], "parameters": [], "others": []}
         self.parameters: list[TensorNote] = []
         self._inner: list[tuple[int, Any]] = []
-        for one, value in noted:
+        for note, value in pairs:
             position = where[id(value)]
             if id(value) in hooks:
                 at["hooks"].append(position)
-            is_tensor = type(one) is TensorNote and one.memory is not None and not one.has_history
+            is_tensor = type(note) is TensorNote and note.memory is not None and not note.has_history
             if is_tensor:
-                is_parameter = (one.requires_grad or issubclass(one.kind, torch.nn.Parameter)) and not value.is_inference()
+                is_parameter = (note.requires_grad or issubclass(note.kind, torch.nn.Parameter)) and not value.is_inference()
                 at["parameters" if is_parameter else "others"].append(position)
-                self.parameters += [one] if is_parameter else []
-            elif isinstance(one, _NOTED):
-                self._inner.append((position, one))
-            if type(one) is Held or (is_tensor and one.requires_grad):
+                self.parameters += [note] if is_parameter else []
+            elif isinstance(note, _NOTED):
+                self._inner.append((position, note))
+            if type(note) is Held or (is_tensor and note.requires_grad):
                 at["held"].append(position)
         # Which of all that is bound: what forward's journal holds, hooks with state, the parameters, the other tensors.
         self.get_held, self._get_hooks, self.get_parameters, self._get_others = map(_getter, at.values())
-        held = [one for one in self.get_held(flat) if isinstance(one, _FUNCTIONS)]
+        held = [function for function in self.get_held(flat) if isinstance(function, _FUNCTIONS)]
         inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
         self._met_functions = [*map(weakref.ref, held), *inside]
         self._image, self._layouts = pointers(flat), self._layouts_of(flat)
@@ -236,7 +236,7 @@ class Tree:
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
 
     def _take_tensors(self, group: Group | None) -> None:
-        tensors = {one.number: one for note in self.modules for one in note.tensors}
+        tensors = {note.number: note for module_note in self.modules for note in module_note.tensors}
         self.tensors = frozenset(number for number, note in tensors.items() if note.kind is not torch.nn.Parameter)
         small = [note for note in tensors.values() if is_small_on_host(note)]
         self.group = group if group is not None and group.notes == small else (Group(small) if small else None)
@@ -244,14 +244,14 @@ class Tree:
         self.others = [note for number, note in tensors.items() if number in left and not note.requires_grad]
 
     def functions(self, flat: tuple[Any, ...]) -> list[Any]:
-        """Returns those with state that modules call: hooks, forwards of classes, and functions inside of attributes."""
-        inside = [one for refer in self._inside if (one := refer()) is not None]
+        """Returns the functions with state that modules call: hooks, forwards of classes, and functions in attributes."""
+        inside = [function for refer in self._inside if (function := refer()) is not None]
         forwards = [class_attribute(kind, "forward") for refer in self._kinds if (kind := refer()) is not None]
         return [*self._get_hooks(flat), *forwards, *inside]
 
     def tensor_notes(self) -> list[TensorNote]:
         contents = [content[key] for note in self.notes for _, _, content, keys in note.rows for key in keys]
-        return [one for one in notes_in(contents) if type(one) is TensorNote]
+        return [note for note in notes_in(contents) if type(note) is TensorNote]
 
     def _flat(self) -> tuple[Any, ...]:
         """Returns all that is bound, classes and dictionaries included, and names."""
@@ -266,10 +266,10 @@ class Tree:
     def _layouts_of(self, flat: tuple[Any, ...]) -> list[Any]:
         """Returns where tensors are in memory, and whether they require grad; of others than parameters the layout too."""
         parameters = self.get_parameters(flat)
-        found: list[Any] = [*map(storage_address, parameters), *map(_requires_grad, parameters)]
+        layout: list[Any] = [*map(storage_address, parameters), *map(_requires_grad, parameters)]
         if others := self._get_others(flat):
-            found += [*map(storage_address, others), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
-        return found
+            layout += [*map(storage_address, others), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
+        return layout
 
     def look(self) -> tuple[Any, ...] | None:
         """Returns all that is bound, if it is as noted; else None."""
@@ -281,23 +281,23 @@ class Tree:
             return None
         if self._met_functions and None in [refer() for refer in self._met_functions]:
             return None
-        return flat if all(noted.holds(flat[position]) for position, noted in self._inner) else None
+        return flat if all(note.holds(flat[position]) for position, note in self._inner) else None
 
     def holds(self) -> bool:
         """Whether all is as noted, though other pointers may lead to it."""
         return all((value := note.reference()) is not None and note.holds(value) for note in self.notes)
 
     def note_writes(self, parameters: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-        for note, one, version in zip(self.parameters, parameters, versions, strict=True):
-            if one._version != version and note.use not in WRITES:
+        for note, parameter, version in zip(self.parameters, parameters, versions, strict=True):
+            if parameter._version != version and note.use not in WRITES:
                 note.use = Use.WRITTEN
         if any(note.use in WRITES for note in self.parameters):
             self.history.writes_parameters = True
 
     def unbound(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        owns = [vars(module) for note in self.modules if (module := note.reference()) is not None]
-        bound = {id(one) for own in owns for values in (own, own["_parameters"]) for one in values.values()}
-        return [one for one in parameters if id(one) not in bound]
+        all_attrs = [vars(module) for note in self.modules if (module := note.reference()) is not None]
+        bound = {id(value) for attrs in all_attrs for values in (attrs, attrs["_parameters"]) for value in values.values()}
+        return [parameter for parameter in parameters if id(parameter) not in bound]
 
 
 def _getter(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -305,14 +305,14 @@ def _getter(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     return itemgetter(*keys, *keys[: len(keys) == 1]) if keys else _nothing_of
 
 
-def _nothing_of(found: Any) -> tuple[Any, ...]:
+def _nothing_of(values: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _pairs_of(note: Note, own: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _pairs_of(note: Note, attrs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     names = {part: name for name, part in MODULE_DICTS.items()}
     for part, _, content, keys in note.rows:
-        values = own[names[part]] if part in names else own
+        values = attrs[names[part]] if part in names else attrs
         yield from ((content[key], values[key]) for key in keys)
 
 
@@ -321,12 +321,12 @@ _trees: dict[int, Tree] = {}
 
 
 def _forget(key: int, root: Any) -> None:
-    if (found := _trees.get(key)) is not None and found.root is root:
+    if (tree := _trees.get(key)) is not None and tree.root is root:
         del _trees[key]
 
 
 def tree_of(root: Module) -> tuple[Tree, tuple[Any, ...]]:
-    """Returns the tree of a module, a new one if something has changed, and all that is bound."""
+    """Returns the tree of a module, a new tree if something has changed, and all that is bound."""
     tree = _trees.get(id(root))
     if tree is not None and (flat := tree.look()) is not None:
         return tree, flat

@@ -61,9 +61,9 @@ def is_beside_drawing_thread() -> bool:
 
 def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
     named, storage = list(_named_tensors(function)), storage_of(tensor)
-    found = [name for name, value in named if value is tensor]
-    found += [name for name, value in named if storage is not None and storage_of(value) == storage]
-    return next(iter(found), default)
+    names = [name for name, value in named if value is tensor]
+    names += [name for name, value in named if storage is not None and storage_of(value) == storage]
+    return next(iter(names), default)
 
 
 def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:

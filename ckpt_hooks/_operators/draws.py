@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.streams import CPU, Snapshot, default_generator, is_capturing, is_same_state
+from ckpt_hooks._ambient.streams import CPU, RandomStates, default_generator, is_capturing, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import FAKE, address_of_generator
@@ -49,8 +49,8 @@ def _find_form(operator: Any) -> _Form:
     for overload in operator.overloadpacket.overloads():
         other = getattr(operator.overloadpacket, overload)
         others = [(argument.name, str(argument.type)) for argument in other._schema.arguments]
-        own = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
-        if [argument for argument in others if argument[0] != "generator"] == own and others != own:
+        expected = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+        if [argument for argument in others if argument[0] != "generator"] == expected and others != expected:
             return other, len(others)
     return operator, -1
 
@@ -60,17 +60,17 @@ def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     if device is None:
         if args and isinstance(args[0], torch.Tensor):
             return args[0].device
-        inner = (one for value in args for one in (value if type(value) is list else (value,)))
-        device = next((one.device for one in inner if isinstance(one, torch.Tensor)), "cpu")
+        inner = (argument for value in args for argument in (value if type(value) is list else (value,)))
+        device = next((argument.device for argument in inner if isinstance(argument, torch.Tensor)), "cpu")
     return torch.device(device)
 
 
-def _given_generator(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
+def _explicit_generator(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
     overload, position = _form_of(operator)
     if overload is not operator or position < 0:
         return None
-    given: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
-    return None if given is None or _is_default(given) else given
+    generator: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
+    return None if generator is None or _is_default(generator) else generator
 
 
 def _is_default(generator: torch.Generator) -> bool:
@@ -81,15 +81,15 @@ def _is_default(generator: torch.Generator) -> bool:
 
 
 def _source_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.Generator | None, torch.device]:
-    given = _given_generator(operator, args, kwargs)
-    return given, device_of(args, kwargs) if given is None else given.device
+    explicit = _explicit_generator(operator, args, kwargs)
+    return explicit, device_of(args, kwargs) if explicit is None else explicit.device
 
 
-def _generator_at(given: torch.Generator | None, device: torch.device) -> torch.Generator:
-    if given is not None:
-        return given
-    default, own = default_generator(device), _own_draws.active
-    return own[-1].own(default) if own and not own[-1].paused else default
+def _generator_at(explicit: torch.Generator | None, device: torch.device) -> torch.Generator:
+    if explicit is not None:
+        return explicit
+    default, modes = default_generator(device), _own_draws.active
+    return modes[-1].generator_for(default) if modes and not modes[-1].paused else default
 
 
 # For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
@@ -123,7 +123,7 @@ _one_draw = threading.Lock()
 def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator, *, is_draw: bool) -> Any:
     """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
     form, position = _form_of(operator)
-    if position >= 0 and (not _is_for_subclass(args) or _given_generator(operator, args, kwargs) is not None):
+    if position >= 0 and (not _is_for_subclass(args) or _explicit_generator(operator, args, kwargs) is not None):
         return form(*args[:position], **{**kwargs, "generator": generator})
     default = default_generator(generator.device)
     # An operator that is not known to draw may wait for others, collectives among them: no lock.
@@ -152,10 +152,10 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
         )
 
 
-# A draw holds the state of the generator before it (5 KB on the CPU); short draws of one frame that follow each other share the
-# state before the first. A replay repeats those that it passes on the way to a later draw, and keeps what it will be asked for.
+# A draw holds the state of the generator before it (5 KB on the CPU); short draws of a frame that follow each other share the
+# state before the first. A replay repeats the draws passed on the way to a later draw, and keeps what will be asked for.
 
-#: Operators that draw as many numbers for tensors of one shape, whatever is in the tensors.
+#: Operators that draw as many numbers for tensors of the same shape, whatever is in the tensors.
 _BY_SHAPE = {
     id(operator)
     for operator in (
@@ -170,7 +170,7 @@ _LONGEST = 16  # draws of a series
 
 
 class Series:
-    """Short draws from the CPU's default generator, one right after another."""
+    """Short draws from the CPU's default generator, each right after another."""
 
     __slots__ = ("__weakref__", "calls", "frame", "state")
 
@@ -180,15 +180,15 @@ class Series:
         self.calls: list[tuple[int, Any, list[Any], dict[str, Any]]] = []  # number on the tape, operator, arguments
 
 
-class _Kind(NamedTuple):
+class _TensorLayout(NamedTuple):
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _kind_of(argument: Any) -> Any:
+def _layout_of(argument: Any) -> Any:
     is_tensor = isinstance(argument, torch.Tensor)
-    return _Kind(argument.shape, argument.stride(), argument.dtype) if is_tensor else argument
+    return _TensorLayout(argument.shape, argument.stride(), argument.dtype) if is_tensor else argument
 
 
 class InSeries(NamedTuple):
@@ -210,7 +210,7 @@ def _is_short(operator: Any, args: Any) -> bool:
 
 
 class NotedStates:
-    """Notes the states before the draws of one tape."""
+    """Notes the states before the draws of a tape."""
 
     __slots__ = ("_after", "_series")
 
@@ -228,8 +228,8 @@ class NotedStates:
         if type(result) is not torch.Tensor:  # of a class which a mode has given it
             number = -1
         if not isinstance(args[0], torch.Tensor):
-            kwargs = {**kwargs, "dtype": result.dtype}  # the default dtype may be another one then
-        series.calls.append((number, operator, [_kind_of(one) for one in args], kwargs))
+            kwargs = {**kwargs, "dtype": result.dtype}  # the default dtype may be another then
+        series.calls.append((number, operator, [_layout_of(argument) for argument in args], kwargs))
         self._series, self._after = weakref.ref(series), CPU.look()
         return result, InSeries(series, len(series.calls) - 1)
 
@@ -238,11 +238,11 @@ def draw_noting(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: NotedStates | None, number: int = 0, frame: int = 0
 ) -> tuple[Any, Any]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
-    given, device = _source_of(operator, args, kwargs)
+    explicit, device = _source_of(operator, args, kwargs)
     if device.type == "meta":
         return operator(*args, **kwargs), None
     _refuse_capture(operator, device)
-    generator = _generator_at(given, device)
+    generator = _generator_at(explicit, device)
     if states is not None and generator is torch.default_generator and _is_short(operator, args):
         return states.draw(operator, args, kwargs, number, frame)
     before = generator.get_state()
@@ -255,7 +255,7 @@ def draw_noting(
 class _Spare(threading.local):
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}
-        # Where the CPU's one stands: a series, weakly, and the number of its draws; None elsewhere.
+        # Where the CPU's generator stands: a series, weakly, and the number of its draws; None elsewhere.
         self.place: tuple[weakref.ref[Series], int] | None = None
 
 
@@ -273,20 +273,20 @@ def draw_again(
     device = device_of(args, kwargs)
     _refuse_capture(operator, device)
     device = default_generator(device).device
-    own = _spare.generators.get(device)
-    if own is None:
-        own = _spare.generators[device] = torch.Generator(device)
+    spare = _spare.generators.get(device)
+    if spare is None:
+        spare = _spare.generators[device] = torch.Generator(device)
     place, _spare.place = _spare.place, None
     if not isinstance(state, InSeries):
-        own.set_state(state)
-        return _call_with(operator, args, kwargs, own, is_draw=True)
+        spare.set_state(state)
+        return _call_with(operator, args, kwargs, spare, is_draw=True)
     series, number = state
     begin = place[1] if place is not None and place[0]() is series and place[1] <= number else 0
     if begin == 0:
-        own.set_state(series.state)
+        spare.set_state(series.state)
     if begin < number:
-        _draw_on_the_way(series.calls[begin:number], own, keep)
-    result = _call_with(operator, args, kwargs, own, is_draw=True)
+        _draw_on_the_way(series.calls[begin:number], spare, keep)
+    result = _call_with(operator, args, kwargs, spare, is_draw=True)
     _spare.place = weakref.ref(series), number + 1
     return result
 
@@ -294,7 +294,7 @@ def draw_again(
 @unseen
 def _draw_on_the_way(calls: Any, generator: torch.Generator, keep: Callable[[int, torch.Tensor], None] | None) -> None:
     for number, operator, args, kwargs in calls:
-        made = [torch.empty_strided(*one[:2], dtype=one.dtype) if type(one) is _Kind else one for one in args]
+        made = [torch.empty_strided(*arg[:2], dtype=arg.dtype) if type(arg) is _TensorLayout else arg for arg in args]
         result = _call_with(operator, made, kwargs, generator, is_draw=True)
         if keep is not None:
             keep(number, result)
@@ -302,15 +302,15 @@ def _draw_on_the_way(calls: Any, generator: torch.Generator, keep: Callable[[int
 
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
     """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
-    given, device = _source_of(operator, args, kwargs)
+    explicit, device = _source_of(operator, args, kwargs)
     # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
     if device.type == "meta" or (device.type != "cpu" and is_capturing(device.type)):
         return operator(*args, **kwargs)
-    generator = _generator_at(given, device)
+    generator = _generator_at(explicit, device)
     if id(generator) not in streams:
-        own = torch.Generator(generator.device)
-        own.set_state(generator.get_state())
-        streams[id(generator)] = generator, own
+        fresh = torch.Generator(generator.device)
+        fresh.set_state(generator.get_state())
+        streams[id(generator)] = generator, fresh
     return _call_with(operator, args, kwargs, streams[id(generator)][1], is_draw=_form_of(operator) is not _NO_DRAW)
 
 
@@ -320,19 +320,19 @@ def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: O
 class OwnDraws(QuietDispatchMode):
     """Lets a rerun draw from generators of its own, which begin where forward began: the default ones do not move."""
 
-    def __init__(self, captured: Snapshot) -> None:
+    def __init__(self, captured: RandomStates) -> None:
         super().__init__()
         cpu, devices, _ = captured
         self._begin = {} if cpu is None else {id(torch.default_generator): cpu}
         self._begin |= {id(stream.generator): state for stream, state in devices}
-        self._own: dict[int, torch.Generator] = {}
+        self._generators: dict[int, torch.Generator] = {}
 
-    def own(self, generator: torch.Generator) -> torch.Generator:
+    def generator_for(self, generator: torch.Generator) -> torch.Generator:
         key = id(generator)
-        if key not in self._own:
-            self._own[key] = own = torch.Generator(generator.device)
-            own.set_state(self._begin[key] if key in self._begin else generator.get_state())
-        return self._own[key]
+        if key not in self._generators:
+            self._generators[key] = fresh = torch.Generator(generator.device)
+            fresh.set_state(self._begin[key] if key in self._begin else generator.get_state())
+        return self._generators[key]
 
     def __enter__(self) -> Self:
         _own_draws.active.append(self)
@@ -348,10 +348,10 @@ class OwnDraws(QuietDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_draw = not self.paused and _form_of(func) is not _NO_DRAW and _given_generator(func, args, kwargs) is None
+        is_draw = not self.paused and _form_of(func) is not _NO_DRAW and _explicit_generator(func, args, kwargs) is None
         if not is_draw or drops_nothing(func, args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        return _call_with(func, args, kwargs, self.own(default_generator(device_of(args, kwargs))), is_draw=True)
+        return _call_with(func, args, kwargs, self.generator_for(default_generator(device_of(args, kwargs))), is_draw=True)
 
 
 class _OfThread(threading.local):
@@ -368,7 +368,7 @@ class DrawWatch(WatchesUnseen):
     def __init__(self) -> None:
         super().__init__()
         self.devices: set[torch.device] = set()
-        self.found: str | None = None  # the first operator that draws
+        self.first_draw: str | None = None  # the first operator that draws
         self.unknown: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -376,9 +376,9 @@ class DrawWatch(WatchesUnseen):
         may_draw = not (self.paused or facts_of(func).may_be_left_out or drops_nothing(func, args, kwargs))
         if may_draw and _form_of(func) is _NO_DRAW:
             self.unknown = f"{func}, which may draw"
-        elif may_draw and _given_generator(func, args, kwargs) is None:
+        elif may_draw and _explicit_generator(func, args, kwargs) is None:
             self.devices.add(default_generator(device_of(args, kwargs)).device)
-            self.found = self.found or str(func)
+            self.first_draw = self.first_draw or str(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch.compiling import graph_of
 from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
-# Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this one need it.
+# Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this room need it.
 
 #: Arguments written to although their schemas say inputs: running statistics.
 WRITES = dict.fromkeys(
@@ -32,7 +32,7 @@ WRITES = dict.fromkeys(
     ("running_mean", "running_var"),
 )
 
-#: Of these, with ``training`` set, no result depends on what the statistics were: the fourth and fifth argument, and the sixth.
+#: With ``training`` set, no result of theirs depends on what the statistics were: the fourth and fifth argument, and the sixth.
 NORMALIZES_BY_BATCH = frozenset({"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"})
 
 #: Libraries whose operators write to any given tensor, told by neither schemas nor versions: collectives in place, and the
@@ -112,7 +112,7 @@ PURE_HIGHER_ORDER = frozenset({"flex_attention"})
 COMPILED = "inductor_compiled_code"
 
 
-class Kind(enum.Enum):
+class OpKind(enum.Enum):
     """The actions open to a recompute for an operator: a view or a write is not done by returning a kept output."""
 
     #: Does no work, or comes and goes: not part of the common sequence of forward and recompute.
@@ -144,8 +144,8 @@ class Kind(enum.Enum):
 
 
 #: Kinds whose outputs can stand in for running the operator again; for writing kinds only outputs which are new.
-_ASKED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM, Kind.EFFECT})
-_WRITING = frozenset({Kind.WRITES, Kind.REWRITES})
+_ASKED = frozenset({OpKind.CAST, OpKind.SAVEABLE, OpKind.COLLECTIVE, OpKind.RANDOM, OpKind.EFFECT})
+_WRITING = frozenset({OpKind.WRITES, OpKind.REWRITES})
 
 
 class Written(NamedTuple):
@@ -160,7 +160,7 @@ class Written(NamedTuple):
 
 
 class OpFacts:
-    # A call of a custom ``autograd.Function`` is recorded as one operator, which has ``rerun`` in place of ``call``.
+    # A call of a custom ``autograd.Function`` is recorded as an operator, which has ``rerun`` in place of ``call``.
     is_function = False
     rerun: Callable[..., list[Any]]
     __slots__ = (
@@ -210,7 +210,7 @@ class OpFacts:
 
     def __init__(self, operator: Any) -> None:
         self.operator, self.full_name = operator, str(operator)
-        # An overload's own callable spares one call of Python.
+        # An overload's own callable spares a call of Python.
         self.call: Callable[..., Any] = operator._op if type(operator) is OVERLOAD else operator
         self.kind = kind = operator_kind(operator)
         schema = getattr(operator, "_schema", None)
@@ -218,13 +218,13 @@ class OpFacts:
         self.name: str = name
         aten = namespace == "aten"
         # What it does to its arguments is unknown.
-        self.is_opaque = schema is None or (kind is Kind.REWRITES and not aten)
+        self.is_opaque = schema is None or (kind is OpKind.REWRITES and not aten)
         arguments = [] if schema is None else schema.arguments
         types = [str(argument.type) for argument in arguments]
-        positions = tuple(index for index, one in enumerate(types) if one in ("Tensor", "Optional[Tensor]"))
+        positions = tuple(index for index, type_name in enumerate(types) if type_name in ("Tensor", "Optional[Tensor]"))
         self.is_compiled = schema is None and self.full_name == COMPILED
         # Positions of lists of tensors; of tensors, for each number of positional arguments; names of both.
-        self.lists = tuple(index for index, one in enumerate(types) if "Tensor" in one and index not in positions)
+        self.lists = tuple(index for index, type_name in enumerate(types) if "Tensor" in type_name and index not in positions)
         self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
         if self.is_compiled:
@@ -237,9 +237,9 @@ class OpFacts:
         self.is_mark = operator is RECORD_STREAM
         returns = () if schema is None else schema.returns
         # The same, or it tells a layout: there is nothing to bring back.
-        self.is_silent = kind is Kind.IGNORED and not any("Tensor" in str(returned.type) for returned in returns)
+        self.is_silent = kind is OpKind.IGNORED and not any("Tensor" in str(returned.type) for returned in returns)
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
-        # A result is neither an argument nor a view of one.
+        # A result is neither an argument nor a view of an argument.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
         # It writes to its first argument, counts that, and returns nothing else.
         self.writes_first = (
@@ -256,24 +256,24 @@ class OpFacts:
             schema is not None
             and not schema.is_mutable
             and any(returned.alias_info is not None for returned in schema.returns)
-            and kind is not Kind.ALIASES
+            and kind is not OpKind.ALIASES
         )
-        self.is_never_kept = kind in (Kind.VIEW, Kind.ALIASES)
+        self.is_never_kept = kind in (OpKind.VIEW, OpKind.ALIASES)
         # An output can stand in for another run, so policies are asked.
         is_known = not self.is_opaque or self.is_compiled
         self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and is_known)
-        self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
-        self.has_effect = kind is Kind.EFFECT
+        self.is_fresh = kind in (OpKind.SAVEABLE, OpKind.RANDOM)
+        self.has_effect = kind is OpKind.EFFECT
         # ``tensor.data`` runs ``detach`` too, and has a version of its own.
         self.is_detach = self.name == "detach" and self.is_view
         self.draws = torch.Tag.nondeterministic_seeded in tags
-        self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or self.draws or self.is_compiled
+        self.is_random = kind in (OpKind.RANDOM, OpKind.EFFECT) or self.draws or self.is_compiled
         self.is_uninitialized = aten and self.name in UNINITIALIZED
         # It reads only the shape of its first argument.
         self.is_like = aten and self.name in LIKE
         # It draws only with a dropout probability.
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
-        self.is_collective = kind is Kind.COLLECTIVE
+        self.is_collective = kind is OpKind.COLLECTIVE
         # Outputs are new, or share memory with arguments.
         self.is_trusted = namespace in TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
@@ -287,9 +287,9 @@ class OpFacts:
         # Random streams and the world are the same without it.
         self.may_be_left_out = not (
             schema is None
-            or kind is Kind.RANDOM
-            or kind is Kind.EFFECT
-            or (kind is Kind.WRITES and namespace not in TAGGED)
+            or kind is OpKind.RANDOM
+            or kind is OpKind.EFFECT
+            or (kind is OpKind.WRITES and namespace not in TAGGED)
             or self.draws
         )
         # A replay may call it with tensors by position alone, and takes its results as they come.
@@ -326,7 +326,7 @@ class OpFacts:
         """Returns the arguments of a call known to be written to; all arguments of an opaque operator."""
         return [args, kwargs] if self.is_opaque else [written.of(args, kwargs) for written in self.written]
 
-    def given(self, args: Any) -> Any:
+    def arguments_of(self, args: Any) -> Any:
         """Returns the arguments of a call, to look at when it has run: compiled code empties the list of its inputs."""
         return (args[0], [*args[1]], *args[2:]) if self.is_compiled else args
 
@@ -344,7 +344,7 @@ class OpFacts:
         )
 
     def routes(self, args: Any, kwargs: Any) -> bool:
-        """Whether routes or shapes may depend on one run of the operator."""
+        """Whether routes or shapes may depend on a run of the operator."""
         if self.is_routing is not None:
             return self.is_routing
         if self.name != _CAST:
@@ -356,7 +356,7 @@ class OpFacts:
         return device is not None and torch.device(device).type == "cpu" and _kind_of(args[0])[1].type != "cpu"
 
     def chooses(self, args: Any, kwargs: Any) -> bool:
-        """Whether one run of the operator chooses among floating-point numbers, which a recompute may round otherwise."""
+        """Whether a run of the operator chooses among floating-point numbers, which a recompute may round otherwise."""
         # Choices among integers and masks follow from such choices.
         if not self.is_routing:
             return self.is_routing is None and self.routes(args, kwargs)
@@ -376,53 +376,53 @@ def _call_under(mode: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) 
         return call(*args, **kwargs)
 
 
-def operator_kind(operator: Any) -> Kind:
+def operator_kind(operator: Any) -> OpKind:
     if operator in SAC_IGNORED_OPS or operator is RECORD_STREAM:
-        return Kind.IGNORED
+        return OpKind.IGNORED
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
         if has_effects(operator):
-            return Kind.EFFECT
-        return Kind.SAVEABLE if str(operator) in PURE_HIGHER_ORDER else Kind.REWRITES
+            return OpKind.EFFECT
+        return OpKind.SAVEABLE if str(operator) in PURE_HIGHER_ORDER else OpKind.REWRITES
     library, _, name = schema.name.partition("::")
     if library == "profiler":
-        return Kind.RANGE
+        return OpKind.RANGE
     if library == "prim" or (name in LAYOUT and library == "aten"):
-        return Kind.IGNORED
+        return OpKind.IGNORED
     if library in REWRITING or (library == "aten" and name in WRITES):
-        return Kind.REWRITES
+        return OpKind.REWRITES
     if schema.is_mutable:
-        return Kind.WRITES
+        return OpKind.WRITES
     if name in ALIASES:
-        return Kind.ALIASES
+        return OpKind.ALIASES
     if any(returned.alias_info is not None for returned in schema.returns):
-        return Kind.VIEW
+        return OpKind.VIEW
     if name == "_to_copy" and library == "aten":
-        return Kind.CAST
+        return OpKind.CAST
     if library == "_c10d_functional":
-        return Kind.COLLECTIVE
+        return OpKind.COLLECTIVE
     if has_effects(operator):
-        return Kind.EFFECT
+        return OpKind.EFFECT
     takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
     if library == "aten" and (name.endswith("_like") or name in UNINITIALIZED or not takes_tensor):
-        return Kind.FACTORY
+        return OpKind.FACTORY
     draws = torch.Tag.nondeterministic_seeded in operator.tags or library not in TAGGED
-    return Kind.RANDOM if draws else Kind.SAVEABLE
+    return OpKind.RANDOM if draws else OpKind.SAVEABLE
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:
     quiet = WRITES.get(name, ()) if schema.name.startswith("aten::") else ()
     returned = {alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set}
-    found = []
+    written = []
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write:
             counted = bool(returned & set(info.before_set)) or (not schema.returns and position == 0 and name.endswith("_"))
             overwritten = name in OVERWRITES or argument.is_out or name.startswith("rrelu_with_noise")
-            found.append(Written(position, argument.name, counted, overwritten))
+            written.append(Written(position, argument.name, counted, overwritten))
         elif argument.name in quiet:
-            found.append(Written(position, argument.name, counted=False, overwritten=False))
-    return tuple(found)
+            written.append(Written(position, argument.name, counted=False, overwritten=False))
+    return tuple(written)
 
 
 # Routing operators. Their inputs are continuous and their results are not: a last bit, or a tie which comes out otherwise,
@@ -472,10 +472,10 @@ def _has_fractions(value: Any) -> bool:
     return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 
 
-def routing_advice(found: Sequence[str]) -> str:
+def routing_advice(operators: Sequence[str]) -> str:
     """Returns sentences on a recompute which ran operators again by which it chose, given in words."""
     return (
-        f" The recompute ran {' and '.join(found)} again, on whose result routes and shapes depend: it may have come out "
+        f" The recompute ran {' and '.join(operators)} again, on whose result routes and shapes depend: it may have come out "
         "otherwise than in forward, on a tie or by a last bit. Keep such results: pass policy=ckpt_hooks.policies."
         "routing_saveable, or save_from_both_policies(routing_saveable, policy) where there is a policy already."
     )
@@ -486,10 +486,10 @@ KNOWN: dict[int, OpFacts] = {}
 
 
 def facts_of(operator: Any) -> OpFacts:
-    found = KNOWN.get(id(operator))
-    if found is None:
-        found = KNOWN[id(operator)] = OpFacts(operator)
-    return found
+    facts = KNOWN.get(id(operator))
+    if facts is None:
+        facts = KNOWN[id(operator)] = OpFacts(operator)
+    return facts
 
 
 class CodeFacts(NamedTuple):
@@ -509,23 +509,23 @@ def facts_of_code(compiled: Any) -> CodeFacts:
     graph = graph_of(compiled)
     if graph is None:
         return _UNKNOWN
-    found = _known_code.get(compiled)
-    if found is None:
+    facts = _known_code.get(compiled)
+    if facts is None:
         nodes = list(graph.nodes)
-        given = itertools.chain.from_iterable((*node.args, *node.kwargs.values()) for node in nodes)
-        found = CodeFacts(_find_written(nodes), frozenset(one for one in given if isinstance(one, torch.device)))
-        _known_code[compiled] = found
-    return found
+        args = itertools.chain.from_iterable((*node.args, *node.kwargs.values()) for node in nodes)
+        facts = CodeFacts(_find_written(nodes), frozenset(arg for arg in args if isinstance(arg, torch.device)))
+        _known_code[compiled] = facts
+    return facts
 
 
 def _find_written(nodes: Sequence[Any]) -> frozenset[int] | None:
     inputs = [node for node in nodes if node.op == "placeholder"]
-    found = set()
+    positions = set()
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
         if node.op == "output":
-            if any(_base_of(one).op == "get_attr" for one in node.all_input_nodes):
+            if any(_base_of(source).op == "get_attr" for source in node.all_input_nodes):
                 return None  # memory that each run returns, and that the program may write to
             continue
         if type(node.target) is not OVERLOAD:
@@ -538,10 +538,10 @@ def _find_written(nodes: Sequence[Any]) -> frozenset[int] | None:
         for written in facts.written:
             target = _base_of(written.of(node.args, node.kwargs))
             if target in inputs:
-                found.add(inputs.index(target))
+                positions.add(inputs.index(target))
             elif getattr(target, "op", "") != "call_function":  # a list of tensors, or a constant
                 return None
-    return frozenset(found)
+    return frozenset(positions)
 
 
 def _base_of(node: Any) -> Any:
@@ -554,11 +554,11 @@ def _base_of(node: Any) -> Any:
     return node
 
 
-def same_operator(one: Any, other: Any) -> bool:
+def same_operator(operator: Any, other: Any) -> bool:
     """Whether two operators are the same, but for the overload with a generator, by which replays draw."""
-    packet = getattr(one, "overloadpacket", None)
-    return one is other or (
+    packet = getattr(operator, "overloadpacket", None)
+    return operator is other or (
         packet is not None
         and packet is getattr(other, "overloadpacket", None)
-        and facts_of(other).kind in (Kind.RANDOM, Kind.FACTORY)
+        and facts_of(other).kind in (OpKind.RANDOM, OpKind.FACTORY)
     )

@@ -24,10 +24,10 @@ from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .draws import device_of, drops_nothing
-from .facts import KNOWN, Kind, facts_of
+from .facts import KNOWN, OpKind, facts_of
 
-_IGNORED, _RANGE, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.WRITES
-_Tensor = torch.Tensor
+_IGNORED, _RANGE, _WRITES = OpKind.IGNORED, OpKind.RANGE, OpKind.WRITES
+_TENSOR = torch.Tensor
 
 #: Arguments noted as they are.
 _PLAIN = frozenset(
@@ -35,7 +35,7 @@ _PLAIN = frozenset(
 )
 
 #: Seconds that the processor spent on this thread, which other programs do not add to; where they are too coarse (Windows: 16
-#: ms), those of the clock.
+#: ms), seconds of the clock.
 thread_seconds = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
 
 #: Stands for the result of an operator which has not returned.
@@ -73,7 +73,7 @@ class Entry:
 
 
 class OperatorLog(QuietDispatchMode):
-    """A dispatch mode which notes each operator of one run of a region, inner regions included."""
+    """A dispatch mode which notes each operator of a run of a region, inner regions included."""
 
     # Operators of a backward in the middle of the run are left out, but by a log which counts.
 
@@ -100,17 +100,17 @@ class OperatorLog(QuietDispatchMode):
             elif kind is _WRITES:
                 count_writes(func, args)
             return output
-        entry = Entry()  # attributes one by one: quicker than an ``__init__``
+        entry = Entry()  # each attribute by itself: quicker than an ``__init__``
         entry.operator = func
-        noted, grad = [], False
+        kinds, grad = [], False
         for value in args:
-            if type(value) is _Tensor and not value.is_nested:
+            if type(value) is _TENSOR and not value.is_nested:
                 grad = grad or value.requires_grad
-                noted.append((value.dtype, value.shape, value.device))
+                kinds.append((value.dtype, value.shape, value.device))
             else:
-                noted.append(value if type(value) in _PLAIN else _kind_of(value))
-                grad = grad or (isinstance(value, _Tensor) and value.requires_grad)
-        entry.args, entry.grad = noted, grad
+                kinds.append(value if type(value) in _PLAIN else _kind_of(value))
+                grad = grad or (isinstance(value, _TENSOR) and value.requires_grad)
+        entry.args, entry.grad = kinds, grad
         entry.kwargs = {name: _kind_of(value) for name, value in kwargs.items()} if kwargs else {}
         entry.place = place_of(sys._getframe(1))
         entry.mark = 0 if self._count is None else self._count()
@@ -124,7 +124,7 @@ class OperatorLog(QuietDispatchMode):
 
 
 def _kind_of(value: Any) -> Any:
-    if isinstance(value, _Tensor):
+    if isinstance(value, _TENSOR):
         nested = value.is_nested and value.layout is torch.strided
         return value.dtype, None if nested else value.shape, value.device
     if type(value) in _PLAIN:
@@ -162,24 +162,24 @@ class OperatorWatch(QuietDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts, frame = facts_of(func), self._replayed or stack.innermost
-        is_told = not (self.paused or facts.kind is Kind.IGNORED or facts.kind is Kind.RANGE)
+        is_told = not (self.paused or facts.kind is OpKind.IGNORED or facts.kind is OpKind.RANGE)
         watch = frame.watch if frame is not None and is_told else None
         if watch is None:
             output = func(*args, **kwargs) if kwargs else func(*args)
             count_writes(func, args)
-            if facts.kind is Kind.RANGE:
+            if facts.kind is OpKind.RANGE:
                 self.note_range(func, args)
             return output
         kwargs, observers = kwargs or {}, watch.observers
         is_again = self._replayed is not None or is_recomputing()
-        is_cast_again = facts.kind is Kind.CAST and is_kept_anyway(args[0])  # of a parameter: autocast keeps it for a while
-        given = facts.given(args)
+        is_cast_again = facts.kind is OpKind.CAST and is_kept_anyway(args[0])  # of a parameter: autocast keeps it for a while
+        arguments = facts.arguments_of(args)
         begun = thread_seconds()
         output = func(*args, **kwargs) if kwargs else func(*args)
         seconds = thread_seconds() - begun if any(observer.wants_durations for observer in observers) else None
         count_writes(func, args)
-        inputs = _tensors_in((given, kwargs))
-        written = set(map(id, _tensors_in(facts.written_in(given, kwargs))))
+        inputs = _tensors_in((arguments, kwargs))
+        written = set(map(id, _tensors_in(facts.written_in(arguments, kwargs))))
         is_compiled = is_compiled_code_running() and not facts.is_compiled
         is_asked_in_task = not is_again and graph_task_id() == watch.task
         ran = Operator(

@@ -26,7 +26,7 @@ from ckpt_hooks._core.descriptions import describe_tensor, format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
-from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
+from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of
 from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
 from ckpt_hooks._torch.functions import has_setup_context
@@ -186,7 +186,7 @@ class FunctionFacts(OpFacts):
 
     # The same for all calls, so no slots.
     is_function = True
-    kind = Kind.REWRITES
+    kind = OpKind.REWRITES
     lists: tuple[int, ...] = ()
     is_view = is_inplace_view = single = has_shape_from_data = has_effect = is_routing = looks_at_grad = has_buffered_masks = (
         False
@@ -209,7 +209,7 @@ class FunctionFacts(OpFacts):
         self.lent: list[int] = []  # places of tensors from outside to which forward wrote, and each rerun does
         self.results: list[Result] = []  # the results on the tape, in order of noting
         # Random streams before forward, other than the CPU's, which unseen draws moved; None where none did.
-        self.streams: random_streams.Snapshot | None = None
+        self.streams: random_streams.RandomStates | None = None
         self.fake_mode: Any = None  # the mode of fake tensors among the arguments; None for others
 
     @property

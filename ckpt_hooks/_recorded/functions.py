@@ -101,12 +101,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (type, types.BuiltinFunctionType)) or not gc.is_tracked(value)
 
 
-def read_streams() -> streams.Snapshot:
+def read_streams() -> streams.RandomStates:
     """Returns the states of random streams other than the CPU's, whose draws are noted one by one."""
     return None, streams.read_devices(), tuple((stream, stream.read()) for stream in streams.TRACKED)
 
 
-def has_moved(before: streams.Snapshot, after: streams.Snapshot) -> bool:
+def has_moved(before: streams.RandomStates, after: streams.RandomStates) -> bool:
     """Whether a random stream other than the CPU's has moved."""
     return before[1] is not after[1] or any(
         not is_same_state(state, now) for (_, state), (_, now) in zip(before[2], after[2], strict=True)
@@ -151,7 +151,7 @@ class FunctionCall:
     reason: str | None = None  # the reason to keep the results; None where a replay may run the function again
     _is_settled = _is_capturing = False
     _num_saved = 0
-    _streams: streams.Snapshot | None = None
+    _streams: streams.RandomStates | None = None
 
     def __init__(self, tape: Tape, function: Any, args: Any, kwargs: Any) -> None:
         self._tape, self._task = tape, graph_task_id()

@@ -22,7 +22,7 @@ from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.modes import count_writes, is_compiled_code_running, only_quiet_modes
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.draws import drops_nothing
-from ckpt_hooks._operators.facts import KNOWN, Kind, OpFacts, facts_of
+from ckpt_hooks._operators.facts import KNOWN, OpFacts, OpKind, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
 from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch.autograd import graph_task_id
@@ -41,7 +41,7 @@ from .values import Op, Store, Surroundings, Value, flatten
 _Tensor = torch.Tensor
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
-_CAST = Kind.CAST
+_CAST = OpKind.CAST
 
 _INDUCTOR = "torch._inductor"
 #: The recorders at work on any thread, and whether compiled code was an operator before the first of them.
@@ -257,7 +257,7 @@ class Recorder(SelectiveCheckpointContext):
         if facts.is_compiled and self._call is None:
             if graph_task_id() != tape.task:  # a backward, which may overwrite what was saved for it
                 return facts.call(*args, **kwargs)
-            given = facts.given(args)
+            given = facts.arguments_of(args)
         elif self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and not facts.written and graph_task_id() != tape.task:

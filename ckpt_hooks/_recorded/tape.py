@@ -23,7 +23,7 @@ from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import num_fused_steps
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
-from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
+from ckpt_hooks._operators.facts import OpFacts, OpKind, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor
 from ckpt_hooks._tensors.refilling import owner_of
@@ -135,7 +135,7 @@ class TensorsHeld:
 
 def _is_cast_of_leaf(value: Value) -> bool:
     """Whether a value is autocast's cast of a parameter, which autocast keeps until its block ends."""
-    if value.op is None or value.op.facts.kind is not Kind.CAST:
+    if value.op is None or value.op.facts.kind is not OpKind.CAST:
         return False
     source = value.op.args[0]
     saved = source.saved if type(source) is Value else None
@@ -384,7 +384,7 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
         decision = EITHER if facts.is_collective or facts.has_effect else RECOMPUTE
         if facts.drops_from_buffer(args, kwargs):
             decision = SAVE
-    elif facts.kind is Kind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
+    elif facts.kind is OpKind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
         decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it
     else:
         decision = tape.decisions.decide(tape.recorder, facts, args, kwargs, out)

@@ -24,7 +24,7 @@ from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._operators.draws import device_of
-from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of_code
+from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of_code
 from ckpt_hooks._tensors.containers import instances_in, tensors_in
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, Lost
@@ -366,12 +366,12 @@ def may_run_again(args: Any, kwargs: Any) -> bool:
 
 def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator with unknown effects: any of its arguments may be written to, and its results are kept."""
-    given = facts.given(args)
+    given = facts.arguments_of(args)
     inputs = tensors = tensors_in((given, kwargs))
     if facts.is_compiled and (places := facts_of_code(args[0]).written) is not None:
         tensors = [given[1][place] for place in places]
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
-    if facts.kind is Kind.SAVEABLE:  # it only reads
+    if facts.kind is OpKind.SAVEABLE:  # it only reads
         out = facts.call(*args, **kwargs)
     else:
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))

@@ -128,8 +128,8 @@ class AppliedCheckpointing(OfThisProcess, Printed):
 
     def undo(self) -> None:
         """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
-        for one in self._undo or ():
-            one()
+        for step in self._undo or ():
+            step()
         self._undo = None
 
     def __enter__(self) -> Self:
@@ -240,16 +240,16 @@ def apply_checkpointing(
     planning = {"margin": margin, "cost": cost, "plan": plan}
     if memory_budget is not None:
         check_none({"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last, **options})
-        found: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
-        return found
+        applied: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
+        return applied
     check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
     selected = selected_of(dict(model.named_modules()), select, policy, "select")
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
-    runners = {name: _runner_for(names[name], one, recorded, options, value) for name, (one, value) in selected.items()}
-    spans = {name: span_in(model, one) for name, (one, _) in selected.items() if isinstance(one, span)}
+    runners = {name: _runner_for(names[name], target, recorded, options, value) for name, (target, value) in selected.items()}
+    spans = {name: span_in(model, target) for name, (target, _) in selected.items() if isinstance(target, span)}
     regions, parts = list[AppliedRegion](), list[tuple[RegionForward, object]]()
     for name, (module, _) in selected.items():
         kind = type(module).__name__
@@ -273,18 +273,18 @@ def apply_checkpointing(
             forward = region_forward_for(module)
             forward.run, forward.own_switch = runners[name], switches.get(name)
             parts.append((forward, runners[name]))
-    return AppliedCheckpointing(regions, [functools.partial(_remove, weakref.ref(one), what) for one, what in parts], kept)
+    return AppliedCheckpointing(regions, [functools.partial(_remove, weakref.ref(part), what) for part, what in parts], kept)
 
 
 def planner() -> Any:
     """Returns the module which makes plans while a model trains."""
-    return importlib.import_module("ckpt_hooks.planner.online")  # a floor above, which makes regions by this one
+    return importlib.import_module("ckpt_hooks.planner.online")  # a floor above, which makes regions by this module
 
 
 def check_none(options: Mapping[str, Any], advice: str = "Leave them out: a plan says what each block keeps.") -> None:
-    """Raises if an option is given which goes with a memory budget alone, or never with one."""
-    if given := [name for name, value in options.items() if value]:
-        raise ValueError(f"{', '.join(given)} and memory_budget: one goes without the other. {advice}")
+    """Raises if an option is given which goes with a memory budget alone, or never with a budget."""
+    if excluded := [name for name, value in options.items() if value]:
+        raise ValueError(f"{', '.join(excluded)} and memory_budget: one goes without the other. {advice}")
 
 
 def _remove(reference: weakref.ref[RegionForward], what: object) -> None:
@@ -292,16 +292,16 @@ def _remove(reference: weakref.ref[RegionForward], what: object) -> None:
         forward.remove(what)
 
 
-def _runner_for(name: str, one: Module | span, recorded: Any, common: dict[str, Any], value: Any) -> RegionRunner:
+def _runner_for(name: str, target: Module | span, recorded: Any, common: dict[str, Any], value: Any) -> RegionRunner:
     """Returns the function which calls what was selected, with a policy or options of its own."""
     if isinstance(value, RegionRunner):
         return value
-    own = value if isinstance(value, Mapping) else {"policy": value}
-    options = {"recorded": recorded, "policy": None, **common, **own}
-    where = f", for {name!r}," if own is value else ""
-    is_recorded = checked_flag(options.pop("recorded"), "recorded") or isinstance(one, span)
+    its_options = value if isinstance(value, Mapping) else {"policy": value}
+    options = {"recorded": recorded, "policy": None, **common, **its_options}
+    where = f", for {name!r}," if its_options is value else ""
+    is_recorded = checked_flag(options.pop("recorded"), "recorded") or isinstance(target, span)
     runner = checked_runner(apply_checkpointing, is_recorded, options, of=name, where=where)
-    if isinstance(one, span) and runner.chunks is not None:
+    if isinstance(target, span) and runner.chunks is not None:
         raise ValueError(f"{name!r} is a span, of which no argument can be cut. Select the modules in it for chunks.")
     return runner
 

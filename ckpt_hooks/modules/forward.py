@@ -1,6 +1,6 @@
 """The ``forward`` of a module whose calls are regions; and the checkpointing switch that a model may have itself.
 
-Models of Transformers, diffusers, timm and open_clip have one. Where it is on in a region, around or inside, both recompute.
+Models of Transformers, diffusers, timm and open_clip have it. Where it is on in a region, around or inside, both recompute.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def _names_in(kind: type) -> set[str]:
     for base in kind.__mro__:
         if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():  # PreTrainedModel has the switch
             methods = {**vars(base), **methods}
-    found: set[str] = set()
+    names: set[str] = set()
     for method in methods.values():
         while method is not None:
             if inspect.isfunction(method):
-                found.update(method.__code__.co_names)
+                names.update(method.__code__.co_names)
             method = getattr(method, "__wrapped__", None) if callable(method) else None
-    _names[kind] = found
-    return found
+    _names[kind] = names
+    return names
 
 
 class OwnSwitch:
-    """A model's own switch, as far as the flags of its modules bear on one region."""
+    """A model's own switch, as far as the flags of its modules bear on a region."""
 
     __slots__ = ("_modules", "_told", "region")
 
@@ -101,12 +101,12 @@ def own_switches(model: Module, regions: Iterable[str]) -> dict[str, OwnSwitch]:
         if any(hasattr(module, flag) for flag in _FLAGS) and not _FUNCTIONS.isdisjoint(_names_in(type(module)))
     }
     told: list[str] = []
-    found = {}
+    switches = {}
     for region in regions if flagged else ():
         near = [(name, module) for name, module in flagged.items() if _is_within(name, region) or _is_within(region, name)]
         if near:
-            found[region] = OwnSwitch(region, near, told)
-    return found
+            switches[region] = OwnSwitch(region, near, told)
+    return switches
 
 
 def _is_within(name: str, other: str) -> bool:
@@ -150,15 +150,15 @@ def checked_runner(
     where: str = "",
     cut: Sequence[str] = Chunks._fields,
 ) -> RegionRunner:
-    """Returns the runner for options that a form was given, the name of the region or else of the module ``of`` among these."""
+    """Returns the runner for options that a form was given, the name of the region or else of the module ``of`` among them."""
     is_recorded, options = checked_flag(recorded, "recorded"), {**options}
     chunks = chunks_among(options) if cut else None
     known = ["recorded", *options_of(Form.RECORDED if is_recorded else Form.CURRIED)]
     if of is not None:
         known.remove("name")
     if unknown := [name for name in options if name not in known]:
-        own = () if where else (one.name for one in inspect.signature(form).parameters.values() if one.kind is one.KEYWORD_ONLY)
-        all_known = dict.fromkeys((*own, *known, *cut))
+        kws = () if where else (arg.name for arg in inspect.signature(form).parameters.values() if arg.kind is arg.KEYWORD_ONLY)
+        all_known = dict.fromkeys((*kws, *known, *cut))
         raise unknown_error(unknown, all_known, f"{'With recorded=True ' if is_recorded else ''}{form.__name__}{where}")
     return RegionRunner(is_recorded, options if of is None else {**options, "name": of}, chunks)
 
@@ -166,8 +166,8 @@ def checked_runner(
 @skipped  # compiled, it would return ``module.forward`` (see ``__call__``)
 def forward_of_class(module: Module) -> Callable[..., Any]:
     """Returns the ``forward`` of a module's class, bound to the module."""
-    found = class_attribute(type(module), "forward")
-    bound: Callable[..., Any] = found.__get__(module, type(module)) if hasattr(type(found), "__get__") else found
+    forward = class_attribute(type(module), "forward")
+    bound: Callable[..., Any] = forward.__get__(module, type(module)) if hasattr(type(forward), "__get__") else forward
     return bound
 
 
@@ -178,12 +178,12 @@ class RegionForward:
 
     def __init__(self, module: Module) -> None:
         self.run: RegionRunner | None = None  # None where only spans begin, end or run here
-        # Parts of spans, which call a function: those which open and close a region around this module, the widest first, and
-        # those whose ends this module calls. The latter are inside, so that a rerun of this module opens the regions again.
+        # Parts of spans, which call a function: parts which open and close a region around this module, the widest first, and
+        # parts whose ends this module calls. The latter are inside, so that a rerun of this module opens the regions again.
         self.around: list[Any] = []
         self.inside: list[Any] = []
         self.replaced: Callable[..., Any] | None = None  # the instance's own ``forward`` before; None for the class's
-        self.is_active = True  # not where checkpointing was removed, and another object calls this one
+        self.is_active = True  # not where checkpointing was removed, and another object calls this object
         self._reference = weakref.ref(module)  # weakly, since the module holds this object
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -222,14 +222,14 @@ class RegionForward:
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        # ``torch.jit.script`` asks for these before it looks for source code.
+        # ``torch.jit.script`` asks for globals before it looks for source code.
         if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
             raise TypeError(
                 f"torch.jit.script cannot compile a checkpointed {type(self.module).__name__}. Make its calls plain calls "
                 "before: `remove_checkpointing(model)`."
             )
-        found: dict[str, Any] = getattr(self.__wrapped__, "__globals__", {})
-        return found
+        variables: dict[str, Any] = getattr(self.__wrapped__, "__globals__", {})
+        return variables
 
     def __getattr__(self, name: str) -> Any:
         if "_reference" not in self.__dict__:  # this object is being made
@@ -239,38 +239,38 @@ class RegionForward:
     def put(self, module: Module) -> None:
         if not hasattr(type(module), "__copy__"):
             type.__setattr__(type(module), "__copy__", _copied)  # ``copy.copy`` asks the class alone
-        own = vars(module)
-        self.replaced = own.get("forward")
-        own["forward"] = self
-        own[_REPLICATE] = self.replicate
+        variables = vars(module)
+        self.replaced = variables.get("forward")
+        variables["forward"] = self
+        variables[_REPLICATE] = self.replicate
 
-    def remove(self, one: object = None) -> None:
-        """Takes the region away, the parts of one span, or all."""
+    def remove(self, runner_or_span: object = None) -> None:
+        """Takes the region away, the parts of a span, or all."""
         for parts in (self.around, self.inside):
-            for part in [part for part in parts if one in (None, part.__self__)]:
+            for part in [part for part in parts if runner_or_span in (None, part.__self__)]:
                 parts.remove(part)
                 part.__self__.is_active = False
         name = "a span" if self.run is None else repr(self.run.name)
-        self.run = None if one in (None, self.run) else self.run
+        self.run = None if runner_or_span in (None, self.run) else self.run
         if self.run is not None or self.around or self.inside:
             return
         module, was_active = self._reference(), self.is_active
-        self.is_active = False  # for another object in ``forward``, which calls this one
+        self.is_active = False  # for another object in ``forward``, which calls this object
         if module is None:
             return
-        own = vars(module)
-        if own.get("forward") is self:
+        variables = vars(module)
+        if variables.get("forward") is self:
             if self.replaced is None:
-                del own["forward"]
+                del variables["forward"]
             else:
-                own["forward"] = self.replaced
-        elif "forward" in own and was_active:
+                variables["forward"] = self.replaced
+        elif "forward" in variables and was_active:
             warn_user(
                 f"The forward of {name}, a {type(module).__name__}, was set anew after the module became a region. "
                 "That one stays, with no region below. Take it away before you undo regions, or now: `del module.forward`."
             )
         if region_forward_of(module) is self:
-            del own[_REPLICATE]
+            del variables[_REPLICATE]
 
     def replicate(self) -> Module:
         """Returns a copy of the module as DataParallel makes it, with a forward of its own."""
@@ -279,10 +279,10 @@ class RegionForward:
 
     def moved_to(self, copied: Module) -> Module:
         """Gives a copy of the module, which shares its attributes, a forward of its own."""
-        own = vars(copied)
-        del own[_REPLICATE]
-        if own["forward"] is self:
-            del own["forward"]
+        variables = vars(copied)
+        del variables[_REPLICATE]
+        if variables["forward"] is self:
+            del variables["forward"]
             forward = RegionForward(copied)
             forward.put(copied)
             parts = {"around": [*self.around], "inside": [*self.inside]}
@@ -291,10 +291,10 @@ class RegionForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
         module = self.module
-        found = memo[id(self)] = RegionForward(memo.get(id(module), module))
+        copied = memo[id(self)] = RegionForward(memo.get(id(module), module))
         state = {name: value for name, value in vars(self).items() if name != "_reference"}
-        found.__dict__.update(copy.deepcopy({**state, "own_switch": None}, memo))
-        return found
+        copied.__dict__.update(copy.deepcopy({**state, "own_switch": None}, memo))
+        return copied
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.module, self.run, self.replaced, self.is_active, self.around, self.inside
@@ -312,32 +312,32 @@ def _copied(module: Module) -> Module:
 
 def region_forward_of(module: Module) -> RegionForward | None:
     """Returns the object which makes a module's calls regions, under other objects of the kind maybe; None without."""
-    found = getattr(vars(module).get(_REPLICATE), "__self__", None)
-    return found if type(found) is RegionForward else None
+    forward = getattr(vars(module).get(_REPLICATE), "__self__", None)
+    return forward if type(forward) is RegionForward else None
 
 
 def region_forward_for(module: Module) -> RegionForward:
-    """Returns the object which makes a module's calls regions, or one anew."""
-    found = region_forward_of(module)
-    if found is None:
-        found = RegionForward(module)
-        found.put(module)
-    return found
+    """Returns the object which makes a module's calls regions, or a new object."""
+    forward = region_forward_of(module)
+    if forward is None:
+        forward = RegionForward(module)
+        forward.put(module)
+    return forward
 
 
 def check_forward(module: Module, name: str) -> None:
     """Raises unless a module's forward can be another object."""
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(f"{name!r} is a TorchScript module, whose forward is no attribute. Write `checkpoint(module, x)`.")
-    if inspect.isdatadescriptor(found := class_attribute(type(module), "forward")):
+    if inspect.isdatadescriptor(forward := class_attribute(type(module), "forward")):
         raise ValueError(
-            f"{name!r} is a {type(module).__name__}, whose forward is a {type(found).__name__}: no attribute of the module "
+            f"{name!r} is a {type(module).__name__}, whose forward is a {type(forward).__name__}: no attribute of the module "
             "takes its place. Write `checkpoint(module, x)`."
         )
     if "forward" not in vars(module):
-        found = forward_of_class(module)
-        if getattr(found, "__func__", None) is Module.forward:
+        forward = forward_of_class(module)
+        if getattr(forward, "__func__", None) is Module.forward:
             raise ValueError(
                 f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it: {f'{name}.*'!r}."
             )
-        check_runs(found)
+        check_runs(forward)

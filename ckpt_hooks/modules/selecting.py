@@ -103,12 +103,12 @@ def selected_of(modules: dict[str, Module], select: Select, policy: Any, argumen
     if are_names or isinstance(select, Mapping):
         selected = _by_patterns(modules, dict.fromkeys(names, policy) if are_names else select, argument)
     else:
-        found = (
+        chosen = (
             _every(modules, select)
             if isinstance(select, every)
             else _outermost(modules, _predicate(select, argument), argument)
         )
-        selected = {name: (module, policy) for name, module in found.items()}
+        selected = {name: (module, policy) for name, module in chosen.items()}
     if not selected:
         classes = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
         raise ValueError(f"{argument}={text_of(select)} selects no module. Select among these classes: {classes}.")
@@ -141,17 +141,17 @@ _ANSWER = "Write `bool(...)` around it in the function. Pass a policy by name: `
 
 
 def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], Any], argument: str) -> dict[str, Module]:
-    """Returns the modules for which a predicate holds, without those inside another."""
-    found: dict[str, Module] = {}
+    """Returns the modules for which a predicate holds, without the modules inside another."""
+    outermost: dict[str, Module] = {}
     inside: set[int] = set()
     for name, module in modules.items():
         if id(module) in inside:
             continue
         answer = predicate(name, module)
         if checked_flag(answer, f"The result of {argument}({name!r}, module)", advice=_ANSWER):
-            found[name] = module
+            outermost[name] = module
             inside.update(map(id, module.modules()))
-    return found
+    return outermost
 
 
 def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
@@ -169,39 +169,39 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
     else:
         layers = {name: module for name, (module, _) in selected_of(modules, select.of, None, "of").items()}
     counts: dict[str, int] = {}
-    found: dict[str, Module] = {}
+    chosen: dict[str, Module] = {}
     for name, layer in layers.items():
         parent = name.rpartition(".")[0]
         count = counts[parent] = counts.get(parent, -1) + 1
         if count % select.n == 0:
-            found[name] = layer
-    return found
+            chosen[name] = layer
+    return chosen
 
 
 def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argument: str) -> Selected:
     """Returns the modules whose name matches a pattern, with the policy of the first such pattern, and spans."""
     # By a star nobody means the model, nor a list of modules, which has no forward.
     starred = {
-        at: one
-        for at, one in modules.items()
-        if at and (class_attribute(type(one), "forward") is not Module.forward or "forward" in vars(one))
+        at: module
+        for at, module in modules.items()
+        if at and (class_attribute(type(module), "forward") is not Module.forward or "forward" in vars(module))
     }
-    found: Selected = {}
+    selected: Selected = {}
     for pattern, policy in patterns.items():
         if isinstance(pattern, span):
             for end in (pattern.first, pattern.last):
                 _matching(modules, re.escape(end), end, argument)
-            found[str(pattern)] = pattern, policy
+            selected[str(pattern)] = pattern, policy
             continue
         check_is(pattern, str, f"a key of {argument}", "a name pattern", "Give the name of a module.")
         for name in _matching(starred if "*" in pattern else modules, name_expression(pattern), pattern, argument):
-            found.setdefault(name, (modules[name], policy))
+            selected.setdefault(name, (modules[name], policy))
     places = {name: place for place, name in enumerate(modules)}
-    return dict(sorted(found.items(), key=lambda one: places[one[0].partition(" to ")[0]]))
+    return dict(sorted(selected.items(), key=lambda pair: places[pair[0].partition(" to ")[0]]))
 
 
 def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argument: str) -> list[str]:
-    """Returns the names which match a pattern, of which there must be one."""
+    """Returns the names which match a pattern; raises if there are none."""
     matches = [name for name in modules if re.fullmatch(expression, name)]
     if not matches:
         names = [name for name in modules if name]

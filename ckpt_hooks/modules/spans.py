@@ -24,7 +24,7 @@ from .selecting import span
 
 
 class SpanModules(NamedTuple):
-    """The modules of a span in a model, and its place among those of the parent."""
+    """The modules of a span in a model, and its place among the spans of the parent."""
 
     name: str
     parent: Module
@@ -34,27 +34,27 @@ class SpanModules(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return " to ".join(dict.fromkeys(type(one).__name__ for one in (self.first, self.last)))
+        return " to ".join(dict.fromkeys(type(module).__name__ for module in (self.first, self.last)))
 
 
-def span_in(model: Module, one: span) -> SpanModules:
+def span_in(model: Module, selected: span) -> SpanModules:
     """Returns the modules of a span whose ends are in a model."""
     modules = dict(model.named_modules())
-    first, last = (_parent_of(modules, name) for name in (one.first, one.last))
+    first, last = (_parent_of(modules, name) for name in (selected.first, selected.last))
     if first != last:
         advice = "Pass two layers of one list or Sequential, or two attributes of one module."
-        raise wrong(one, "select", "a span of two modules whose forwards one module calls", advice, ValueError)
-    ends = modules[one.first], modules[one.last]
+        raise wrong(selected, "select", "a span of two modules whose forwards one module calls", advice, ValueError)
+    ends = modules[selected.first], modules[selected.last]
     order = [*map(id, vars(modules[first])["_modules"].values())]  # a module of two places is there twice
     forward: Any = modules[first].forward
     if getattr(getattr(forward, "__wrapped__", forward), "__func__", None) is Sequential.forward and (
         id(ends[0]) in order and id(ends[1]) not in order[order.index(id(ends[0])) :]
     ):
-        advice = f"Write span({one.last!r}, {one.first!r})."
-        raise wrong(one, "select", "a span whose last layer runs after its first", advice, ValueError)
+        advice = f"Write span({selected.last!r}, {selected.first!r})."
+        raise wrong(selected, "select", "a span whose last layer runs after its first", advice, ValueError)
     names = [*modules]
-    place = names.index(one.first), names.index(one.last)
-    return SpanModules(str(one), modules[first], *ends, place)
+    place = names.index(selected.first), names.index(selected.last)
+    return SpanModules(str(selected), modules[first], *ends, place)
 
 
 def _parent_of(modules: dict[str, Module], name: str) -> str:
@@ -139,22 +139,22 @@ class RegionSpan:
 
 
 def check_spans(made: list[tuple[RegionSpan, SpanModules]]) -> None:
-    """Raises unless regions can be made of some spans: beside others of their parents, or inside these."""
+    """Raises unless regions can be made of some spans: beside others of their parents, or inside them."""
     there: dict[int, list[RegionSpan]] = {}
-    for one, modules in made:
+    for new, modules in made:
         for module in modules[1:4]:
-            check_forward(module, one.name)
+            check_forward(module, new.name)
         if id(modules.parent) not in there:
             forward = region_forward_of(modules.parent)
             there[id(modules.parent)] = [] if forward is None else [part.__self__ for part in forward.inside]
         for other in there[id(modules.parent)]:
-            (begin, end), (first, last) = sorted((one.place, other.place))
-            if one.place == other.place or begin < first <= end < last:
+            (begin, end), (first, last) = sorted((new.place, other.place))
+            if new.place == other.place or begin < first <= end < last:
                 raise ValueError(
-                    f"The spans {other.name!r} and {one.name!r} overlap. Pass one inside of the other, or one after the other. "
+                    f"The spans {other.name!r} and {new.name!r} overlap. Pass one inside of the other, or one after the other. "
                     "If one is of an earlier call, undo that before."
                 )
-        there[id(modules.parent)].append(one)
+        there[id(modules.parent)].append(new)
 
 
 class _Call:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, check_signature, described_as
-from ckpt_hooks._operators.facts import Kind, facts_of
+from ckpt_hooks._operators.facts import OpKind, facts_of
 from ckpt_hooks._torch.compiling import while_tracing
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 
@@ -166,7 +166,7 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     return ops
 
 
-_NEVER_SEEN = (Kind.IGNORED, Kind.RANGE)
+_NEVER_SEEN = (OpKind.IGNORED, OpKind.RANGE)
 
 
 class OpsPolicy(Policy):

@@ -20,7 +20,7 @@ from ckpt_hooks._core.call_sites import site_of, warn_user
 from ckpt_hooks._core.misuse import check_signature
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._core.unseen import WatchesUnseen
-from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
+from ckpt_hooks._operators.facts import OpFacts, OpKind, facts_of
 from ckpt_hooks._tensors.containers import tensors_in
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.tensors import inner_tensors, storage_of
@@ -152,7 +152,7 @@ _LOOKED_THROUGH = 3
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
 
-_UNASKED = (Kind.IGNORED, Kind.RANGE)
+_UNASKED = (OpKind.IGNORED, OpKind.RANGE)
 
 
 class Decisions:
@@ -204,7 +204,7 @@ class Decisions:
             index = self._num_asked
             self._num_asked = index + 1
             answer = context.consult(self._asks, facts.operator, args, kwargs, output, index)
-            if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is Kind.SAVEABLE:  # the most common, past the rest
+            if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is OpKind.SAVEABLE:  # the most common, past the rest
                 return RECOMPUTE
             known = _meaning_of(answer, facts)
         if known == RECOMPUTE and facts.has_buffered_masks and facts.drops_from_buffer(args, kwargs):
