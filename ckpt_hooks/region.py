@@ -23,27 +23,22 @@ from ._function.options import (
     UNRUN,
     Form,
     check_runs,
-    checked_name,
-    defaults_of,
     is_policy,
+    options_from,
     options_of,
     refuse_unrun,
-    values_of,
     warn_of_transform,
 )
 from ._recorded.frame import Externals, RecordedFrame, held_in_graph
 from ._recorded.traced_regions import traced_name, traced_region, warn_of_instance
 from ._torch.compiling import skipped
 from ._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
-from .policies.base import Policy, policy_from
 
 __all__ = ["checkpoint_name", "checkpoint_region"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PASSED_ON = defaults_of(Form.RECORDED)
-_DEFAULTS = tuple(_PASSED_ON.values())
 _OPTIONS = options_of(Form.RECORDED)
 
 
@@ -299,12 +294,16 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
     ) -> None:
         if misplaced:
             raise _misplaced_error(misplaced[0])
-        self._policy: Policy | None = None if policy is None else policy_from(policy)
-        self._name = "region" if name is None else checked_name(name) or "region"
-        self._options: dict[str, Any] = {}
-        given = preserve_rng_state, respect_saved_tensors_hooks, offload_inputs, split_backward, replay_whole
-        if given != _DEFAULTS:
-            self._options = values_of(zip(_PASSED_ON, given, strict=True))
+        self._options = options_from(
+            policy=policy,
+            name=name,
+            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+            preserve_rng_state=preserve_rng_state,
+            replay_whole=replay_whole,
+            offload_inputs=offload_inputs,
+            split_backward=split_backward,
+        )
+        self._name = self._options.name or "region"
         self._latest: weakref.ref[RecordedFrame] | None = None
         self._externals: Externals = []  # outlive the frame, which goes with the last dropped tensor
 
@@ -327,9 +326,9 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
                 if is_any_transform_active():
                     warn_of_transform(stacklevel=3)
                 elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-                    is_checked = self_check.level and self._options.get("preserve_rng_state", True)
+                    is_checked = self._options.preserve_rng_state and self_check.level
                     place = place_of_line(sys._getframe(1), globals()) if is_checked else None
-                    entry.frame = RecordedFrame(self._name, self._policy, place=place, **self._options)
+                    entry.frame = RecordedFrame(self._name, self._options, place=place)
                     entry.frame.__enter__()
                     self._latest, self._externals = weakref.ref(entry.frame), entry.frame.externals
         except BaseException as error:
@@ -364,7 +363,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
     @skipped
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            with traced_region(self._policy, lambda: self):
+            with traced_region(self._options.policy, lambda: self):
                 return function(*args, **kwargs)
         with self:
             result = function(*args, **kwargs)

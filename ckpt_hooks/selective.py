@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,18 +21,19 @@ from ._function.options import (
     ContextPair,
     PolicyContext,
     RegionOptions,
+    both,
+    call_context_fn,
     module_of,
     name_of_function,
-    policy_of,
+    noop_context_fn,
     unwrapped,
     within,
-    without_policy,
 )
 from ._recorded.frame import RecordedFrame
 from ._recorded.tape import Tape
 from ._tensors.copies import is_theirs, layout_of
 from ._torch.checkpoint import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE, is_compiled
-from .policies.base import policy_from
+from .policies.base import Policy, policy_from
 from .policies.decisions import asks_for_torch
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
@@ -82,34 +84,48 @@ def create_selective_checkpoint_contexts(
     return PolicyContext(policy, of_torch, is_forward=True), PolicyContext(policy, of_torch, is_forward=False)
 
 
-def frame_under_policy(
-    function: Callable[..., Any], options: RegionOptions, given: ContextPair
-) -> tuple[AbstractContextManager[Any] | None, ContextPair | None]:
-    """Returns the frame of a call whose contexts have a policy; where they have none, None and the contexts to enter."""
-    contexts = own_contexts(given)
-    policy = policy_of(contexts[0])
+def contexts_with(policy: Policy, context_fn: Callable[[], ContextPair] = noop_context_fn) -> ContextPair:
+    """Returns contexts in torch's form, of a policy and of a ``context_fn``: for compilers, which know no other form."""
+    own = create_selective_checkpoint_contexts(policy)
+    return own if context_fn is noop_context_fn else both(own, own_contexts(call_context_fn(context_fn)))
+
+
+def policy_among(given: ContextPair) -> tuple[Policy | None, ContextPair | None]:
+    """Returns the policy whose contexts these are, and no contexts; or no policy, and the contexts to enter."""
+    contexts: Any = own_contexts(given)
+    return (contexts[0].policy, None) if type(contexts[0]) is PolicyContext else (None, contexts)
+
+
+def with_contexts(options: RegionOptions, context_fn: Callable[[], ContextPair]) -> tuple[RegionOptions, ContextPair | None]:
+    """Returns the options of a region, with the policy in the contexts of its ``context_fn``, and the contexts to enter."""
+    policy, contexts = policy_among(call_context_fn(context_fn))
     if policy is None:
-        return None, contexts
+        return options, contexts
+    if options.policy is not None:
+        raise TypeError(
+            "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
+            "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."
+        )
+    return dataclasses.replace(options, policy=policy), None
+
+
+def frame_under_policy(
+    function: Callable[..., Any], options: RegionOptions, contexts: ContextPair | None
+) -> AbstractContextManager[Any] | None:
+    """Returns the frame of a call under a policy; None where the module's hooks would have the region hold its weights."""
     module = module_of(unwrapped(function))
     hooks = _hooks_of(module)
-    inside, around = without_policy(contexts[0]), without_policy(contexts[1])
     if not _takers.isdisjoint(hooks):
-        return None, None if inside is around is None else (inside or nullcontext(), around or nullcontext())
+        return None
     frame = RecordedFrame(
         options.name or name_of_function(unwrapped(function)),
-        policy,
-        respect_hooks=options.respect_hooks,
-        preserve_rng_state=options.preserve_rng_state,
-        split_backward=options.split_backward,
-        offload_from=options.offload_from,
-        debug=options.debug,
-        compares_values=options.check.fingerprint is not None,
+        options,
         place=_place_of(unwrapped(function) if module is None else module, options),
-        around_replays=around,
+        around_replays=None if contexts is None else contexts[1],
         at_end=functools.partial(_look_for_weights, module, hooks) if module is not None and hooks else None,
         module=module,
     )
-    return frame if inside is None else within(frame, inside), None
+    return frame if contexts is None else within(frame, contexts[0])
 
 
 def _place_of(function: Any, options: RegionOptions) -> Place | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint, checkpoint_region, patch_torch
-from ckpt_hooks._function.options import OPTIONS, Form, RegionOptions, defaults_of, options_of, values_of
+from ckpt_hooks._function.options import OPTIONS, Form, RegionOptions, defaults_of, options_from, options_of
 from tests.measure import leaf
 
 
@@ -95,6 +95,13 @@ def test_patch_torch_passes_on_what_torch_has(name, monkeypatch):
         torchs(block, leaf(3), use_reentrant=False, **{name: value}).sum().backward()
         if isinstance(value, bool) and name not in OTHERS:
             torchs(block, leaf(3), use_reentrant=False, **{name: "yes" if value else ""}).sum().backward()
-    expected = RegionOptions(**values_of([(name, value)]))
+    expected = options_from(**{name: value})
     assert expected != RegionOptions()
     assert seen == [expected] * len(seen)
+
+
+def test_options_of_frames_have_the_defaults_of_the_table():
+    """And each row that frames know has a field of theirs."""
+    fields = {name: option for name, option in OPTIONS.items() if option.check and name != "policy"}  # None is no policy
+    checked = {option.field or name: option.check(option.default, name) for name, option in fields.items()}
+    assert vars(RegionOptions()) == {**checked, "policy": None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
@@ -17,20 +17,18 @@ from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
+    OPTIONS,
     UNRUN,
     ContextPair,
     Form,
     RegionOptions,
     both,
-    call_context_fn,
     check_swallowed,
-    defaults_of,
     noop_context_fn,
+    options_from,
     options_of,
     refuse_unrun,
-    values_of,
     warn_of_transform,
-    without_policy,
 )
 from ckpt_hooks._torch.compiling import run_traced, skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
@@ -38,8 +36,10 @@ from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_disp
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PASSED_ON = defaults_of(Form.DIRECT)
-_DEFAULTS = tuple(_PASSED_ON.values())
+_DEFAULTS = tuple(
+    OPTIONS[name].default
+    for name in ("determinism_check", "debug", "early_stop", "preserve_rng_state", "respect_saved_tensors_hooks")
+)
 #: Options that in a direct call are keyword arguments of the function, as in torch.
 _CURRIED = options_of(Form.CURRIED)
 _CURRIED_ONLY = frozenset(_CURRIED) - frozenset(options_of(Form.DIRECT))
@@ -235,10 +235,15 @@ def checkpoint(
     if function is not None and torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     options = DEFAULT_OPTIONS
-    given = determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
-    if given != _DEFAULTS:
-        # Not a new object: Dynamo knows where a check stands that options have, and none that is the default of a class.
-        options = dataclasses.replace(options, **values_of(zip(_PASSED_ON, given, strict=True)))
+    # A comparison of tuples takes a third of one of dictionaries, in each call.
+    if (determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks) != _DEFAULTS:
+        options = options_from(
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        )
     if function is None:
         if args:
             raise TypeError(
@@ -271,6 +276,10 @@ def run(
     context_fn: Callable[[], ContextPair],
 ) -> Any:
     if torch.compiler.is_dynamo_compiling():
+        if options.policy is not None:
+            from ckpt_hooks.selective import contexts_with
+
+            context_fn = functools.partial(contexts_with, options.policy, context_fn)
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     if not torch.is_grad_enabled():
         result = function(*args, **kwargs)
@@ -279,14 +288,15 @@ def run(
         # values returned by a replay come from below the tracer, as constants, and a rerun draws random numbers anew.
         if is_any_transform_active():
             warn_of_transform(stacklevel=4)
-        around = None if context_fn is noop_context_fn else without_policy(call_context_fn(context_fn)[0])
-        with around or contextlib.nullcontext():
+        _, contexts = _with_contexts(options, context_fn)
+        with contextlib.nullcontext() if contexts is None else contexts[0]:
             result = function(*args, **kwargs)
     else:
         watch_fused_steps()
         mark = mark_thread()
         try:
-            frame = frame_of_call(function, args, kwargs, options, context_fn, current_settings())
+            options, contexts = _with_contexts(options, context_fn)
+            frame = frame_of_call(function, args, kwargs, options, contexts, current_settings())
             with frame:
                 result = function(*args, **kwargs)
                 if type(frame) is FunctionFrame:
@@ -299,20 +309,27 @@ def run(
     return result
 
 
+def _with_contexts(options: RegionOptions, context_fn: Callable[[], ContextPair]) -> tuple[RegionOptions, ContextPair | None]:
+    if context_fn is noop_context_fn:
+        return options, None
+    from ckpt_hooks.selective import with_contexts
+
+    return with_contexts(options, context_fn)
+
+
 def frame_of_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: RegionOptions,
-    context_fn: Callable[[], ContextPair],
+    contexts: ContextPair | None,
     settings: Settings,
 ) -> Any:
     """Returns the frame of a call, to be entered around the call: a recorded one under a policy."""
-    contexts = None
-    if context_fn is not noop_context_fn:
+    if options.policy is not None:
         from ckpt_hooks.selective import frame_under_policy  # others need no recorded frames
 
-        recorded, contexts = frame_under_policy(function, options, call_context_fn(context_fn))
+        recorded = frame_under_policy(function, options, contexts)
         if recorded is not None:
             return recorded
     if not (options.debug if settings.debug is None else settings.debug):

@@ -19,16 +19,12 @@ from ckpt_hooks._function.options import (
     ContextPair,
     Form,
     RegionOptions,
-    both,
-    call_context_fn,
     check_context_fn,
     check_runs,
-    checked_name,
     defaults_of,
     noop_context_fn,
+    options_from,
     options_of,
-    policy_of,
-    values_of,
 )
 from ckpt_hooks._torch.compiling import skipped
 
@@ -158,33 +154,9 @@ class Curried:
 def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
     if context_fn is not noop_context_fn:
         check_context_fn(context_fn)
-    policy = own_options.pop("policy", None)
-    if policy is not None:
-        from ckpt_hooks.policies.base import Policy, key_for, policy_from
-
-        is_traced = torch.compiler.is_dynamo_compiling() and not isinstance(policy, Policy)
-        context_fn = _with_policy(context_fn, key_for(policy) if is_traced else policy_from(policy))
     known = {name: value for name, value in own_options.items() if name in _PASSED_ON}
-    options = dataclasses.replace(options, name=checked_name(own_options.pop("name", None)), **values_of(known.items()))
+    options = options_from(options, **known)
     if unknown := [name for name in own_options if name not in known]:
         advice = "Give arguments of the function to what that returns: `checkpoint(...)(function)(*args)`."
         raise unknown_error(unknown, options_of(Form.CURRIED), "Without a function, checkpoint", advice)
     return Curried(options, context_fn)
-
-
-def _with_policy(context_fn: Callable[[], ContextPair], policy: Any) -> Callable[[], ContextPair]:
-    from ckpt_hooks.selective import create_selective_checkpoint_contexts, own_contexts
-
-    if context_fn is noop_context_fn:
-        return functools.partial(create_selective_checkpoint_contexts, policy)
-
-    def contexts() -> ContextPair:
-        others = own_contexts(call_context_fn(context_fn))
-        if policy_of(others[0]) is not None:
-            raise TypeError(
-                "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
-                "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."
-            )
-        return both(create_selective_checkpoint_contexts(policy), others)
-
-    return contexts

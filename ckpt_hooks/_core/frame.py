@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import abc
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from ckpt_hooks.errors import MutationError, OverlapError
 from .descriptions import RegionPath, format_path, region_in_words
 from .holdings import Holding, Kept, Reason, Saved, cause_of_kept, size_of
 from .mutation import Why, mutated
-from .scopes import NO_PASSES, Ending, Scope, drop_at_end, with_ending
+from .scopes import NO_PASSES, Ending, Scope, with_ending
 
 if TYPE_CHECKING:
     from .events import Observer, Watch
@@ -151,8 +153,7 @@ class Frame(abc.ABC):
     def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:
         """Runs a recompute, and tells observers, also whether it runs forward's operators in their order, all at once."""
         watch = self.watch
-        if watch is None:
-            return recompute(*args)
+        assert watch is not None
         watch.tell("recomputing", in_order=in_order)
         error: BaseException | None = None
         try:
@@ -168,7 +169,7 @@ class Frame(abc.ABC):
         """Files a pass until its scope ends."""
         if not self.passes:
             self.passes = {scope.key: opened}
-            self._endings = (drop_at_end(scope, self.passes),)
+            self._endings = (weakref.ref(scope, partial(self.passes.pop, scope.key)),)
         else:  # of backwards that overlap
             self.passes[scope.key] = opened
             self._endings = with_ending(self._endings, scope, self.passes)

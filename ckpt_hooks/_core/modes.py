@@ -59,6 +59,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.leaves()
         mode = pop_dispatch_mode(None)
         if mode is self:
             return
@@ -74,8 +75,8 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count_writes(func, args)
         return output
 
-    def abandoned(self) -> None:
-        """Called when the mode was taken off its thread without an exit."""
+    def leaves(self) -> None:
+        """Called when the mode leaves its thread, by its exit or without."""
 
     def note_range(self, operator: Any, args: Any) -> None:
         """Pauses the mode while FSDP gathers parameters, as marked for the profiler: a recompute finds gathered parameters."""
@@ -128,7 +129,7 @@ def leave_modes(count: int) -> None:
     while num_dispatch_modes() > count:
         mode = pop_dispatch_mode(None)
         if is_quiet(mode):
-            mode.abandoned()
+            mode.leaves()
 
 
 _NO_MODES: Sequence[QuietDispatchMode] = ()

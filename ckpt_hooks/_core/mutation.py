@@ -137,10 +137,16 @@ def mutated(
 
 # Other optimizers count versions when they write to parameters; ``fused=True`` does not, and a
 # recompute would take such a parameter for forward's. Torch's counters stay as they are: plain autograd takes no notice either.
-_num_steps = 0
 # The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
 # address of a dead parameter is younger than that step, which does not count for it.
 _latest_steps: dict[int | None, int] = {}
+
+
+class _FusedSteps:
+    count = 0
+
+
+fused_steps = _FusedSteps()  # read without a call, several times a region
 
 
 @functools.cache  # one hook is enough
@@ -148,23 +154,20 @@ def watch_fused_steps() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-def num_fused_steps() -> int:
-    return _num_steps
-
-
 def stepped_since(tensor: torch.Tensor, count: int) -> bool:
     """Whether a step after the first ``count`` ones has written to a tensor, or to its storage."""
-    return _num_steps > count and (_latest_steps.get(id(tensor), 0) > count or _latest_steps.get(storage_of(tensor), 0) > count)
+    return fused_steps.count > count and (
+        _latest_steps.get(id(tensor), 0) > count or _latest_steps.get(storage_of(tensor), 0) > count
+    )
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _num_steps
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
         if group.get("fused"):
-            _num_steps += 1
+            fused_steps.count += 1
             written = [parameter for parameter in group["params"] if parameter.grad is not None]
-            _latest_steps.update(dict.fromkeys(map(id, written), _num_steps))
-            _latest_steps.update(dict.fromkeys(map(storage_of, written), _num_steps))
+            _latest_steps.update(dict.fromkeys(map(id, written), fused_steps.count))
+            _latest_steps.update(dict.fromkeys(map(storage_of, written), fused_steps.count))
             _latest_steps.pop(None, None)  # of those without a storage

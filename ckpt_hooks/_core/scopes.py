@@ -79,15 +79,10 @@ def graph_task_scope(key: int) -> Scope:
     return scope
 
 
-def drop_at_end(scope: Scope, passes: dict[int, Any]) -> Ending:
-    """Returns what to hold for a scope's pass to be taken out of a frame's passes when the scope ends."""
-    # ``pop`` is given the reference too, as the default for a pass that is gone already.
-    return weakref.ref(scope, partial(passes.pop, scope.key))
-
-
 def with_ending(endings: tuple[Ending, ...], scope: Scope, passes: dict[int, Any]) -> tuple[Ending, ...]:
-    """Returns the endings of backwards that overlap, with that of one more."""
-    return (*(ending for ending in endings if ending()), drop_at_end(scope, passes))
+    """Returns what to hold for passes to go when their scopes end, with that of one more."""
+    # ``pop`` is given the reference too, as the default for a pass that is gone already.
+    return (*(ending for ending in endings if ending()), weakref.ref(scope, partial(passes.pop, scope.key)))
 
 
 class GraphExecGroup(metaclass=NeedsParentheses):

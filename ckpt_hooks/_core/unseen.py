@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks._torch.functions import AT_WORK, apply, divert_functions, divert_triton
+from ckpt_hooks._torch.functions import AT_WORK, TRITON, apply, divert_functions, divert_triton
 from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 
 from .modes import QuietDispatchMode
@@ -39,15 +40,11 @@ class WatchesUnseen(QuietDispatchMode):
 
     def __enter__(self) -> Any:
         _divert()
-        # Weakly: one that Ctrl-C keeps from the stack of modes is never told that it is abandoned.
+        # Weakly: one that Ctrl-C keeps from the stack of modes is never told that it leaves.
         AT_WORK.add(weakref.ref(self, AT_WORK.discard))
         return super().__enter__()
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.abandoned()
-        super().__exit__(*exc_info)
-
-    def abandoned(self) -> None:
+    def leaves(self) -> None:
         AT_WORK.discard(weakref.ref(self))
 
 
@@ -59,7 +56,8 @@ def _divert() -> None:
     if not _is_diverted:
         _is_diverted = True
         divert_functions(_run_of, _run_unseen, _run_sharing, _look_at_missed)
-    divert_triton(_run_unseen)
+    if TRITON in sys.modules:
+        divert_triton(_run_unseen)
 
 
 def _watching() -> list[WatchesUnseen]:

@@ -17,7 +17,7 @@ import torch
 from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
-from ckpt_hooks._core.mutation import GONE, Why, mutated, num_fused_steps, stepped_since
+from ckpt_hooks._core.mutation import GONE, Why, fused_steps, mutated, stepped_since
 from ckpt_hooks._tensors.containers import Capture, build
 from ckpt_hooks._tensors.copies import Base, alias_with_history, as_kind, as_view, base_of, is_dense, is_theirs, restore_layout
 from ckpt_hooks._torch.autograd import (
@@ -185,7 +185,7 @@ class Arguments:
         # tensors.
         self._kept_facts = _facts_of_all(self._tensors)
         self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
-        self._steps = num_fused_steps()
+        self._steps = fused_steps.count
         # Of kept tensors of which it has changed whether they require grad: whether they did when forward began.
         self._flags: dict[int, bool] = _NONE
         # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position.
@@ -252,7 +252,7 @@ class Arguments:
             self._note_flags(facts)
             if facts != self._kept_facts:
                 self._raise_changed(format_path(frame.path))
-        if self._steps != num_fused_steps():
+        if self._steps != fused_steps.count:
             for position, argument in enumerate(self._tensors):
                 if argument is not None and stepped_since(argument, self._steps):
                     self._raise_modified(position, argument, format_path(frame.path))

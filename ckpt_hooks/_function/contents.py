@@ -168,7 +168,7 @@ class Contents:
         self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # a rerun that reads a modified tensor ends
         self._empty: list[torch.Tensor] = []
         self.freed: Sequence[torch.Tensor] = ()  # without memory when the latest rerun began
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()  # the numbers of tensors added
 
     def add_group(self, group: Group) -> None:
         content = group.read()
@@ -177,13 +177,13 @@ class Contents:
                 self.add(note, tensor)
         else:
             self._small.append(_Small(group, content))
-            self._seen.update([note.number for note in group.notes])
+            self.seen.update([note.number for note in group.notes])
 
     def add(self, note: TensorNote, tensor: torch.Tensor | None, *, may_wait: bool = False) -> None:
         """Adds a tensor: itself, or an alias with the same version counter."""
-        if tensor is None or note.number in self._seen or note.has_history or tensor.is_meta or version_of(tensor) < 0:
+        if tensor is None or note.number in self.seen or note.has_history or tensor.is_meta or version_of(tensor) < 0:
             return
-        self._seen.add(note.number)
+        self.seen.add(note.number)
         self._may_wait = self._may_wait or may_wait
         is_strided = is_dense(tensor)
         if is_strided and not has_storage(tensor):  # the function fills it
@@ -205,9 +205,6 @@ class Contents:
 
     def is_written(self) -> bool:
         return any(copied.use in WRITES for copied in self._copied) or any(small.is_written for small in self._small)
-
-    def is_empty(self) -> bool:
-        return not (self._copied or self._uncopied or self._small or self._empty)
 
     def settle(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
         """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""

@@ -412,7 +412,10 @@ class FunctionFrame(Frame):
     def _close(self, error: BaseException | None) -> None:
         if stack.innermost is self:  # else the caller rewinds the thread
             close_frame(self)
-        close(error, functools.partial(self._settle, failed=error is not None), functools.partial(self._tell_exited, error))
+        steps = [functools.partial(self._settle, failed=error is not None)]
+        if self.watch is not None:
+            steps.append(functools.partial(self._tell_exited, error))
+        close(error, *steps)
 
     def _settle(self, *, failed: bool) -> None:
         self.arguments.close()
@@ -453,14 +456,17 @@ class FunctionFrame(Frame):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
-                return Pass(self.observed(rerun, self, (index,)))
+                return Pass(self._rerun((index,)))
             if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
             opened = self.passes.get(key)  # a group's pass, or a pass that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.observed(rerun, self, None))
+                opened = Pass(self._rerun(None))
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
+
+    def _rerun(self, wanted: Any) -> Any:
+        return rerun(self, wanted) if self.watch is None else self.observed(rerun, self, wanted)
 
     def _open_split_pass(self, index: int) -> Pass:
         """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
@@ -471,11 +477,11 @@ class FunctionFrame(Frame):
                 split.values = [tensor if lives else MISSING for tensor, lives in zip(split.values, self.alive(), strict=False)]
             value = split.values[index] if index < len(split.values) else MISSING
         if value is MISSING or not split.uses.is_untouched(index, value):  # a backward may have written to its memory
-            split = Pass(self.observed(rerun, self, None), Uses())
+            split = Pass(self._rerun(None), Uses())
             self.passes = {SPLIT: split}
             value = split.values[index]
             if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
-                return Pass(self.observed(rerun, self, (index,)))
+                return Pass(self._rerun((index,)))
         if not split.uses.hand_out(index, value):
             split.values[index] = MISSING
         return Pass({index: value})
@@ -485,7 +491,7 @@ class FunctionFrame(Frame):
         with self._lock:
             if index in opened.taken and graph_exec_group() is not None:
                 raise overlap_error(self.path, index)
-            value: torch.Tensor = self.observed(rerun, self, (index,))[index]
+            value: torch.Tensor = self._rerun((index,))[index]
             opened.taken.add(index)
             if value is MISSING:
                 raise InternalError(

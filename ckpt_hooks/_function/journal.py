@@ -19,7 +19,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
-from ckpt_hooks._core.mutation import GONE, num_fused_steps, stepped_since
+from ckpt_hooks._core.mutation import GONE, fused_steps, stepped_since
 from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
 from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_of, version_of
 
@@ -63,7 +63,7 @@ class Journal:
         self._storages: Any = [list(map(_storage, parameters)) for parameters in self._parameters]
         self.kept: Sequence[Any] = ()
         self.emptied: set[int] = set()
-        self._steps = num_fused_steps()
+        self._steps = fused_steps.count
         self.roots: Sequence[tuple[Any, Note]] = () if walk is None else walk.roots
         self.hooks = _hooks_now()
         # The numbers of tensors that may be arguments as well.
@@ -80,7 +80,7 @@ class Journal:
         self.contents: Contents | None = None
         if preserve_buffers and not torch.is_inference_mode_enabled():
             contents = self._contents_of(outside)
-            self.contents = None if contents.is_empty() else contents
+            self.contents = contents if contents.seen else None
 
     def _contents_of(self, outside: Sequence[TensorNote]) -> Contents:
         contents = Contents()
@@ -126,7 +126,7 @@ class Journal:
 
     def changed(self, loan: JournalLoan) -> _Changed:
         """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
-        steps = self._steps if self._steps != num_fused_steps() else None
+        steps = self._steps if self._steps != fused_steps.count else None
         pairs = [*self._outside]
         for tree, versions, flat in zip(self.trees, self._versions, loan.flats, strict=True):
             if flat is None:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -106,6 +106,13 @@ def _offload_from(is_on: Any, name: str) -> int | None:
     return transfers.DEFAULT_MIN_OFFLOAD_SIZE
 
 
+def _policy(value: Any, name: str) -> Any:
+    """Returns the policy; where Dynamo traces, the key of one that it could not follow."""
+    from ckpt_hooks.policies.base import Policy, key_for, policy_from
+
+    return key_for(value) if torch.compiler.is_dynamo_compiling() and not isinstance(value, Policy) else policy_from(value)
+
+
 class Option(NamedTuple):
     forms: Form
     default: Any = None  # as users write it
@@ -123,8 +130,8 @@ OPTIONS = {
     "preserve_rng_state": Option(_EVERY, True, checked_flag),
     "respect_saved_tensors_hooks": Option(_EVERY, None, lambda *args: flag_or_none(*args) is not False, "respect_hooks"),
     "use_reentrant": Option(_CALLS),
-    "name": Option(_NOT_DIRECT),
-    "policy": Option(_NOT_DIRECT),
+    "name": Option(_NOT_DIRECT, None, lambda value, _: checked_name(value)),
+    "policy": Option(_NOT_DIRECT, None, _policy),
     "preserve_buffers": Option(Form.CURRIED, True, checked_flag),
     "offload_inputs": Option(_NOT_DIRECT, False, _offload_from, "offload_from"),
     "split_backward": Option(_NOT_DIRECT, False, checked_flag),
@@ -146,33 +153,36 @@ def defaults_of(form: Form) -> dict[str, Any]:
     return {name: OPTIONS[name].default for name in options_of(form) if OPTIONS[name].check is not None}
 
 
-def values_of(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the given values besides defaults as frames take them, by the names in frames; raises for a wrong value."""
-    values = {}
-    for name, value in options:
-        option = OPTIONS[name]
-        if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
-            values[option.field or name] = option.check(value, name)
-    return values
-
-
-_DEFAULTS = {option.field or name: option.check(option.default, name) for name, option in OPTIONS.items() if option.check}
-
-
 @dataclasses.dataclass(frozen=True)
 class RegionOptions:
-    check: Check = _DEFAULTS["check"]
-    debug: bool = _DEFAULTS["debug"]
-    early_stop: bool = _DEFAULTS["early_stop"]
-    preserve_rng_state: bool = _DEFAULTS["preserve_rng_state"]
-    respect_hooks: bool = _DEFAULTS["respect_hooks"]
+    """The options of one region, of either kind, as frames take them."""
+
+    check: Check = _CHECKS["default"]
+    debug: bool = False
+    early_stop: bool = True
+    preserve_rng_state: bool = True
+    respect_hooks: bool = True
     name: str | None = None  # None for the function's own
-    preserve_buffers: bool = _DEFAULTS["preserve_buffers"]
-    offload_from: int | None = _DEFAULTS["offload_from"]  # bytes from which inputs go to the host; None for none
-    split_backward: bool = _DEFAULTS["split_backward"]
+    policy: Policy | None = None  # a region under a policy is a recorded one
+    preserve_buffers: bool = True
+    offload_from: int | None = None  # bytes from which inputs go to the host; None for none
+    split_backward: bool = False
+    replay_whole: bool | None = None  # None to go by the bytes that a recorded region saved
 
 
 DEFAULT_OPTIONS = RegionOptions()
+
+
+def options_from(options: RegionOptions = DEFAULT_OPTIONS, /, **given: Any) -> RegionOptions:
+    """Returns ``options`` with other values, by their names for users; raises for a wrong value."""
+    values = {}
+    for name, value in given.items():
+        option = OPTIONS[name]
+        if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
+            values[option.field or name] = option.check(value, name)
+    # Not a new object: Dynamo knows where a check stands that options have, and none that is the default of a class.
+    return dataclasses.replace(options, **values) if values else options
+
 
 # ----------------------------------------------------------------------------------------------------------------- contexts
 
@@ -231,7 +241,6 @@ class _Both(AbstractContextManager[None]):
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self.outer, self.inner = outer, inner
         self._entered: list[AbstractContextManager[None]] = []
-        self.policy = policy_of(outer) or policy_of(inner)
 
     def __enter__(self) -> None:
         entered = _one_in_the_other(reusable(self.outer), reusable(self.inner))
@@ -307,18 +316,6 @@ def _refuse_hidden() -> None:
             "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
             "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
         )
-
-
-def policy_of(context: AbstractContextManager[Any]) -> Policy | None:
-    return context.policy if isinstance(context, (PolicyContext, _Both)) else None
-
-
-def without_policy(context: AbstractContextManager[Any]) -> AbstractContextManager[Any] | None:
-    """Returns a context without that of a policy, which a region carries out by itself; None if nothing is left."""
-    if isinstance(context, _Both):
-        outer, inner = without_policy(context.outer), without_policy(context.inner)
-        return inner if outer is None else outer if inner is None else _Both(outer, inner)
-    return None if isinstance(context, (PolicyContext, nullcontext)) else context
 
 
 # ---------------------------------------------------------------------------------------------------------------- functions

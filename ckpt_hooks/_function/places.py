@@ -5,12 +5,10 @@ Methods of builtin classes read and write: no code of a subclass runs.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import sys
 import types
 import weakref
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -322,26 +320,3 @@ def new(kind: Any, maxlen: int | None = None) -> Any:
     if maxlen is not None:
         deque.__init__(made, (), maxlen)
     return made
-
-
-# ------------------------------------------------------------------------------------------------------------------ pointers
-
-_ITEMS = tuple.__basicsize__
-
-
-@lru_cache(1_000)
-def _memory_at(length: int) -> Callable[[int], ctypes.Array[ctypes.c_char]]:
-    return (ctypes.c_char * (length * 8)).from_address
-
-
-def _pointers(values: tuple[Any, ...]) -> bytes:
-    return _memory_at(len(values))(id(values) + _ITEMS).raw
-
-
-def _pointers_one_by_one(values: tuple[Any, ...]) -> bytes:
-    return array("Q", map(id, values)).tobytes()
-
-
-# The identities of values as one string. Read out of the tuple's memory it takes a fiftieth of comparing values by ``is``: a
-# tenth of what a small transformer block costs. CPython lays tuples out so.
-pointers = _pointers if _pointers((None, _ITEMS)) == _pointers_one_by_one((None, _ITEMS)) else _pointers_one_by_one

@@ -29,7 +29,13 @@ from ckpt_hooks._core.hooks import HandBack, StopRecompute, mark_thread, rewind,
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, reusable, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
-from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
+from ckpt_hooks._torch.modes import (
+    is_any_transform_active,
+    is_mapped,
+    num_dispatch_modes,
+    resume_transforms,
+    suspend_transforms,
+)
 from ckpt_hooks.errors import DeterminismError, MutationError
 
 from .arguments import HandedOut, Hooks, put_hooks_back
@@ -70,7 +76,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             if num_dispatch_modes():
                 paused = pause_modes()
             stack.innermost, frame.recomputing = frame, True
-            transforms = suspend_transforms()
+            transforms = suspend_transforms() if is_mapped() or is_any_transform_active() else None
             set_grad_enabled(True)
             tensors, stand_ins = arguments.restore(frame, handed_out)
             hooks = arguments.hooks(handed_out)

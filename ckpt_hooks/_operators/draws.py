@@ -338,11 +338,7 @@ class OwnDraws(QuietDispatchMode):
         _own_draws.active.append(self)
         return super().__enter__()
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.abandoned()
-        super().__exit__(*exc_info)
-
-    def abandoned(self) -> None:
+    def leaves(self) -> None:
         if self in _own_draws.active:
             _own_draws.active.remove(self)
 

@@ -154,15 +154,8 @@ class RecordedFrame(Replayable):
     def __init__(
         self,
         name: str,
-        policy: Policy | None = None,
+        options: Any,
         *,
-        respect_hooks: bool = True,
-        preserve_rng_state: bool = True,
-        replay_whole: bool | None = None,
-        split_backward: bool = False,
-        offload_from: int | None = None,
-        debug: bool = False,
-        compares_values: bool = False,
         place: Place | None = None,
         around_replays: AbstractContextManager[Any] | None = None,
         at_end: Callable[[Tape], None] | None = None,
@@ -181,19 +174,20 @@ class RecordedFrame(Replayable):
         self.lines = None if outer is None else outer.lines
         self.unseen: list[tuple[torch.Tensor, str]] = []
         # Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
-        self.is_split: bool = split_backward if outer is None else outer.is_split
-        self._debug = debug if settings.debug is None else settings.debug
+        self.is_split: bool = options.split_backward if outer is None else outer.is_split
+        self._debug = options.debug if settings.debug is None else settings.debug
         self._has_lines = False  # whether the lines of operators are this frame's own, and not the outer one's
-        self._compares_values, self._place, self.around_replays = compares_values, place, around_replays
+        self._compares_values, self._place = options.check.fingerprint is not None, place
+        self.around_replays = around_replays
         self._at_end = at_end  # is called with the tape of an outermost frame before the tape is closed
         # Compares the frame's values, on request, or if a dispatch mode of the user's is around the outermost region.
         self.compared: ComparedValues | None = None
         # Saved-tensor hooks of others around, within the innermost function frame; None after the end.
         self.hooks_around: Hooks | None = None
-        self._decisions = None if policy is None else Decisions(policy)
-        self._respect_hooks = respect_hooks
-        self.whole = replay_whole
-        self.draws_anew, self._offload_from = not preserve_rng_state, offload_from
+        self._decisions = None if options.policy is None else Decisions(options.policy)
+        self._respect_hooks = options.respect_hooks
+        self.whole = options.replay_whole
+        self.draws_anew, self._offload_from = not options.preserve_rng_state, options.offload_from
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape  # the frame's tape; None after the end
 

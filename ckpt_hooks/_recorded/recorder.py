@@ -74,8 +74,8 @@ class Recorder(SelectiveCheckpointContext):
         super().__enter__()
         return self
 
-    def abandoned(self) -> None:
-        super().abandoned()
+    def leaves(self) -> None:
+        super().leaves()
         vars(self._tape).pop("recorder", None)
         if _recorders:
             _recorders.discard(weakref.ref(self))

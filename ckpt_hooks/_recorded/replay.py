@@ -37,7 +37,15 @@ from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
 from ckpt_hooks._tensors.refilling import Loan, Owner, borrow, give_back, is_lent
 from ckpt_hooks._torch.autograd import set_grad_enabled
-from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes, resume_transforms, suspend_transforms
+from ckpt_hooks._torch.modes import (
+    PastFunctionModes,
+    is_any_transform_active,
+    is_mapped,
+    num_dispatch_modes,
+    num_function_modes,
+    resume_transforms,
+    suspend_transforms,
+)
 from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, storage_of
 from ckpt_hooks.errors import CheckpointError, MutationError
 
@@ -259,8 +267,8 @@ class ReplayContext:
         self._tensors: Mapping[int, torch.Tensor] = {}
 
     def __enter__(self) -> ReplayContext:
-        self._paused = pause_modes()
-        self._transforms = suspend_transforms()
+        self._paused = pause_modes() if num_dispatch_modes() else None
+        self._transforms = suspend_transforms() if is_mapped() or is_any_transform_active() else None
         self._casts = AUTOCAST.enter(None)
         self._modes = PastFunctionModes() if num_function_modes() else None
         if self._modes is not None:
@@ -317,7 +325,8 @@ class ReplayContext:
         AUTOCAST.leave(self._casts)
         if self._transforms is not None:
             resume_transforms(self._transforms)
-        resume_modes(self._paused)
+        if self._paused is not None:
+            resume_modes(self._paused)
 
 
 class Replayable(Frame):
@@ -436,7 +445,10 @@ class Replay:
         self._fetch(work)
         if work.steps:
             run = self._run_on_loans if self.owners else self._run
-            self.frame.observed(run, work.steps, in_order=self._plan.in_order)
+            if self.frame.watch is None:
+                run(work.steps)
+            else:
+                self.frame.observed(run, work.steps, in_order=self._plan.in_order)
 
     def _run_on_loans(self, steps: dict[int, Op | Value]) -> None:
         with Borrowing(steps, self.tensors, self.owners) as borrowing:

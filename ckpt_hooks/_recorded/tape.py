@@ -21,7 +21,7 @@ from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import Frame, Label
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.mutation import num_fused_steps
+from ckpt_hooks._core.mutation import fused_steps
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
@@ -323,7 +323,7 @@ class Tape:
             store.held.append(holder)
         if is_kept_anyway(tensor):
             saved.version = None if tensor.is_inference() else tensor._version
-            saved.steps = num_fused_steps()
+            saved.steps = fused_steps.count
         else:
             saved.is_fickle = store.written and not tensor.requires_grad
             self.held.note(value, holder, facts, place)

@@ -15,7 +15,7 @@ from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape, format_pa
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of, storage_and_size
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
-from ckpt_hooks._core.mutation import Why, mutated, num_fused_steps, stepped_since
+from ckpt_hooks._core.mutation import Why, fused_steps, mutated, stepped_since
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.tensors import (
     counted_detach,
@@ -101,7 +101,7 @@ class HeldTensor:
         if self.is_fickle and not is_freed(tensor):
             self.copy({})
             return self
-        self.version, self.steps = tensor._version, num_fused_steps()
+        self.version, self.steps = tensor._version, fused_steps.count
         if is_kept_anyway(tensor):
             return self
         if hooks is not None:
@@ -121,7 +121,9 @@ class HeldTensor:
         tensor = self.tensor
         assert tensor is not None
         # Asked before other memory is: a write may have come before the tensor was given that.
-        if self.version is not None and (tensor._version != self.version or stepped_since(tensor, self.steps)):
+        if self.version is not None and (
+            tensor._version != self.version or (fused_steps.count > self.steps and stepped_since(tensor, self.steps))
+        ):
             raise self._mutated(tensor, self.version)
         found = self.find()
         if is_freed(found):
@@ -145,7 +147,7 @@ class HeldRefilled(HeldTensor):
     def __init__(self, tensor: torch.Tensor, origin: Origin, path: RegionPath, cause: Cause) -> None:
         super().__init__(tensor, path, cause)
         self.version, (self.owner, self.source) = _version_of(tensor), origin
-        self.steps = self.source_steps = num_fused_steps()
+        self.steps = self.source_steps = fused_steps.count
         self.source_version = _version_of(origin.source)
 
     def holding(self, cause: Cause) -> None:

@@ -127,8 +127,11 @@ def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[
     return run
 
 
+TRITON = "triton.runtime.jit"
+
+
 def divert_triton(unseen: _Unseen) -> None:
-    kernel = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    kernel = getattr(sys.modules.get(TRITON), "JITFunction", None)
     if kernel is None or hasattr(kernel.run, "is_diverted"):  # by this function: others may have wrapped it too
         return
     launch = kernel.run

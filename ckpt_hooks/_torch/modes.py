@@ -114,14 +114,14 @@ _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_s
 # ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
 # nothing is batched. Its level can only be read by moving it.
 _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
-_BATCHED_GRADS = torch._C._dispatch_key_parse("VmapMode")
+is_mapped: Callable[[], bool] = partial(_is_included, torch._C._dispatch_key_parse("VmapMode"))
 
 
 def suspend_transforms() -> tuple[list[object], int] | None:
     """Takes every ``torch.func`` transform, and every map over gradients, off this thread; None without any."""
     # The rerun of a region runs outside of transforms, as forward did, although backward may run under one:
     # ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
-    if not (_is_included(_BATCHED_GRADS) or is_any_transform_active()):
+    if not (is_mapped() or is_any_transform_active()):
         return None
     level = _enter_batched_grads() - 1
     for _ in range(level + 1):

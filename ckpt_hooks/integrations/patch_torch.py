@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,18 +22,16 @@ from ckpt_hooks._function.options import (
     DEFAULT_OPTIONS,
     ContextPair,
     Form,
-    RegionOptions,
     both,
     call_context_fn,
     defaults_of,
     noop_context_fn,
-    policy_of,
-    values_of,
+    options_from,
 )
 from ckpt_hooks._torch.checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
-from ckpt_hooks.policies.base import policy_from
-from ckpt_hooks.selective import create_selective_checkpoint_contexts, own_contexts
+from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.selective import policy_among
 
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 
@@ -100,13 +97,17 @@ class TorchPatch(OfThisProcess):
             given["preserve_rng_state"] = self._preserve_rng_state
         options = DEFAULT_OPTIONS
         if not given.items() <= _DEFAULTS.items():
-            values = ((name, bool(value) if name in _FLAGS else value) for name, value in given.items())
-            options = RegionOptions(**values_of(values))
+            options = options_from(**{name: bool(value) if name in _FLAGS else value for name, value in given.items()})
         watch_fused_steps()
         mark = mark_thread()
         left_behind = False
         try:
-            frame = frame_of_call(function, args, kwargs, options, self._context_fn(context_fn), _settings())
+            policy, contexts = self._policy, None
+            if context_fn is not _TORCHS_NOOP and context_fn is not noop_context_fn:
+                policy, contexts = self._contexts(context_fn)
+            if policy is not None:
+                options = dataclasses.replace(options, policy=policy)
+            frame = frame_of_call(function, args, kwargs, options, contexts, _settings())
             frame.__enter__()
             try:
                 yield
@@ -122,23 +123,17 @@ class TorchPatch(OfThisProcess):
                 rewind(mark, error)
             raise
 
-    def _context_fn(self, context_fn: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
-        if context_fn is not _TORCHS_NOOP and context_fn is not noop_context_fn:
-            return functools.partial(self._contexts, context_fn)
-        if self._policy is None:
-            return noop_context_fn
-        return functools.partial(create_selective_checkpoint_contexts, self._policy)
-
-    def _contexts(self, context_fn: Callable[[], ContextPair]) -> ContextPair:
-        """Returns the contexts of a caller's ``context_fn``, with the patch's policy where the caller has none."""
+    def _contexts(self, context_fn: Callable[[], ContextPair]) -> tuple[Policy | None, ContextPair | None]:
+        """Returns the policy of a caller's ``context_fn``, or else the patch's, and the contexts to enter."""
         forward, recompute = call_context_fn(context_fn)
         parts = without_composable(recompute)
         if parts is not None:
             recompute = parts[0] or nullcontext()
-        contexts = own_contexts((forward, recompute))
-        if self._policy is not None and policy_of(contexts[0]) is None:
-            contexts = both(create_selective_checkpoint_contexts(self._policy), contexts)
-        return contexts if parts is None else both((nullcontext(), parts[1]), contexts)
+        policy, contexts = policy_among((forward, recompute))
+        if parts is not None:
+            hooks = nullcontext(), parts[1]
+            contexts = hooks if contexts is None else both(hooks, contexts)
+        return policy or self._policy, contexts
 
 
 def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | None = None, policy: Any = None) -> TorchPatch:

@@ -164,12 +164,16 @@ class Decisions:
         self.policy = policy
         # Tells whether to keep the next run of an operator of decision ``ASK``, where the policy only counts runs.
         self.is_kept = policy.count_runs()
-        self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else by_count(self.is_kept)
+        self._asks: Callable[..., Any] | None = None if self.is_kept is None else by_count(self.is_kept)
         self._num_asked = 0
         # Operators which ran, or names given to tensors, where the policy expects some.
         self.expected = policy.expects
         self.seen: set[Any] | None = set() if self.expected else None
         self.known: dict[OpFacts, int] = policy.decisions if self.seen is None else {}
+
+    def _start(self) -> Callable[..., Any]:
+        self._asks = self.policy.start()
+        return self._asks
 
     def of(self, facts: OpFacts) -> int:
         """Returns the decision on an operator, :data:`ASK` where each run has its own."""
@@ -196,14 +200,15 @@ class Decisions:
             known = self.of(facts)
         if known == AS_TORCH:
             if not is_compiled_code_running():
-                decision_of(context.consult(self._asks, facts.operator, args, kwargs, output, None), facts.operator)
+                answer = context.consult(self._asks or self._start(), facts.operator, args, kwargs, output, None)
+                decision_of(answer, facts.operator)
             return RECOMPUTE
         if known == ASK:
             if is_compiled_code_running() and not facts.is_compiled:
                 return SAVE if facts.has_effect else RECOMPUTE
             index = self._num_asked
             self._num_asked = index + 1
-            answer = context.consult(self._asks, facts.operator, args, kwargs, output, index)
+            answer = context.consult(self._asks or self._start(), facts.operator, args, kwargs, output, index)
             if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is OpKind.SAVEABLE:  # the most common, past the rest
                 return RECOMPUTE
             known = _meaning_of(answer, facts)
