@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from .profiling import BlockCall, OpRun, Profile, Request, Value
+from .profiling import BlockCall, OpRun, Profile, Request, StorageVersion
 
 #: The row, a number which orders moments at the same row, and the bytes.
 Delta = tuple[int, int, int]
@@ -58,7 +58,7 @@ def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
     # What the regions inside read from outside of themselves, the region around brings back: once in a backward, and each value
     # until its last reader has it. So the region around is a call whose handles are such values.
     inner = [effect_of(profile, region, ()) for region in entry.inside]
-    outer = dataclasses.replace(entry, handles=[*entry.own])
+    outer = dataclasses.replace(entry, handles=[*entry.direct_handles])
     made = {number for op in entry.ops for number in op.fresh}
     for region in entry.inside:
         for number, (first, last) in region.outside().items():
@@ -130,9 +130,9 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
     return Effect(deltas, ends, sum(entry.ops[at].cost for at in again), again, spared)
 
 
-def _needed(entry: BlockCall, value: Value, retained: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
+def _needed(entry: BlockCall, value: StorageVersion, retained: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
     """Returns the operators which bring back a value, and notes what they need until backward lets go of it."""
-    todo, seen, operators = [value], set[Value](), set[int]()
+    todo, seen, operators = [value], set[StorageVersion](), set[int]()
     while todo:
         wanted = todo.pop()
         if wanted in seen:
