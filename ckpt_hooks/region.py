@@ -142,7 +142,7 @@ def _died(entry: _Entry) -> None:
 
 
 def _drop(entry: _Entry) -> None:
-    """Takes a region off this thread's open ones, with regions within, which run plainly, or have ended with a region around."""
+    """Takes a region off this thread's open ones, with regions within: they run plainly, or have ended with a region around."""
     opened = _entered.open
     position = next((position for position, other in enumerate(opened) if other is entry), len(opened))
     for other in opened[position:]:

@@ -133,12 +133,8 @@ def _hooks_of(module: torch.nn.Module | None) -> frozenset[Any]:
     if known is None or known[0] != RemovableHandle.next_id:  # the counter of all hooks of the process
         hooks = [
             hook
-            for submodule in module.modules()
-            for hook in (
-                *submodule._forward_pre_hooks.values(),
-                *submodule._forward_hooks.values(),
-                vars(submodule).get("forward"),
-            )
+            for part in module.modules()
+            for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values(), vars(part).get("forward"))
             if hook is not None
         ]
         known = _known_hooks[module] = RemovableHandle.next_id, frozenset(map(_code_of, hooks))
@@ -181,8 +177,8 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
     if type(forward) is PolicyContext and forward.is_before(recompute):
         return contexts
     if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
-        # Torch's contexts reuse outputs by how often an operator ran before, and know nothing of restored buffers, of streams or
-        # of a second backward.
+        # Torch's contexts reuse outputs by how often an operator ran before, and know nothing of restored buffers, streams or
+        # a second backward.
         return create_selective_checkpoint_contexts(forward.policy_fn)
     for context in contexts:
         if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):
