@@ -88,8 +88,8 @@ def set_device_states(devices: Sequence[int], states: Iterable[torch.Tensor], *,
         ValueError: If there is no such device type, or it has no random states.
     """
     kind = DefaultDeviceType.get_device_type() if device_type is None else _checked_type(device_type, "device_type")
-    indices, found = ([*one] if isinstance(one, Iterable) else [None] for one in (devices, states))
-    if None in map(integer_in, indices) or not all(isinstance(one, torch.Tensor) for one in found):
+    indices, tensors = ([*values] if isinstance(values, Iterable) else [None] for values in (devices, states))
+    if None in map(integer_in, indices) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         wanted, advice = "indices of devices, and a state for each", "Pass both as get_device_states gives them."
         raise wrong((devices, states), "devices and states", wanted, advice)
     if kind == "meta" or not indices:
@@ -98,16 +98,16 @@ def set_device_states(devices: Sequence[int], states: Iterable[torch.Tensor], *,
     if not hasattr(module, "set_rng_state"):
         wanted, advice = "a type of devices with states", "For the host write torch.set_rng_state(state)."
         raise wrong(kind, "device_type", wanted, advice, ValueError)
-    for index, state in zip(indices, found, strict=False):
+    for index, state in zip(indices, tensors, strict=False):
         with module.device(index):
             module.set_rng_state(state)
 
 
 def _checked_type(device: Any, name: str) -> str:
     try:
-        found = torch.device(device).type if isinstance(device, str) else None
+        known = torch.device(device).type if isinstance(device, str) else None
     except RuntimeError:
-        found = None
-    if found is None or found != device:
+        known = None
+    if known is None or known != device:
         raise wrong(device, name, "a device type without an index", "Pass one that torch.device knows, as 'cuda'.", ValueError)
-    return found
+    return known

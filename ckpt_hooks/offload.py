@@ -77,11 +77,11 @@ class offload_saved_tensors(  # noqa: N801 -- a function to those who use it
                 saved = Moved(tensor, transfers, stash_size)
                 waiting.add(saved)
                 return saved
-            found = shared.find(tensor)
-            if found is None:
-                found = Moved(tensor, transfers, stash_size)
-                found.send(shared)
-            return found
+            moved = shared.find(tensor)
+            if moved is None:
+                moved = Moved(tensor, transfers, stash_size)
+                moved.send(shared)
+            return moved
 
         super().__init__(pack, _bring_back)
 

@@ -43,13 +43,13 @@ _OPTIONS = options_of(Form.RECORDED)
 
 
 class _Entry(weakref.ref[Any]):
-    """One entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement."""
+    """An entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement."""
 
     # That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else tells.
     __slots__ = ("frame", "is_left", "mark", "opened", "region")
 
     frame: RecordedFrame | None  # what the region does; None where it runs plainly, and when it has ended
-    is_left: bool  # whether the region was left, maybe before those within have ended
+    is_left: bool  # whether the region was left, maybe before regions within have ended
     mark: ThreadMark  # how the thread was before
     opened: list[_Entry] | None  # the open regions of the thread that entered; None before
     region: checkpoint_region  # the region
@@ -77,7 +77,7 @@ def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseE
         _leave_wrongly(entry, error)
     elif frame is not stack.innermost and frame is not None and entry.is_open() and not isinstance(error, KeyboardInterrupt):
         # Others within are open, of another generator or task. To go on around them changes no result. (Ctrl-C may have
-        # interrupted the exits of those within.)
+        # interrupted the exits of regions within.)
         entry.is_left, frame.late = True, _leave_late
     else:
         _end(entry, kind, error, traceback)
@@ -97,7 +97,7 @@ def _leave_wrongly(entry: _Entry, error: BaseException | None) -> None:
 
 
 def _leave_late() -> None:
-    """Ends the regions that were left before those within."""
+    """Ends the regions that were left before regions within."""
     opened = _entered.open
     while opened and (entry := opened[-1]).is_left and (entry.frame is stack.innermost or not entry.is_open()):
         _end(entry, None, None, None)
@@ -137,7 +137,7 @@ def _died(entry: _Entry) -> None:
 
 
 def _drop(entry: _Entry) -> None:
-    """Takes a region off this thread's open ones, with those within: these run plainly, or have ended with a region around."""
+    """Takes a region off this thread's open ones, with regions within: they run plainly, or have ended with a region around."""
     opened = _entered.open
     position = next((position for position, other in enumerate(opened) if other is entry), len(opened))
     for other in opened[position:]:

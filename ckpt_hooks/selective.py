@@ -143,16 +143,16 @@ def _hooks_of(module: torch.nn.Module | None) -> frozenset[Any]:
     """Returns the code of the hooks on forward in a module."""
     if module is None:
         return _NO_HOOKS
-    found = _known_hooks.get(module)
-    if found is None or found[0] != RemovableHandle.next_id:  # one counter for all hooks of the process
+    known = _known_hooks.get(module)
+    if known is None or known[0] != RemovableHandle.next_id:  # the counter of all hooks of the process
         hooks = [
             hook
-            for one in module.modules()
-            for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values(), vars(one).get("forward"))
+            for part in module.modules()
+            for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values(), vars(part).get("forward"))
             if hook is not None
         ]
-        found = _known_hooks[module] = RemovableHandle.next_id, frozenset(map(_code_of, hooks))
-    return found[1]
+        known = _known_hooks[module] = RemovableHandle.next_id, frozenset(map(_code_of, hooks))
+    return known[1]
 
 
 def _code_of(hook: Any) -> Any:
@@ -161,14 +161,14 @@ def _code_of(hook: Any) -> Any:
 
 
 def _look_for_weights(module: torch.nn.Module, hooks: frozenset[Any], tape: Tape) -> None:
-    """Notes hooks that took away weights which a region has read: they gave them other memory, or put empty ones there."""
+    """Notes hooks that took away weights which a region has read: gave weights other memory, or put empty weights there."""
     empty = {parameter.shape for parameter in module.parameters() if parameter.is_meta}
     are_taken = False
-    for held in tape.parameters():
-        parameter, memory = held.tensor, held.memory
+    for saved in tape.parameters():
+        parameter, memory = saved.tensor, saved.memory
         assert parameter is not None
-        if memory is not None and held.is_elsewhere() and is_theirs(parameter, layout_of(memory)):
-            held.leave(memory)
+        if memory is not None and saved.is_elsewhere() and is_theirs(parameter, layout_of(memory)):
+            saved.leave(memory)
             are_taken = True
         are_taken = are_taken or parameter.shape in empty
     if are_taken:
@@ -184,15 +184,15 @@ _SELECTIVE = (PolicyContext, SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE)
 
 
 def own_contexts(contexts: ContextPair) -> ContextPair:
-    """Returns the contexts of a region, with the package's own in place of torch's selective contexts."""
+    """Returns the contexts of a region, with the package's contexts in place of torch's selective contexts."""
     forward: Any
     recompute: Any
     forward, recompute = contexts
     if type(forward) is PolicyContext and forward.is_before(recompute):
         return contexts
     if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
-        # Torch's reuse outputs by how often an operator ran before, and know nothing of restored buffers, of random streams or
-        # of a second backward.
+        # Torch's contexts reuse outputs by how often an operator ran before, and know nothing of restored buffers, streams or
+        # a second backward.
         return create_selective_checkpoint_contexts(forward.policy_fn)
     for context in contexts:
         if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):

@@ -1,4 +1,4 @@
-"""Blocks: the modules whose calls may be regions, found or selected, and what is outside of them."""
+"""Blocks: the modules whose calls may be regions, by the model's tree or by selection, and what is outside of them."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
     """Returns the blocks of a model: names of modules, and of spans of layers. None is in a module which runs in chunks."""
     # The model's tree is descended until a module has at most a quarter of all leaves in possible blocks: what the model itself
     # and its leaves save, as logits, is of no block. A leaf is no block: a region around one operator drops nothing. Of leaves
-    # in a row, several are. Bytes would tell more than leaves, but these need a step without regions, which may not fit.
-    possible = {name for name, one in model.named_modules() if name and _can_be_block(one)}
-    possible.update(name for at, one in model.named_modules() for run in _leaves_in_a_row(at, one) for name in run)
+    # in a row, several are. Bytes would tell more than leaves, but bytes need a step without regions, which may not fit.
+    possible = {name for name, module in model.named_modules() if name and _can_be_block(module)}
+    possible.update(name for at, module in model.named_modules() for run in _leaves_in_a_row(at, module) for name in run)
     saved: collections.Counter[str] = collections.Counter()
-    for name, one in model.named_modules():
-        if not [*one.children()]:
+    for name, module in model.named_modules():
+        if not [*module.children()]:
             around = _around(name)
             saved.update(dict.fromkeys(around, 1))
             saved[""] += 0 if possible.isdisjoint(around) else 1
-    found: list[str] = []
+    blocks: list[str] = []
     todo = [("", model)]
     while todo:
         name, module = todo.pop()
-        children = [(f"{name}.{child}".strip("."), one) for child, one in module.named_children()]
+        children = [(f"{name}.{child}".strip("."), submodule) for child, submodule in module.named_children()]
         if not saved[name] or not children or name in chunked:
             continue
         runs = _leaves_in_a_row(name, module)
-        is_flat = all(not [*one.children()] for _, one in children)
+        is_flat = all(not [*submodule.children()] for _, submodule in children)
         if name and _can_be_block(module) and (saved[name] <= _LARGEST * saved[""] or (is_flat and not runs)):
-            found.append(name)
+            blocks.append(name)
         else:
             for run in runs:
-                found += _spans_of(run, saved)
+                blocks += _spans_of(run, saved)
             todo += reversed(children)
-    if not found:
+    if not blocks:
         if chunked and blocks_of(model):  # else the error of a model that has none anyway
             check_chunked(sorted(chunked), chunked)
         raise ValueError(
             f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of the "
             "leaves, or layers in a row. Name some: module classes or patterns, as apply_checkpointing takes them."
         )
-    return found
+    return blocks
 
 
 def check_chunked(blocks: Iterable[str], chunked: Collection[str]) -> None:
@@ -68,8 +68,8 @@ def check_chunked(blocks: Iterable[str], chunked: Collection[str]) -> None:
 def _leaves_in_a_row(name: str, module: Module) -> list[list[str]]:
     """Returns the names of leaves which follow each other in a list or Sequential, which calls them in their order."""
     runs: list[list[str]] = [[]]
-    for child, one in module.named_children() if isinstance(module, (ModuleList, Sequential)) else ():
-        if any(True for _ in one.children()):
+    for child, leaf in module.named_children() if isinstance(module, (ModuleList, Sequential)) else ():
+        if any(True for _ in leaf.children()):
             runs.append([])
         else:
             runs[-1].append(f"{name}.{child}".strip("."))
@@ -87,39 +87,39 @@ def _spans_of(run: list[str], saved: Mapping[str, int]) -> list[str]:
             size = 0.0
         spans[-1].append(name)
         size += saved[name]
-    return [str(span(one[0], one[-1])) for one in spans if len(one) > 1]
+    return [str(span(leaves[0], leaves[-1])) for leaves in spans if len(leaves) > 1]
 
 
 def with_spans_around(blocks: Sequence[str]) -> list[str]:
-    """Returns blocks, and spans of those in a row: as many spans as blocks in each."""
+    """Returns blocks, and spans of blocks in a row: as many spans as blocks in each."""
     parents: dict[str, list[str]] = {}
     for name in blocks:
         parents.setdefault(ends_of(name)[0].rpartition(".")[0], []).append(name)
-    found: list[str] = []
+    spans: list[str] = []
     for row in parents.values():
         count = math.isqrt(len(row))
         for at in range(0, len(row) if count > 1 else 0, count):
             ends = row[at : at + count]
             if len(ends) > 1:
-                found.append(str(span(ends_of(ends[0])[0], ends_of(ends[-1])[1])))
-    return [*found, *blocks] if found else []
+                spans.append(str(span(ends_of(ends[0])[0], ends_of(ends[-1])[1])))
+    return [*spans, *blocks] if spans else []
 
 
 def selected_blocks(model: Module, select: Any) -> list[str]:
     """Returns the blocks that a user selects, by name."""
     # A block that is the whole model would leave a plan no choice.
     below = {name: module for name, module in model.named_modules() if name}
-    found = {name: module for name, (module, _) in selected_of(below, select, None, "blocks").items()}
+    selected = {name: module for name, (module, _) in selected_of(below, select, None, "blocks").items()}
     outer = {
         id(inner): name
-        for name, module in found.items()
+        for name, module in selected.items()
         for inner in (() if isinstance(module, span) else module.modules())
         if inner is not module
     }
-    for name, module in found.items():
+    for name, module in selected.items():
         if id(module) in outer:
             raise ValueError(f"Block {name!r} is inside of block {outer[id(module)]!r}. Leave out one of the two.")
-    return [*found]
+    return [*selected]
 
 
 class Blocks:
@@ -132,9 +132,9 @@ class Blocks:
         self.spans: set[str] = set()
         self.members: set[str] = set()  # names of the modules in blocks
         for name in names:
-            one = selector_of(name)
-            if isinstance(one, span):
-                modules = span_in(model, one)
+            selector = selector_of(name)
+            if isinstance(selector, span):
+                modules = span_in(model, selector)
                 self.spans.add(name)
                 self._roots[name], self.kinds[name] = weakref.ref(modules.parent), modules.kind
                 row = [at for at, _ in model.named_modules()][modules.place[0] : modules.place[1] + 1]
@@ -148,7 +148,7 @@ class Blocks:
     @property
     def roots(self) -> dict[str, Module]:
         """The modules in which submodules of each block have their names."""
-        return {name: module for name, one in self._roots.items() if (module := one()) is not None}
+        return {name: module for name, reference in self._roots.items() if (module := reference()) is not None}
 
 
 def ends_of(name: str) -> tuple[str, str]:
@@ -166,25 +166,25 @@ def _can_be_block(module: Module) -> bool:
     return not isinstance(module, (ModuleList, ModuleDict)) and any(True for _ in module.children())
 
 
-#: The attributes in which wrappers of modules have these: of FSDP1, torch's own checkpointing, and torch.compile.
+#: The attributes in which wrappers hold modules: of FSDP1, torch's own checkpointing, and torch.compile.
 _WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
     """Returns the names of a plan's blocks in a model, which wrappers (DDP, FSDP, PEFT) may be around, or may have been."""
     check_module(model, "model", "Pass the model of the plan.")
-    # Of a wrapper and what is in it, of one name then, the latter is the block: a region belongs inside of FSDP1's gathers.
-    found = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
-    outers = sorted(found, key=lambda name: name.count(".") + bool(name))
+    # A wrapper and the wrapped module share a name then; the latter is the block: a region belongs inside of FSDP1's gathers.
+    real_names = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
+    outers = sorted(real_names, key=lambda name: name.count(".") + bool(name))
     ends = {end for name in blocks for end in ends_of(name)}
     for cut in range(min(name.count(".") for name in ends) + 1):
         inner = {name: ".".join(name.split(".")[cut:]) for name in ends}
-        if len({name.removesuffix(one) for name, one in inner.items()}) > 1:
+        if len({name.removesuffix(rest) for name, rest in inner.items()}) > 1:
             break
         for outer in outers:
-            names = {name: f"{outer}.{one}".strip(".") for name, one in inner.items()}
-            if all(one in found for one in names.values()):
-                return {name: " to ".join(dict.fromkeys(found[names[end]] for end in ends_of(name))) for name in blocks}
+            names = {name: f"{outer}.{rest}".strip(".") for name, rest in inner.items()}
+            if all(full_name in real_names for full_name in names.values()):
+                return {name: " to ".join(dict.fromkeys(real_names[names[end]] for end in ends_of(name))) for name in blocks}
     return {name: name for name in blocks}  # of which apply_checkpointing says that there are none
 
 

@@ -1,10 +1,10 @@
-"""The options of each block, and the choice of one for each: the least cost under a budget.
+"""The options of each block, and the choice of an option for each: the least cost under a budget.
 
 Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs
 again, at its cost, and needs what it reads. A sweep of prices gives the convex hull; single results fill the gaps.
 
 The choice is a greedy search, with exchanges. Outside of its own backward a block's option changes memory by what it keeps. So
-time falls into windows, and the peak of each is a maximum for the one block that varies in it, and constants for the others.
+time falls into windows, and the peak of each is a maximum for the block that varies in it, and constants for the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Choice:
 
 
 class _Graph:
-    """The needs among a block's operators; one which writes to a result belongs to the result's maker."""
+    """The needs among a block's operators; an operator which writes to a result belongs to the result's maker."""
 
     def __init__(self, profile: Profile, entry: BlockCall, lasting: Collection[int]) -> None:
         owner: dict[int, int] = {}  # of an allocation, the operator which made it
@@ -73,7 +73,7 @@ class _Graph:
         }
 
         # By this, equal blocks have their options once.
-        needs = tuple((one, *sorted(of)) for one, of in self.needs.items())
+        needs = tuple((reader, *sorted(of)) for reader, of in self.needs.items())
         self._key = (*self.cost.items(),), needs, (*self.size.items(),), (*sorted(self.roots),)
 
     def __hash__(self) -> int:
@@ -83,18 +83,18 @@ class _Graph:
         return isinstance(other, _Graph) and self._key == other._key
 
     def choice(self, kept: Iterable[int]) -> Choice:
-        """Returns the option which keeps some results, as far as something needs these."""
-        kept, todo, again, held = set(kept), list(self.roots), set[int](), set[int]()
+        """Returns the option which keeps some results, as far as something needs the results."""
+        kept, todo, again, needed = set(kept), list(self.roots), set[int](), set[int]()
         while todo:
-            one = todo.pop()
-            if one in again or one in held:
+            node = todo.pop()
+            if node in again or node in needed:
                 continue
-            if one in kept:
-                held.add(one)
+            if node in kept:
+                needed.add(node)
             else:
-                again.add(one)
-                todo += self.needs[one]
-        return Choice(tuple(sorted(held)), sum(self.size[one] for one in held), sum(self.cost[one] for one in again))
+                again.add(node)
+                todo += self.needs[node]
+        return Choice(tuple(sorted(needed)), sum(self.size[node] for node in needed), sum(self.cost[node] for node in again))
 
     def cheapest(self, price: float) -> Choice:
         """Returns the option with the least cost, at a price for each byte kept."""
@@ -105,39 +105,39 @@ class _Graph:
         flow.add_edges_from(("source", ("needed", root)) for root in self.roots)
         reached, todo = set[int](), list(self.roots)
         while todo:
-            one = todo.pop()
-            if one in reached:
+            node = todo.pop()
+            if node in reached:
                 continue
-            reached.add(one)
-            size = self.size.get(one)
-            flow.add_edge(("needed", one), ("again", one), **({} if size is None else {"capacity": price * size}))
-            flow.add_edge(("again", one), "sink", capacity=self.cost[one])
-            for other in self.needs[one]:
-                flow.add_edge(("again", one), ("needed", other))
+            reached.add(node)
+            size = self.size.get(node)
+            flow.add_edge(("needed", node), ("again", node), **({} if size is None else {"capacity": price * size}))
+            flow.add_edge(("again", node), "sink", capacity=self.cost[node])
+            for other in self.needs[node]:
+                flow.add_edge(("again", node), ("needed", other))
                 todo.append(other)
         if not reached:
             return self.choice(())
         solve = networkx.algorithms.flow.boykov_kolmogorov  # the fastest there, with the same cuts
         _, (side, _) = networkx.minimum_cut(flow, "source", "sink", flow_func=solve)
-        return self.choice(one for one in reached if ("needed", one) in side and ("again", one) not in side)
+        return self.choice(node for node in reached if ("needed", node) in side and ("again", node) not in side)
 
 
 #: The part of its bytes that a result counts which another block holds anyway, as its input. Where blocks come in a row, that
-#: block lets go of the result when this one's backward begins.
+#: block lets go of the result when the backward of this block begins.
 _SHORT = 0.02
 
 
 def lasting_in(profile: Profile) -> list[set[int]]:
     """Returns for each entry the allocations which another entry needs in backward, whatever is kept."""
     needed = [{*effect_of(profile, entry, ()).ends} for entry in profile.entries]
-    counts = collections.Counter(number for one in needed for number in one)
-    return [{number for number in counts if counts[number] > (number in own)} for own in needed]
+    counts = collections.Counter(number for ends in needed for number in ends)
+    return [{number for number in counts if counts[number] > (number in ends)} for ends in needed]
 
 
 def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
-    parts = [one for one in entry.inside if one.part]
+    parts = [region for region in entry.inside if region.part]
     nested = [Choice((), 0, is_nested=True)] if len(parts) < len(entry.inside) else []
     called = [Choice((), 0, is_function=True)] if is_function else []
     inside = _choices_inside(profile, entry, parts, lasting, is_function)
@@ -148,33 +148,33 @@ def _choices_inside(
     profile: Profile, entry: BlockCall, parts: Iterable[BlockCall], lasting: Collection[int], is_function: bool
 ) -> list[Choice]:
     """Returns options in which up to three modules inside are regions that keep nothing, and the rest of the block is none."""
-    found: list[tuple[BlockCall, Choice]] = []
+    regions: list[tuple[BlockCall, Choice]] = []
     plain = effect_of(profile, entry, (), is_plain=True).ends.keys() - lasting
-    for one in parts:
-        effect = _effect_of(profile, Choice((), 0, is_function=is_function), (), entry, [one])
+    for region in parts:
+        effect = _effect_of(profile, Choice((), 0, is_function=is_function), (), entry, [region])
         sizes = {number: profile.allocations[number].nbytes for number in plain ^ (effect.ends.keys() - lasting)}
         nbytes = sum(-size if number in plain else size for number, size in sizes.items())
         if nbytes < 0:
-            found.append((one, Choice((), nbytes, effect.cost, is_function=is_function, parts=(one.part,))))
+            regions.append((region, Choice((), nbytes, effect.cost, is_function=is_function, parts=(region.part,))))
     choices = []
-    for sets in itertools.chain(*(itertools.combinations(found, count) for count in (1, 2, 3))):
-        if all(one.end <= other.begin or other.end <= one.begin for (one, _), (other, _) in itertools.combinations(sets, 2)):
-            sums = sum(one.nbytes for _, one in sets), sum(one.cost for _, one in sets)
-            choices.append(Choice((), *sums, is_function=is_function, parts=tuple(one.part for one, _ in sets)))
+    for sets in itertools.chain(*(itertools.combinations(regions, count) for count in (1, 2, 3))):
+        if all(part.end <= peer.begin or peer.end <= part.begin for (part, _), (peer, _) in itertools.combinations(sets, 2)):
+            sums = sum(choice.nbytes for _, choice in sets), sum(choice.cost for _, choice in sets)
+            choices.append(Choice((), *sums, is_function=is_function, parts=tuple(region.part for region, _ in sets)))
     return _front(choices, _MOST_INSIDE)
 
 
 def _between(graph: _Graph, prices: Sequence[float]) -> list[Choice]:
-    """Returns the cheapest options at falling prices; between two prices with one option there is no other."""
-    found = {at: graph.cheapest(prices[at]) for at in (0, len(prices) - 1)}
+    """Returns the cheapest options at falling prices; between two prices with the same option there is no other."""
+    by_position = {at: graph.cheapest(prices[at]) for at in (0, len(prices) - 1)}
     todo = [(0, len(prices) - 1)]
     while todo:
         first, last = todo.pop()
-        if last - first > 1 and found[first].kept != found[last].kept:
+        if last - first > 1 and by_position[first].kept != by_position[last].kept:
             middle = (first + last) // 2
-            found[middle] = graph.cheapest(prices[middle])
+            by_position[middle] = graph.cheapest(prices[middle])
             todo += (first, middle), (middle, last)
-    return [found[at] for at in sorted(found)]
+    return [by_position[at] for at in sorted(by_position)]
 
 
 @functools.lru_cache(1024)
@@ -185,23 +185,23 @@ def _choices_of(graph: _Graph, num_ops: int) -> list[Choice]:
     highest, least = max(largest, 1.0) / max(smallest, 1) * num_ops, 1e-3
     ratio = (least / highest) ** (1 / (_PRICES - 1)) if highest > least else 0.5
     hull = _between(graph, [highest * ratio**number for number in range(_PRICES)])
-    found = {one.kept: one for one in (nothing, *hull)}
-    for choice in [*found.values()]:
+    by_kept = {choice.kept: choice for choice in (nothing, *hull)}
+    for choice in [*by_kept.values()]:
         kept = set(choice.kept or ())
-        for one in graph.size:
-            other = graph.choice(kept ^ {one})
-            found.setdefault(other.kept, other)
-    return _front(found.values())
+        for group in graph.size:
+            varied = graph.choice(kept ^ {group})
+            by_kept.setdefault(varied.kept, varied)
+    return _front(by_kept.values())
 
 
 def _front(choices: Iterable[Choice], most: int = _MOST) -> list[Choice]:
     """Returns the options that no other beats in both bytes and cost, thinned to the most that are looked at."""
     front: list[Choice] = []
-    for choice in sorted(choices, key=lambda one: (one.nbytes, one.cost)):
+    for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.cost)):
         if not front or choice.cost < front[-1].cost:
             front.append(choice)
     while len(front) > most:
-        # The one whose loss leaves the smallest gap.
+        # The option whose loss leaves the smallest gap.
         gaps = [front[at + 1].nbytes - front[at - 1].nbytes for at in range(1, len(front) - 1)]
         del front[gaps.index(min(gaps)) + 1]
     return front
@@ -236,9 +236,9 @@ class Problem:
         bounds = sorted({0, profile.num_rows, *(row for begin, end, _ in spans for row in (begin, end))})
         self.natural = _with_common(natural, options, bounds)
         changes = [[self._changes_of(option.effects) for option in of] for of in self.options]
-        # Where no block runs, several may let go of something: such a window is split at each of these rows.
+        # Where no block runs, several may let go of something: such a window is split at each such row.
         owned = [(begin, end) for begin, end, _ in spans]
-        rows = {row for of in changes for one in of for row, *_ in one}
+        rows = {row for of in changes for option_changes in of for row, *_ in option_changes}
         rows_between = {row for row in rows if not any(begin <= row < end for begin, end in owned)}
         self._bounds = sorted({*bounds, *rows_between})
         self._owners: list[int | None] = [None] * (len(self._bounds) - 1)
@@ -254,11 +254,11 @@ class Problem:
 
     def add_windows(self, ranks: Ranks) -> None:
         """Adds the windows of other ranks, for peaks to be the largest of any rank. Ranks with the same memory count once."""
-        found = list[tuple[torch.Tensor, list[torch.Tensor], list[int | None]]]()
+        distinct = list[tuple[torch.Tensor, list[torch.Tensor], list[int | None]]]()
         for base, memory, owners in ranks.all((self.base, self.memory, self._owners)):
-            if not any(base.equal(other) and all(map(torch.equal, memory, others)) for other, others, _ in found):
-                found.append((base, memory, owners))
-        bases, memories, of_windows = zip(*found, strict=True)
+            if not any(base.equal(other) and all(map(torch.equal, memory, others)) for other, others, _ in distinct):
+                distinct.append((base, memory, owners))
+        bases, memories, of_windows = zip(*distinct, strict=True)
         self.base, self._owners = torch.cat(bases), [*itertools.chain(*of_windows)]
         self.memory = [torch.cat(of_ranks, 1) for of_ranks in zip(*memories, strict=True)]
 
@@ -290,14 +290,14 @@ class Problem:
             before = first = 0
             for window, changes in sorted(inside.items()):  # in the others nothing changes
                 row[first:window] = before
-                own = sum(nbytes for *_, nbytes in changes)
+                changed = sum(nbytes for *_, nbytes in changes)
                 if self._owners[window] == number:
                     row[window] = self._most(window, changes, before) - float(self.base[window])
                 elif self._owners[window] is None:
-                    row[window] = before + own
+                    row[window] = before + changed
                 else:
                     row[window] = max(itertools.accumulate((nbytes for *_, nbytes in sorted(changes)), initial=before))
-                before, first = before + own, window + 1
+                before, first = before + changed, window + 1
             row[first:] = before
         return rows
 
@@ -310,26 +310,26 @@ class Problem:
             for number, end in effect.ends.items():
                 ends[number] = max(ends.get(number, 0), end)
             for number in effect.spared:
-                one = self.profile.allocations[number]
-                changes += [(one.born, -1, -one.nbytes), (self.natural[number], -1, one.nbytes)]
+                allocation = self.profile.allocations[number]
+                changes += [(allocation.born, -1, -allocation.nbytes), (self.natural[number], -1, allocation.nbytes)]
         for number, end in ends.items():
-            one, natural = self.profile.allocations[number], self.natural[number]
-            if end > natural and not one.is_again:
-                changes += [(natural, -1, one.nbytes), (end, -1, -one.nbytes)]
+            allocation, natural = self.profile.allocations[number], self.natural[number]
+            if end > natural and not allocation.is_again:
+                changes += [(natural, -1, allocation.nbytes), (end, -1, -allocation.nbytes)]
         return [change for change in changes if change[0] < self.profile.num_rows]
 
     # Each block's best beside no other block had up to 1.8 times the least peak (Mixtral): budgets that fit were refused.
     @functools.cached_property
     def least(self) -> list[int]:
-        """The choice with the least peak that was found: by a descent, the option of one block at a time, from four starts."""
+        """The choice with the least peak known: by a descent, the option of a single block at a time, from four starts."""
         alone = [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
         starts = [alone, [0] * len(self.blocks), *([len(costs) - back for costs in self.costs] for back in (1, 2))]
-        # A descent gets stuck earlier among more options: with those inside of blocks a budget that fits could be refused.
-        return min((self._descent([*one], without) for one in starts for without in self.without), key=self.peak)
+        # A descent gets stuck earlier among more options: with regions inside of blocks a budget that fits could be refused.
+        return min((self._descent([*start], without) for start in starts for without in self.without), key=self.peak)
 
     @functools.cached_property
     def without(self) -> list[list[list[int]]]:
-        """For each block the options to leave out: none, and where there are any those with regions inside of the block."""
+        """For each block the options to leave out: none, and where there are any, options with regions inside of the block."""
         inside = [[at for at, option in enumerate(of) if option.choice.parts] for of in self.options]
         return [[[] for _ in inside], *([inside] if any(inside) else [])]
 
@@ -362,7 +362,7 @@ class Problem:
         return float(self.total(chosen).max())
 
     def next_peak(self, chosen: Sequence[int]) -> float:
-        """Returns the least peak of a choice in which one block has a cheaper option; that of the choice where none has."""
+        """Returns the least peak of a choice in which a block has a cheaper option; the peak of the choice where none has."""
         total = self.total(chosen)
         peaks = [
             float((total + memory[costs < costs[option]] - memory[option]).amax(1).min())
@@ -377,7 +377,7 @@ class Problem:
 
 def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOption]], bounds: Sequence[int]) -> list[int]:
     """Returns the ends of allocations that any choice has: a block needs an input whatever the option."""
-    found = [*natural]
+    common = [*natural]
     longest: dict[int, int] = {}
     for of in options.values():
         last: list[dict[int, int]] = []
@@ -389,20 +389,20 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
                     longest[number] = max(longest.get(number, 0), end)
             last.append(ends)
         for number in set(last[0]).intersection(*last):
-            found[number] = max(found[number], min(ends[number] for ends in last))
-    # Two blocks that hold one storage, as the maker and the reader of an activation, would count the storage twice. Where the
+            common[number] = max(common[number], min(ends[number] for ends in last))
+    # Two blocks that hold the same storage, as maker and reader of an activation, would count the storage twice. Where the
     # maker may hold the storage longer, the window in which the reader lets go counts the storage to the end.
     for number, end in longest.items():
-        if natural[number] < found[number] < end:
-            found[number] = bounds[bisect.bisect_left(bounds, found[number])]
-    return found
+        if natural[number] < common[number] < end:
+            common[number] = bounds[bisect.bisect_left(bounds, common[number])]
+    return common
 
 
 def choose(problem: Problem, budget: float) -> list[int] | None:
-    """Returns the option of each block with the least cost found under a budget; None if none fits."""
+    """Returns the option of each block with the least cost known under a budget; None if none fits."""
     sets = problem.without if len(problem.blocks) <= _FEW_TO_REPEAT else problem.without[:1]
-    found = [one for without in sets if (one := _choose(problem, budget, without)) is not None]
-    return min(found, key=problem.cost, default=None)
+    attempts = [chosen for without in sets if (chosen := _choose(problem, budget, without)) is not None]
+    return min(attempts, key=problem.cost, default=None)
 
 
 def _choose(problem: Problem, budget: float, without: Sequence[list[int]]) -> list[int] | None:
@@ -426,7 +426,7 @@ def _choose(problem: Problem, budget: float, without: Sequence[list[int]]) -> li
     return chosen
 
 
-#: Blocks of which all options of any three are looked at, and those whose choice is made twice.
+#: Blocks of which all options of any three are looked at, and blocks whose choice is made twice.
 _FEW = 8
 _FEW_TO_REPEAT = 64
 _PASSES = 3  # over all pairs of many blocks
@@ -447,16 +447,16 @@ def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: 
 
 
 def _improve_jointly(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float, blocks: Sequence[int]) -> bool:
-    """Takes the cheapest options of some blocks that fit beside those of the others."""
+    """Takes the cheapest options of some blocks that fit beside the options of the others."""
     memory, cost = total[None], torch.zeros(1, dtype=torch.float64)
     for block in blocks:
         memory = memory - problem.memory[block][chosen[block]]
     for block in blocks:
         memory = (memory[:, None] + problem.memory[block][None]).flatten(0, 1)
         cost = (cost[:, None] + problem.costs[block][None]).flatten()
-    now = sum(float(problem.costs[block][chosen[block]]) for block in blocks)
+    present = sum(float(problem.costs[block][chosen[block]]) for block in blocks)
     at = int(torch.where(memory.amax(1) <= budget, cost, math.inf).argmin())
-    if not float(memory[at].max()) <= budget or float(cost[at]) >= now * (1 - 1e-12):
+    if not float(memory[at].max()) <= budget or float(cost[at]) >= present * (1 - 1e-12):
         return False
     for block in reversed(blocks):
         at, option = divmod(at, len(problem.costs[block]))
@@ -479,23 +479,23 @@ def _improve_one(problem: Problem, chosen: list[int], total: torch.Tensor, budge
 
 
 def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> bool:
-    """Gives blocks cheaper options where one of another block, dearer by less, makes room; returns whether there was any."""
-    memory, costs = torch.cat(problem.memory), torch.cat(problem.costs)
-    owners = torch.cat([torch.full((len(own),), block) for block, own in enumerate(problem.costs)])
-    found = False
+    """Gives blocks cheaper options where another block's option, dearer by less, makes room; returns whether any block has."""
+    memory, all_costs = torch.cat(problem.memory), torch.cat(problem.costs)
+    owners = torch.cat([torch.full((len(block_costs),), block) for block, block_costs in enumerate(problem.costs)])
+    has_improved = False
     for first in range(len(chosen)):
-        own = problem.costs[first]
-        now = torch.stack([one[option] for one, option in zip(problem.memory, chosen, strict=True)])
-        prices = torch.stack([one[option] for one, option in zip(problem.costs, chosen, strict=True)])
-        dearer = costs - prices[owners]
+        costs = problem.costs[first]
+        present = torch.stack([block_memory[option] for block_memory, option in zip(problem.memory, chosen, strict=True)])
+        prices = torch.stack([block_costs[option] for block_costs, option in zip(problem.costs, chosen, strict=True)])
+        dearer = all_costs - prices[owners]
         best, step = 1e-9, None
-        for option in [option for option in range(len(own)) if float(own[option]) < float(own[chosen[first]])]:
+        for option in [option for option in range(len(costs)) if float(costs[option]) < float(costs[chosen[first]])]:
             after = total + problem.memory[first][option] - problem.memory[first][chosen[first]]
-            saved = float(own[chosen[first]] - own[option]) - dearer
-            # Few options save at all, and make room where there is least; the memory of these alone is looked at.
+            saved = float(costs[chosen[first]] - costs[option]) - dearer
+            # Few options save at all, and make room where there is least; only their memory is looked at.
             rows, least = ((saved > best) & (owners != first)).nonzero().flatten(), int(after.argmax())
-            rows = rows[after[least] + (memory[rows, least] - now[owners[rows], least]) <= budget]
-            rows = rows[(after + (memory[rows] - now[owners[rows]])).amax(1) <= budget] if len(rows) else rows
+            rows = rows[after[least] + (memory[rows, least] - present[owners[rows], least]) <= budget]
+            rows = rows[(after + (memory[rows] - present[owners[rows]])).amax(1) <= budget] if len(rows) else rows
             if len(rows):
                 row = int(rows[saved[rows].argmax()])
                 best, step = float(saved[row]), (option, row)
@@ -504,8 +504,8 @@ def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budge
             second = int(owners[row])
             _take(problem, chosen, total, first, option)
             _take(problem, chosen, total, second, row - int((owners < second).sum()))
-            found = True
-    return found
+            has_improved = True
+    return has_improved
 
 
 def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, option: int) -> None:
@@ -514,9 +514,9 @@ def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, 
 
 
 def _regions_of(choice: Choice, entry: BlockCall) -> list[BlockCall]:
-    """Returns the regions of a block's call: none, one around the call, or those of modules inside."""
+    """Returns the regions of a block's call: none, a region around the call, or regions of modules inside."""
     if choice.parts:
-        return [one for one in entry.inside if one.part in choice.parts]
+        return [region for region in entry.inside if region.part in choice.parts]
     return [] if choice.kept is None else [entry]
 
 
@@ -533,11 +533,11 @@ def _effect_of(
 
 def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> dict[str, list[BlockOption]]:
     """Returns the options of each block, from its choices by its first call."""
-    found: dict[str, list[BlockOption]] = {}
+    options: dict[str, list[BlockOption]] = {}
     for block, of in choices.items():
         entries = profile.calls_of(block)
         first = entries[0]
-        found[block] = []
+        options[block] = []
         for choice in of:
             regions = [_regions_of(choice, entry) for entry in entries]
             runs = {first.ops[at].run for at in choice.kept or ()}
@@ -553,5 +553,5 @@ def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> 
             cost = sum(effect.cost for effect in effects) + recorded * profile.record_cost + replayed * profile.replay_cost
             cost += num_calls * profile.call_cost
             again = profile.replay_seconds * replayed + profile.call_seconds * num_calls
-            found[block].append(BlockOption(choice, effects, cost, profile.record_seconds * recorded, again))
-    return found
+            options[block].append(BlockOption(choice, effects, cost, profile.record_seconds * recorded, again))
+    return options

@@ -75,13 +75,13 @@ class MemoryEstimate(Printed):
         return f"peak {format_bytes(self.peak)}, in {self.peak_phase}"
 
     def _tables(self) -> Iterator[Table]:
-        activations = sum(one.nbytes for one in self.activations)
+        activations = sum(block.nbytes for block in self.activations)
         kinds = ("parameters", "buffers", "gradients", "optimizer_state")
         sizes = {kind.replace("_", " "): getattr(self, kind) for kind in kinds} | {"activations": activations}
         yield Table(["", "bytes"], [[kind, format_bytes(size)] for kind, size in sizes.items() if size], (1,))
-        groups = alike(self.activations, lambda one: (name_pattern(one.name), one.kind, one.nbytes))
+        groups = alike(self.activations, lambda block: (name_pattern(block.name), block.kind, block.nbytes))
         rows = [
-            [times(group), fold_names(one.name for one in group), group[0].kind, format_bytes(group[0].nbytes)]
+            [times(group), fold_names(block.name for block in group), group[0].kind, format_bytes(group[0].nbytes)]
             for group in groups
         ]
         yield Table(["", "block", "class", "activations"], rows, (0, 3), (1,))
@@ -135,41 +135,41 @@ def estimate_memory(model: Module, step: Callable[[Module], Any], *, progress: b
         hook = register_optimizer_step_post_hook(after)
         try:
             begin_step(2)
-            with ledger_of(model) as found:
+            with ledger_of(model) as ledger:
                 step(model)
         finally:
             hook.remove()
     parameters, buffers, gradients = before
-    made = sum(one.nbytes for one in found.allocations if one.is_gradient)
+    made = sum(allocation.nbytes for allocation in ledger.allocations if allocation.is_gradient)
     return MemoryEstimate(
         parameters=parameters,
         buffers=buffers,
         gradients=max(gradients, made),
         optimizer_state=max(states_before, sum(states.values())),
-        activations=_activations(model, found),
-        peak=sum(before) + states_before + found.peak.nbytes,
-        peak_phase=found.peak.phase,
+        activations=_activations(model, ledger),
+        peak=sum(before) + states_before + ledger.peak.nbytes,
+        peak_phase=ledger.peak.phase,
     )
 
 
 def _gradients(model: Module) -> list[torch.Tensor]:
-    return [one.grad for one in model.parameters() if one.grad is not None]
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def _activations(model: Module, found: MemoryLedger) -> tuple[BlockActivations, ...]:
+def _activations(model: Module, ledger: MemoryLedger) -> tuple[BlockActivations, ...]:
     modules = dict(model.named_modules())
-    ends = [found.holders_at(phase.end - 1) for phase in found.phases if phase.name == "forward"]
+    ends = [ledger.holders_at(phase.end - 1) for phase in ledger.phases if phase.name == "forward"]
     counted: list[collections.Counter[str]] = []
     for holders in ends:
         sizes: collections.Counter[str] = collections.Counter()
-        for one in holders:
-            if one.reason not in (None, Reason.GRADIENT):
-                name = (one.origin.module or "").rpartition(" ")[0]
-                sizes[up_to_number(name) or name.partition(".")[0]] += one.nbytes
+        for holder in holders:
+            if holder.reason not in (None, Reason.GRADIENT):
+                name = (holder.origin.module or "").rpartition(" ")[0]
+                sizes[up_to_number(name) or name.partition(".")[0]] += holder.nbytes
         counted.append(sizes)
     most = max(counted, key=lambda sizes: sizes.total(), default=collections.Counter[str]())
     return tuple(BlockActivations(name, type(modules[name]).__name__, most[name]) for name in modules if most[name])

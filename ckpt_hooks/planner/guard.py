@@ -83,21 +83,21 @@ class Guard(OfThisProcess):
             return self._run(step, args, kwargs)
 
     def _run(self, step: Callable[..., T], args: Any, kwargs: Any) -> T:
-        is_noted = self._limit is not None
+        has_ledger = self._limit is not None
         while True:
             before = Before(self._model, self._trainers, is_late=True)
-            ledger = memory_ledger() if is_noted else contextlib.nullcontext()
+            ledger = memory_ledger() if has_ledger else contextlib.nullcontext()
             try:
-                with self._copying(before), ledger as found:
+                with self._copying(before), ledger as measured:
                     result = step(*args, **kwargs)
-                peak = self._ranks.most(0 if found is None else found.peak.nbytes)  # where all of them have come through
+                peak = self._ranks.most(0 if measured is None else measured.peak.nbytes)  # where all ranks have come through
             except torch.OutOfMemoryError as error:
                 before.put_back()
                 # Other ranks may wait in a collective of the step, and none leaves that but by the end of its group.
                 tighter = self._tighter() if self._ranks.is_alone else None
-                if tighter is None and (is_noted or is_profiling() or not self._ranks.is_alone):
+                if tighter is None and (has_ledger or is_profiling() or not self._ranks.is_alone):
                     raise
-                traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
+                traceback.clear_frames(error.__traceback__)  # frames hold tensors of the step
                 words = "memory ran out"
             except Exception:
                 before.put_back()
@@ -109,21 +109,21 @@ class Guard(OfThisProcess):
                     warn_user(str(lost))
                 raise
             else:
-                if found is None or self._limit is None or peak <= self._limit:
+                if measured is None or self._limit is None or peak <= self._limit:
                     return result
                 before.put_back()
                 del result
                 words = f"the step took {format_bytes(peak)} of {format_bytes(self._limit)}"
                 if (tighter := self._tighter()) is None:
-                    raise self._above(found, self._limit, words)
+                    raise self._above(measured, self._limit, words)
             gc.collect()
             if tighter is None:
-                is_noted = True  # once more, for a note on what holds memory
+                has_ledger = True  # once more, for a note on what holds memory
             else:
                 self._go_on_with(tighter, words)
 
-    def _above(self, found: MemoryLedger, limit: int, words: str) -> BudgetTooSmallError:
-        peak = found.peak
+    def _above(self, ledger: MemoryLedger, limit: int, words: str) -> BudgetTooSmallError:
+        peak = ledger.peak
         there = f"in {maker_in_words(peak.origin)}" if peak.origin is not None else f"in {peak.phase}"
         return BudgetTooSmallError(
             f"No plan of the front is below the limit: {words}, most of it {there}. Raise the limit, or pass a smaller batch.",
@@ -146,12 +146,12 @@ class Guard(OfThisProcess):
             handle.remove()
 
     def _tighter(self) -> Any:
-        """Returns a plan one step of the front below the present one; None where that is the least."""
+        """Returns the next plan of the front below the present plan; None where the present plan is the least."""
         plans = self.plan, *self.plan.others
-        found = [plan._tighter() for plan in plans]
-        if not any(found):
+        tighter = [plan._tighter() for plan in plans]
+        if not any(tighter):
             return None
-        first, *others = (below or plan for below, plan in zip(found, plans, strict=True))
+        first, *others = (below or plan for below, plan in zip(tighter, plans, strict=True))
         return dataclasses.replace(first, others=others)
 
     def _go_on_with(self, plan: Any, words: str) -> None:

@@ -40,13 +40,13 @@ from .searching import Room, Search, accelerator_of, check_cost, check_model, co
 
 _logger = logging.getLogger("ckpt_hooks")
 
-_CORRECTIONS = 3  # steps measured under one plan that was off
-_OTHER = 0.1  # of the predicted peak: a step off by more is no step like the one profiled
+_CORRECTIONS = 3  # steps measured under a plan that was off
+_OTHER = 0.1  # of the predicted peak: a step off by more is no step like the profiled step
 _MOST_PLANS = 4  # of steps of other shapes
 _MOST_TRIES = 8  # steps profiled in all
 _MOST_MEASURED = 16
 _MOST_FORWARDS = 64  # without a backward, as in evaluation with gradients
-_MOST_STEPS = 8  # of optimizers that take turns, as those of a critic and a generator
+_MOST_STEPS = 8  # of optimizers that take turns, as in a critic and a generator
 _ENOUGH = 2  # backwards of a step that accumulates: a third is like the second
 
 
@@ -73,7 +73,7 @@ class _Backwards(Observer):
     def see(self, result: Any) -> None:
         """Notes the backward of a result, in which there may be no region."""
         add = self.tasks.add
-        for node in {one.grad_fn for one in instances_in(result, torch.Tensor) if one.grad_fn is not None}:
+        for node in {tensor.grad_fn for tensor in instances_in(result, torch.Tensor) if tensor.grad_fn is not None}:
             node.register_prehook(lambda gradients: add(graph_task_id()))
 
 
@@ -92,10 +92,10 @@ class _Step:
 
     def has_ended(self, optimizer: Optimizer) -> bool:
         """Notes that an optimizer is about to step, and returns whether it is the step's last."""
-        own = id(optimizer.param_groups)
-        if own not in self.optimizers:
+        key = id(optimizer.param_groups)
+        if key not in self.optimizers:
             return False
-        self.stepped.add(own)
+        self.stepped.add(key)
         self.num_steps += 1
         if self.stepped < self.optimizers and self.num_steps < _MOST_STEPS:
             self.backwards.tasks.clear()  # others are to come
@@ -143,21 +143,21 @@ class Machine:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, with those of other shapes; None before there is one."""
+        """The plan in force, with plans of other shapes; None before there is a plan."""
         return dataclasses.replace(self.plans[0], others=self.plans[1:]) if self.plans else None
 
     @property
     def _model(self) -> Module:
-        found = self._reference()
-        assert found is not None  # one of its modules runs
-        return found
+        model = self._reference()
+        assert model is not None  # a module of the model runs
+        return model
 
     def runners(self) -> dict[str, PlannedRunner]:
         return {**self._runners}
 
     def _hook(self, model: Module) -> None:
         blocks = Blocks(model, self.names)
-        inside = {id(one) for name in blocks.members for one in model.get_submodule(name).modules()}
+        inside = {id(submodule) for name in blocks.members for submodule in model.get_submodule(name).modules()}
         tops = {id(root) for name, root in blocks.roots.items() if name not in blocks.spans}
         begins, ends = Hook(self._begins), Hook(self._ends)
         for module in model.modules():
@@ -172,8 +172,8 @@ class Machine:
         weakref.finalize(self, of_optimizers.remove).atexit = False
 
     def undo(self) -> None:
-        for one in self._undo:
-            one()
+        for callback in self._undo:
+            callback()
         self._undo, self._next = [], None
         for runner in self._runners.values():
             runner.on_call = None
@@ -183,7 +183,7 @@ class Machine:
         if self._open is not None:
             self._open.abandon()
             self._open = None
-            giving_way.clear()  # one profile at most is open in the process
+            giving_way.clear()  # a process has at most a single open profile
 
     # What the program does.
 
@@ -222,7 +222,7 @@ class Machine:
         if self._next is None or self._passes_by:
             return
         model, ranks = self._model, self._together()
-        if any(getattr(one, "_compiled_call_impl", None) is not None for one in model.modules()):
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
             self._give_up("the model is compiled, and a compiler keeps other results")
             return
         with ranks.together():
@@ -236,10 +236,10 @@ class Machine:
                 runner.keep({})
         blocks = Blocks(model, self.names).roots if self._is_profile else None
         self._fit_in(ranks)
-        # Garbage from before would be freed in the step, and make its peak lower. The step before a measured one left it young.
+        # Garbage from before would be freed in the step, and lower the peak. The step before a measured step left it young.
         gc.collect(2 if self._is_profile else 1)
         if self._is_profile or not self._optimizers:  # a look at all objects of the program
-            self._optimizers = {id(one.param_groups) for one in trainers_of(model) if isinstance(one, Optimizer)}
+            self._optimizers = {id(trainer.param_groups) for trainer in trainers_of(model) if isinstance(trainer, Optimizer)}
         with contextlib.suppress(RuntimeError):  # of another thread's profiler
             self._open = _Step(self._optimizers, blocks, self._device)
             giving_way[self._thread] = _weakly(self._abandon)
@@ -249,12 +249,12 @@ class Machine:
         if self._device is None or isinstance(self._budget, float):
             return
         if self._budget == "auto":
-            now = Room(self._device).nbytes()
+            available = Room(self._device).nbytes()
         else:
-            now = max(0, int(self._budget) - torch.accelerator.memory_allocated(self._device))
+            available = max(0, int(self._budget) - torch.accelerator.memory_allocated(self._device))
         with ranks.together():
-            now = -ranks.most(-now)
-            is_less, self.budget = now < self.budget, now
+            available = -ranks.most(-available)
+            is_less, self.budget = available < self.budget, available
             if is_less and not self._is_profile and self._searches:
                 self._target = self.budget * (1 - self._margin)
                 self.plans[-1] = self._chosen()
@@ -273,9 +273,9 @@ class Machine:
             self._ask_others(optimizer)
 
     def _ask_others(self, optimizer: Optimizer) -> None:
-        """Has all ranks profile a step where one has met other shapes: they ask each other in steps 1, 2, 4, 8, ..."""
-        own, ranks = {id(one) for one in self._model.parameters()}, self._together()
-        if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+        """Has all ranks profile a step where a rank has met other shapes: they ask each other in steps 1, 2, 4, 8, ..."""
+        parameters, ranks = {id(parameter) for parameter in self._model.parameters()}, self._together()
+        if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             return
         self._num_steps += 1
         if not self._num_steps & (self._num_steps - 1):
@@ -308,13 +308,13 @@ class Machine:
     # What becomes of a step.
 
     def _close(self) -> None:
-        one, self._open = self._open, None
-        assert one is not None
+        step, self._open = self._open, None
+        assert step is not None
         giving_way.clear()
-        one.abandon.detach()
+        step.abandon.detach()
         for runner in self._runners.values():
             runner.on_call = None
-        peak, profile = one.end()
+        peak, profile = step.end()
         ranks = self._together()
         with ranks.together():
             self.peaks.append(ranks.most(peak))
@@ -326,8 +326,8 @@ class Machine:
     def _profiled(self, profile: Profile, peak: int) -> None:
         model, ranks = self._model, self._together()
         self._num_profiled += 1
-        # None came back where the program's own profiler has begun meanwhile, or no backward ran.
-        is_whole = any(one.restored is not None for entry in profile.entries for one in entry.handles)
+        # No handle came back where the program's profiler has begun meanwhile, or no backward ran.
+        is_whole = any(handle.restored is not None for entry in profile.entries for handle in entry.handles)
         if not all(ranks.all(is_whole)):
             if self._num_profiled >= _MOST_TRIES:
                 self._give_up("in no step did backward ask for what the blocks had dropped")
@@ -377,7 +377,7 @@ class Machine:
 
     def _is_known(self) -> bool:
         known = kept_in(block for plan in self.plans for block in plan.blocks)
-        return all(any(is_within(one, other) for other in known.get(name, ())) for name, of in self._seen.items() for one in of)
+        return all(any(is_within(call, most) for most in known.get(name, ())) for name, of in self._seen.items() for call in of)
 
     def _chosen(self) -> Plan:
         search = self._searches[-1]
@@ -389,8 +389,8 @@ class Machine:
         self._num_measured += 1
         if self._num_measured >= _MOST_MEASURED:
             self._next = None
-        seen = {(name, one) for of_rank in self._together().all(self._seen) for name, of in of_rank.items() for one in of}
-        if seen != {(block.name, one) for block in plan.blocks for one in block.shapes}:
+        seen = {(name, shapes) for of_rank in self._together().all(self._seen) for name, of in of_rank.items() for shapes in of}
+        if seen != {(block.name, shapes) for block in plan.blocks for shapes in block.shapes}:
             return
         self._say(
             f"step measured: {format_bytes(peak)} of {format_bytes(self.budget)}, {format_bytes(plan.predicted_peak)} predicted"
@@ -490,7 +490,7 @@ def machine_of(
     if plan is not None:
         plan = Plan.from_json(plan) if isinstance(plan, Mapping) else plan
         check_is(plan, Plan, "plan", "a Plan, or what to_json() of an earlier run returned", "Leave it out to make one.")
-        names = [*dict.fromkeys(block.name for one in (plan, *plan.others) for block in one.blocks)]
+        names = [*dict.fromkeys(block.name for variant in (plan, *plan.others) for block in variant.blocks)]
         if plan.chunks or any(block.around for block in plan.blocks):
             raise ValueError(
                 "The plan has spans around blocks, or chunks, which steps of a program do not plan. Write `plan.apply()`."
@@ -500,11 +500,11 @@ def machine_of(
     return Machine(model, budget, names, margin, cost, plan)
 
 
-def checkpoint_within(model: Module, *given: Any, **options: Any) -> BudgetedCheckpointing:
+def checkpoint_within(model: Module, *args: Any, **options: Any) -> BudgetedCheckpointing:
     """Makes the blocks of a model regions whose plan is made while the model trains; see :func:`apply_checkpointing`."""
-    machine = machine_of(model, *given, **options)
+    machine = machine_of(model, *args, **options)
     try:
-        regions = apply_checkpointing(model, {selector_of(name): one for name, one in machine.runners().items()})
+        regions = apply_checkpointing(model, {selector_of(name): runner for name, runner in machine.runners().items()})
     except BaseException:
         machine.undo()
         raise
@@ -515,7 +515,7 @@ def _weakly(method: Any) -> Callable[..., None]:
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        if (found := reference()) is not None:
-            found(*args)
+        if (bound := reference()) is not None:
+            bound(*args)
 
     return call

@@ -75,7 +75,7 @@ class ParetoFront(Printed):
         unit, size = scale_of(max(point.peak for point in (*self.plans, *self.torch)))
 
         def draw(points: Sequence[ParetoPoint], **look: Any) -> None:
-            axes.plot([one.peak / size for one in points], [one.recomputed * 100 for one in points], **look)
+            axes.plot([point.peak / size for point in points], [point.recomputed * 100 for point in points], **look)
 
         crosses = "torch.utils.checkpoint: nothing, products, or half of them kept;\non all blocks, every n-th, or the first n"
         draw(self.torch, linestyle="none", marker="x", color="#d1495b", label=crosses)
@@ -102,8 +102,8 @@ class ParetoFront(Printed):
     def _tables(self) -> Iterator[Table]:
         for title, points in (("plans", self.plans), ("torch.utils.checkpoint", self.torch)):
             rows = [
-                [format_bytes(one.peak), f"{one.recomputed:.1%}", f"{one.recomputed_seconds * 1e3:.2f}", one.name]
-                for one in points
+                [format_bytes(point.peak), f"{point.recomputed:.1%}", f"{point.recomputed_seconds * 1e3:.2f}", point.name]
+                for point in points
             ]
             yield Table(["peak", "again", "ms", title], rows, (0, 1, 2), (3,))
 
@@ -119,10 +119,10 @@ def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
     least, step = search.least_of_all, step_of(search)
     for number in range(_BUDGETS):
         budget = least + step * number
-        one, chosen = search.cheapest(max(budget, math.ceil(least)))
+        source, chosen = search.cheapest(max(budget, math.ceil(least)))
         if chosen not in seen:
             seen.append(chosen)
-            yield int(budget), one, chosen
+            yield int(budget), source, chosen
 
 
 def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:
@@ -161,7 +161,7 @@ def _is_product(op: OpRun) -> bool:
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"})
 
-#: Policies of torch's own guide: none, and products with every second of them.
+#: Policies of torch's guide: none, all products, and every second product.
 _POLICIES: dict[str, Callable[[BlockCall], list[int]]] = {
     "nothing": lambda entry: [],
     "products": lambda entry: [at for at, op in enumerate(entry.ops) if _is_product(op)],
@@ -177,7 +177,7 @@ def _selections(blocks: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
         *((f"every {n} blocks", blocks[::n]) for n in (2, 3, 4)),
         *((f"the first {n} blocks", blocks[:n]) for n in dict.fromkeys(round(count * part) for part in (0.25, 0.5, 0.75))),
     ):
-        found = frozenset(selected)
-        if found and found not in seen:
-            seen.add(found)
-            yield where, found
+        selection = frozenset(selected)
+        if selection and selection not in seen:
+            seen.add(selection)
+            yield where, selection

@@ -89,15 +89,15 @@ class Plan(PlanData, Printed):
         """
         ranks = self._ranks() if group is None else Ranks(group)
         with ranks.together(), contextlib.ExitStack() as undo:
-            found, runners = self._found(model, "apply"), self.runners()
-            names, inside = names_in(found, [*runners, *(one.name for one in self.chunks)]), dict(found.named_modules())
+            model, runners = self._model_for(model, "apply"), self.runners()
+            names, inside = names_in(model, [*runners, *(cut.name for cut in self.chunks)]), dict(model.named_modules())
             if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
                 raise wrong(
-                    found, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
+                    model, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
                 )
-            chunked = chunk(found, self.chunks, names)
+            chunked = chunk(model, self.chunks, names)
             undo.callback(chunked.undo)
-            regions = apply_checkpointing(found, {selector_of(names[name]): runner for name, runner in runners.items()})
+            regions = apply_checkpointing(model, {selector_of(names[name]): runner for name, runner in runners.items()})
             undo.callback(regions.undo)
             ranks.agree(self._facts())
             undo.pop_all()
@@ -141,23 +141,26 @@ class Plan(PlanData, Printed):
         """
         ranks = self._ranks()
         with ranks.together():
-            model = self._found(model, "add")
-            names = names_in(model, [block.name for block in self.blocks] + [one.name for one in self.chunks])
-            own = {there: name for name, there in names.items()}
-            chunks = {names[one.name]: {**dataclasses.asdict(one), "chunks": (one.chunks,)} for one in self.chunks}
+            model = self._model_for(model, "add")
+            names = names_in(model, [block.name for block in self.blocks] + [cut.name for cut in self.chunks])
+            plan_names = {there: name for name, there in names.items()}
+            chunks = {names[cut.name]: {**dataclasses.asdict(cut), "chunks": (cut.chunks,)} for cut in self.chunks}
             for options in chunks.values():
                 del options["name"], options["is_attribute"]
             blocks = [selector_of(names[block.name]) for block in self.blocks]
-            given: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
+            arguments: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
             with shown("plan.add", progress):
-                found = plan_of(searched(model, step, self.budget, ranks, **given))
-        found = dataclasses.replace(
-            found,
-            blocks=tuple(dataclasses.replace(one, name=own[one.name], around=own.get(one.around, "")) for one in found.blocks),
+                plan = plan_of(searched(model, step, self.budget, ranks, **arguments))
+        plan = dataclasses.replace(
+            plan,
+            blocks=tuple(
+                dataclasses.replace(block, name=plan_names[block.name], around=plan_names.get(block.around, ""))
+                for block in plan.blocks
+            ),
             chunks=self.chunks,
         )
-        self.others.append(found)
-        return found
+        self.others.append(plan)
+        return plan
 
     def replan(
         self,
@@ -188,7 +191,7 @@ class Plan(PlanData, Printed):
             if step is None:
                 return plan_of(dataclasses.replace(search.plan(memory_budget), _model=self._model))
             check_step(step)
-            model = self._found(model, "replan")
+            model = self._model_for(model, "replan")
             with shown("plan.replan", progress), as_often(model, step, search.ranks, MOST_MEASURED) as step:
                 return plan_of(search.plan(memory_budget, model, step))
 
@@ -205,11 +208,11 @@ class Plan(PlanData, Printed):
         search = self._profiled("pareto")
         with search.ranks.together():
             points = [
-                _point(f"of {format_bytes(budget)}", self._at(budget, one, chosen))
-                for budget, one, chosen in budgets_of(search)
+                _point(f"of {format_bytes(budget)}", self._at(budget, source, chosen))
+                for budget, source, chosen in budgets_of(search)
             ]
             choices = points_of_torch(search)
-        points.sort(key=lambda one: one.peak)
+        points.sort(key=lambda point: point.peak)
         return ParetoFront(tuple(points), choices, _point("this plan", self), self.budget)
 
     def _at(self, budget: int, search: Search, chosen: Sequence[int]) -> Plan:
@@ -221,8 +224,8 @@ class Plan(PlanData, Printed):
         """Returns the plan a step of the front below this one; None if this is the least."""
         search = self._profiled("guard")
         budget = max(math.ceil(search.least_of_all), int(self.predicted_peak - step_of(search)))
-        found = self._at(budget, *search.cheapest(budget))
-        return found if found.predicted_peak < self.predicted_peak else None
+        tighter = self._at(budget, *search.cheapest(budget))
+        return tighter if tighter.predicted_peak < self.predicted_peak else None
 
     def guard(self, model: Module | None = None, *, limit: int | str | None = None) -> Guard:
         """Keeps training when memory runs out: undoes the step and runs it again under a tighter plan.
@@ -263,9 +266,9 @@ class Plan(PlanData, Printed):
             ...         guard(lambda batch: model(batch).sum().backward(), batch)
         """
         limit, search = None if limit is None else checked_bytes(limit, "limit"), self._profiled("guard")
-        found = self._found(model, "guard")
-        check_model(found)
-        return Guard(self, search.ranks, found, limit)
+        model = self._model_for(model, "guard")
+        check_model(model)
+        return Guard(self, search.ranks, model, limit)
 
     def _profiled(self, method: str) -> Search:
         if self._search is None:
@@ -275,14 +278,14 @@ class Plan(PlanData, Printed):
         search: Search = self._search
         return search
 
-    def _found(self, model: Module | None, method: str) -> Module:
-        found = model if model is not None else None if self._model is None else self._model()
-        if found is None:
+    def _model_for(self, model: Module | None, method: str) -> Module:
+        model = model if model is not None else None if self._model is None else self._model()
+        if model is None:
             arguments = {"apply": "model", "guard": "model", "add": "step, model"}.get(method, "budget, step, model")
             raise ValueError(
                 f"The model of this plan is gone, or the plan comes from a file. Pass a model: `plan.{method}({arguments})`."
             )
-        return found
+        return model
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan.from_json, (self.to_json(),)
@@ -409,7 +412,7 @@ _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 _SHAPES = "tuple[tuple[Tensor, ...], ...]"
-_OBJECTS: dict[str, Any] = {one.__name__: one for one in (Plan, PlannedBlock, PlannedChunks, KeptRun)}
+_OBJECTS: dict[str, Any] = {kind.__name__: kind for kind in (Plan, PlannedBlock, PlannedChunks, KeptRun)}
 
 
 def _read(value: Any, at: str, kind: str) -> Any:
@@ -430,12 +433,12 @@ def _read(value: Any, at: str, kind: str) -> Any:
         shape = _read(value[1], f"{at}[1]", "tuple[int, ...] | None")
         return _DTYPES[_read(value[0], f"{at}[0]", "dtype")], None if shape is None else torch.Size(shape)
     inner = kind.partition("[")[2].removesuffix("]").removesuffix(", ...")
-    entries = [_read(one, f"{at}[{place}]", inner) for place, one in enumerate(value)]
+    entries = [_read(member, f"{at}[{place}]", inner) for place, member in enumerate(value)]
     return entries if kind.startswith("list") else tuple(entries)
 
 
 def _read_object(value: Any, at: str, made: Any) -> Any:
-    fields = {one.name: one.name if one.name in _LEAVES else str(one.type) for one in dataclasses.fields(made)}
+    fields = {field.name: field.name if field.name in _LEAVES else str(field.type) for field in dataclasses.fields(made)}
     fields = {name: _SHAPES if name == "shapes" else kind for name, kind in fields.items() if name[0] != "_"}
     if not isinstance(value, Mapping):
         raise wrong(value, at, "an object", _ADVICE, ValueError)
@@ -450,8 +453,8 @@ def _read_object(value: Any, at: str, made: Any) -> Any:
 
 
 def plan_of(data: PlanData) -> Plan:
-    """Returns what a search has found as a plan."""
-    return Plan(**{one.name: getattr(data, one.name) for one in dataclasses.fields(data)})
+    """Returns the result of a search as a plan."""
+    return Plan(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
 
 
 def _point(name: str, plan: Plan) -> ParetoPoint:

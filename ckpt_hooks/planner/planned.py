@@ -34,7 +34,7 @@ Shapes = tuple[tuple[torch.dtype, Any], ...]
 Runs = tuple[tuple[str, str, int], ...]
 
 
-class Inside(NamedTuple):
+class InnerRegions(NamedTuple):
     """Modules of a block which are regions in place of it."""
 
     parts: tuple[str, ...]
@@ -42,7 +42,7 @@ class Inside(NamedTuple):
 
 
 #: What a call keeps: results of runs; None for a plain call; False where backward calls the block again.
-Kept = Runs | Inside | Literal[False] | None
+CallPlan = Runs | InnerRegions | Literal[False] | None
 
 
 def is_within(shapes: Shapes, others: Shapes) -> bool:
@@ -62,7 +62,7 @@ def _size_of(shapes: Shapes) -> int:
 
 
 def _are_rows(shapes: Shapes, others: Shapes) -> bool:
-    """Whether two calls differ in the numbers of rows alone, as those of experts."""
+    """Whether two calls differ in the numbers of rows alone, as calls of experts."""
     return [(dtype, (shape or ())[1:]) for dtype, shape in shapes] == [(dtype, (shape or ())[1:]) for dtype, shape in others]
 
 
@@ -172,7 +172,7 @@ def _warn_of_compilers() -> None:
 class _InsideRunner(RegionRunner):
     """Calls a block with modules inside of it as regions, which are plain again afterwards."""
 
-    def __init__(self, name: str, inside: Inside) -> None:
+    def __init__(self, name: str, inside: InnerRegions) -> None:
         options = {"replay_whole": False} if inside.recorded else {}
         super().__init__(inside.recorded, {"name": name, **options})
         self._parts = {part: RegionRunner(inside.recorded, {"name": f"{name}.{part}", **options}) for part in inside.parts}
@@ -194,23 +194,23 @@ class PlannedRunner(RegionRunner):
 
     on_call: Callable[[str, Shapes], None] | None = None  # told of each call, while a step is profiled or measured
 
-    def __init__(self, name: str, kept: Mapping[Shapes, Kept] | None, on_other: Callable[[str, Shapes], None]) -> None:
+    def __init__(self, name: str, kept: Mapping[Shapes, CallPlan] | None, on_other: Callable[[str, Shapes], None]) -> None:
         super().__init__(True, {"name": name, "replay_whole": False})
         self._called_again = RegionRunner(False, {"name": name})
         self._name, self._on_other = name, on_other
-        # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
-        self._runners: weakref.WeakKeyDictionary[Any, dict[Runs | Inside, RegionRunner]] = weakref.WeakKeyDictionary()
+        # Names of submodules are names in the called module, whatever module calls it. Replicas share this object.
+        self._runners: weakref.WeakKeyDictionary[Any, dict[Runs | InnerRegions, RegionRunner]] = weakref.WeakKeyDictionary()
         self.keep(kept)
 
-    def keep(self, kept: Mapping[Shapes, Kept] | None) -> None:
-        """Has calls keep other results from now on; with None all are plain."""
+    def keep(self, kept: Mapping[Shapes, CallPlan] | None) -> None:
+        """Has later calls keep other results; with None all are plain."""
         self._kept = kept
-        of_runs = [one for one in (kept or {}).values() if one and not isinstance(one, Inside)]
-        self._traced: dict[Runs | Inside, RegionRunner] = {runs: self._runner_for(runs, None) for runs in of_runs}
+        of_runs = [kept_runs for kept_runs in (kept or {}).values() if kept_runs and not isinstance(kept_runs, InnerRegions)]
+        self._traced: dict[Runs | InnerRegions, RegionRunner] = {runs: self._runner_for(runs, None) for runs in of_runs}
 
     @skipped
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        while isinstance(function, functools.partial):  # Transformers puts the keywords of a layer into one
+        while isinstance(function, functools.partial):  # Transformers puts the keywords of a layer into a partial
             args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
             function = function.func
         runner = self._runner(getattr(function, "__self__", None), args, kwargs)
@@ -232,7 +232,7 @@ class PlannedRunner(RegionRunner):
         elif self.on_call is not None:
             self.on_call(self._name, shapes)
         if not is_traced and shapes not in self._kept:
-            larger = [one for one in self._kept if is_within(shapes, one)]
+            larger = [others for others in self._kept if is_within(shapes, others)]
             if larger:
                 shapes = min(larger, key=_size_of)
             else:
@@ -242,17 +242,17 @@ class PlannedRunner(RegionRunner):
             return self._called_again
         if not kept:
             return None if kept is None else self
-        if is_traced:  # Dynamo traces regions that are there, and makes none: with regions inside the block is one
+        if is_traced:  # Dynamo traces regions that are there, and makes none: a block with regions inside is a region
             return self._traced.get(kept, self)
         module = root if isinstance(root, Module) else None
         runners = self._runners.setdefault(module or self, {})
-        found = runners.get(kept)
-        if found is None:
-            found = runners[kept] = self._runner_for(kept, module)
-        return found
+        runner = runners.get(kept)
+        if runner is None:
+            runner = runners[kept] = self._runner_for(kept, module)
+        return runner
 
-    def _runner_for(self, kept: Runs | Inside, module: Module | None) -> RegionRunner:
-        if isinstance(kept, Inside):
+    def _runner_for(self, kept: Runs | InnerRegions, module: Module | None) -> RegionRunner:
+        if isinstance(kept, InnerRegions):
             return _InsideRunner(self._name, kept)
         policy = save_indices([(name, operator_named(operator), number) for name, operator, number in kept], root=module)
         return RegionRunner(True, {"name": self._name, "replay_whole": False, "policy": policy})
@@ -261,26 +261,26 @@ class PlannedRunner(RegionRunner):
         return PlannedRunner, (self._name, self._kept, self._on_other)
 
 
-def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, Kept]]:
+def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, CallPlan]]:
     """Returns what calls of each block keep, by the block's name and their shapes."""
-    kept: dict[str, dict[Shapes, Kept]] = {}
+    kept: dict[str, dict[Shapes, CallPlan]] = {}
     alike: dict[tuple[str, str], set[Shapes]] = {}
     kinds: dict[str, tuple[str, str]] = {}
     for block in blocks:
-        runs: Kept = None
+        runs: CallPlan = None
         if block.parts:
-            runs = Inside(block.parts, block.recorded)
+            runs = InnerRegions(block.parts, block.recorded)
         elif block.kept is not None:
             runs = tuple((run.module, run.operator, run.number) for run in block.kept) if block.recorded else False
         # Of two blocks for the same shapes, as in several plans, the latter counts.
         kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
         kinds[block.name] = name_pattern(block.name), block.kind
         alike.setdefault(kinds[block.name], set()).update(block.shapes)
-    for name, own in kept.items():
-        # In another step an expert gets as many tokens as another one did in the step measured.
-        largest = max(own, key=_size_of)
-        rows = [one for one in alike[kinds[name]] if _are_rows(one, largest)]
-        own.setdefault(max(rows, key=_size_of), own[largest])
+    for name, by_shapes in kept.items():
+        # In another step an expert gets as many tokens as another expert did in the step measured.
+        largest = max(by_shapes, key=_size_of)
+        rows = [shapes for shapes in alike[kinds[name]] if _are_rows(shapes, largest)]
+        by_shapes.setdefault(max(rows, key=_size_of), by_shapes[largest])
     return kept
 
 
@@ -311,18 +311,18 @@ class PlannedChunks:
     chunked: tuple[str, ...] = ()
 
 
-#: For each module its name and options, all but one of them the same.
+#: For each module its name and options, all but the number of slices the same.
 Chunking = tuple[PlannedChunks, ...]
 
 _ADVICE = "Write chunks={'head': (1, 4, 8)}, or chunks={'mlp': {'chunks': (1, 4, 8), 'dim': 1}}."
 
 
-def chunkings_of(model: Module, given: Any) -> list[Chunking]:
+def chunkings_of(model: Module, counts_by_module: Any) -> list[Chunking]:
     """Returns each combination of counts that a user gives for modules, from the fewest slices."""
-    check_is(given, Mapping, "chunks", "a mapping of module names to numbers of slices", _ADVICE)
+    check_is(counts_by_module, Mapping, "chunks", "a mapping of module names to numbers of slices", _ADVICE)
     below = {name: module for name, module in model.named_modules() if name}
     choices: list[list[Chunking]] = []
-    for pattern, value in given.items():
+    for pattern, value in counts_by_module.items():
         options = dict(value) if isinstance(value, Mapping) else {"chunks": value}
         if unknown := [name for name in options if name not in ("chunks", "dim", "reduce", "chunked")]:
             raise unknown_error(unknown, ("chunks", "dim", "reduce", "chunked"), "chunks", _ADVICE)
@@ -330,30 +330,30 @@ def chunkings_of(model: Module, given: Any) -> list[Chunking]:
         if not isinstance(counts, (list, tuple)) or not counts:
             raise wrong(counts, f"chunks[{pattern!r}]", "numbers of slices", _ADVICE)
         modules = {name: module for name, (module, _) in selected_of(below, {pattern: None}, None, "chunks").items()}
-        own = {name: type(getattr(module, "chunks", None)) is int for name, module in modules.items()}
-        made = [chunks_among({**options, "chunks": count}) for count in sorted(counts)]
+        holds = {name: type(getattr(module, "chunks", None)) is int for name, module in modules.items()}
+        cuts = [chunks_among({**options, "chunks": count}) for count in sorted(counts)]
         choices.append(
             [
-                tuple(PlannedChunks(name, one.chunks, own[name], one.dim, one.reduce, tuple(one.chunked)) for name in modules)
-                for one in made
-                if one is not None
+                tuple(PlannedChunks(name, cut.chunks, holds[name], cut.dim, cut.reduce, tuple(cut.chunked)) for name in modules)
+                for cut in cuts
+                if cut is not None
             ]
         )
-    return [tuple(itertools.chain(*one)) for one in itertools.product(*choices)]
+    return [tuple(itertools.chain(*combination)) for combination in itertools.product(*choices)]
 
 
 def chunk(model: Module, chunking: Iterable[PlannedChunks], names: Mapping[str, str]) -> AppliedCheckpointing:
     """Makes modules run in chunks, by their names in the model."""
     undo: list[Callable[[], object]] = []
     select: dict[str, Any] = {}
-    for one in chunking:
-        if one.is_attribute:
-            module: Any = model.get_submodule(names[one.name])
+    for cut in chunking:
+        if cut.is_attribute:
+            module: Any = model.get_submodule(names[cut.name])
             undo.append(functools.partial(_put_back, weakref.ref(module), vars(module).get("chunks")))
-            module.chunks = one.chunks
-        elif one.chunks > 1:
-            options = {"chunks": one.chunks, "dim": one.dim, "reduce": one.reduce, "chunked": one.chunked}
-            select[names[one.name]] = options
+            module.chunks = cut.chunks
+        elif cut.chunks > 1:
+            options = {"chunks": cut.chunks, "dim": cut.dim, "reduce": cut.reduce, "chunked": cut.chunked}
+            select[names[cut.name]] = options
     regions = apply_checkpointing(model, select) if select else AppliedCheckpointing((), ())
     return AppliedCheckpointing(regions, [regions.undo, *undo])
 
@@ -369,11 +369,11 @@ def _put_back(reference: weakref.ref[Any], chunks: int | None) -> None:
 @contextlib.contextmanager
 def applied(model: Module, select: Any, chunking: Chunking) -> Iterator[None]:
     """Makes blocks regions, and modules run in chunks, in a block of code."""
-    names = {one.name: one.name for one in chunking}
+    names = {cut.name: cut.name for cut in chunking}
     with chunk(model, chunking, names), apply_checkpointing(model, select) if select else contextlib.nullcontext():
         yield
 
 
 def chunks_in_words(chunking: Iterable[PlannedChunks]) -> str:
     """Returns words such as ``"head in 8 chunks"``."""
-    return ", ".join(f"{one.name} in {one.chunks} chunks" if one.chunks > 1 else f"{one.name} as a whole" for one in chunking)
+    return ", ".join(f"{cut.name} in {cut.chunks} chunks" if cut.chunks > 1 else f"{cut.name} as a whole" for cut in chunking)

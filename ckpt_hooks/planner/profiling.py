@@ -31,7 +31,7 @@ class Run(NamedTuple):
     number: int
 
 
-class _Watch(RegionMarks):
+class _BlockMarks(RegionMarks):
     """Marks what regions of blocks do, with their operators."""
 
     wants_operators = True
@@ -45,7 +45,7 @@ class _Watch(RegionMarks):
         self._outermost: dict[int, Region] = {}  # the outermost block's region around each, by number
 
     def entered(self, region: Region) -> None:
-        # A span's region counts what runs in those inside: it may be a region without these.
+        # A span's region counts what runs in regions inside: it may be a region without them.
         outer = self._outermost.get(region.parent or 0, region)
         self._outermost[region.id] = outer if outer.path[-1] in self._blocks else region
         super().entered(region)
@@ -88,7 +88,7 @@ class ProfiledAllocation:
 
 
 #: A storage at a moment: the index of its allocation, and how often operators of the entry had written to it.
-Value = tuple[int, int]
+StorageVersion = tuple[int, int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,8 +97,8 @@ class OpRun:
 
     name: str
     run: Run | None  # None where policies are not asked
-    reads: list[Value]
-    makes: list[Value]  # made or written, each once
+    reads: list[StorageVersion]
+    makes: list[StorageVersion]  # made or written, each once
     fresh: list[int]  # the allocations of the results
     cost: float
     alike: object
@@ -111,7 +111,7 @@ class OpRun:
 class Request:
     """A tensor which backward asks for, and the rows at which it does and lets go."""
 
-    value: Value | None  # None for a tensor from before the step
+    value: StorageVersion | None  # None for a tensor from before the step
     restored: int | None  # None if backward never asks
     let_go: int
 
@@ -125,11 +125,11 @@ class BlockCall:
     end: int
     ops: list[OpRun] = dataclasses.field(default_factory=list)
     handles: list[Request] = dataclasses.field(default_factory=list)
-    maker: dict[Value, int] = dataclasses.field(default_factory=dict)  # the operator which makes each value
+    maker: dict[StorageVersion, int] = dataclasses.field(default_factory=dict)  # the operator which makes each value
     in_order: bool = False  # whether replays run whole, in forward's order
-    inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks, with operators and handles of this one
-    own: list[Request] = dataclasses.field(default_factory=list)  # the handles of none inside
-    first: int = 0  # the number of operators of the call around when this one began
+    inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks: parts of its operators and handles
+    direct_handles: list[Request] = dataclasses.field(default_factory=list)  # the handles of no call inside
+    first: int = 0  # the number of operators of the call around when this call began
     first_handle: int = 0
     part: str = ""  # the name in the block of a module which may be a region in place of it
 
@@ -140,9 +140,9 @@ class BlockCall:
 
     def outside(self) -> dict[int, tuple[int, int]]:
         """Returns the allocations from outside which replays read, and the rows of the first and of the last need."""
-        found: dict[int, tuple[int, int]] = {}
+        needs: dict[int, tuple[int, int]] = {}
         for handle in self.handles:
-            todo, seen = [handle.value], set[Value | None]()
+            todo, seen = [handle.value], set[StorageVersion | None]()
             while todo and handle.restored is not None:
                 value = todo.pop()
                 if value is None or value in seen:
@@ -151,17 +151,17 @@ class BlockCall:
                 if value in self.maker:
                     todo += self.ops[self.maker[value]].reads
                 else:
-                    first, last = found.get(value[0], (handle.restored, 0))
+                    first, last = needs.get(value[0], (handle.restored, 0))
                     end = handle.let_go if value == handle.value else handle.restored
-                    found[value[0]] = min(first, handle.restored), max(last, end)
-        return found
+                    needs[value[0]] = min(first, handle.restored), max(last, end)
+        return needs
 
 
-#: The operations in whose time a recorded region records an operator, or replays one, about, on one core of a host: 60 and 10
+#: The operations in whose time a recorded region records an operator, or replays it, about, on a core of a host: 60 and 10
 #: microseconds. On an accelerator they are nothing, as the time in which a host launches the operators of other results is.
 PRICES = 3_000_000.0, 500_000.0
-#: Seconds in which one core of a host records an operator, replays one, and gets a call again ready, about. Their own times are
-#: those of steps with regions of each kind, and without: the latter may not fit.
+#: Seconds in which a core of a host records an operator, replays it, and gets a call again ready, about. Exact times are
+#: times of steps with regions of each kind, and without: the latter may not fit.
 _SECONDS = 60e-6, 10e-6, 200e-6
 
 
@@ -182,9 +182,9 @@ class Profile:
     allocations: list[ProfiledAllocation]
     entries: list[BlockCall]
     older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
-    others_cost: float = 0.0  # of what recomputes of other regions run again, as those of chunks
+    others_cost: float = 0.0  # of what recomputes of other regions run again, as regions of chunks
     times: dict[object, list[float]] = dataclasses.field(default_factory=dict)  # of second runs, by what :func:`_alike` returns
-    # Of each operator in a recorded region, besides its own cost, and of each that the region replays.
+    # Of each operator in a recorded region, besides the operator's cost, and of each operator that the region replays.
     record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
     call_cost: float = 0.0  # of a call which backward makes again
@@ -193,13 +193,13 @@ class Profile:
     call_seconds: float = 0.0
 
     def calls_of(self, block: str) -> list[BlockCall]:
-        """Returns the calls of a block, first those that had a backward: a step may have failed, and begun anew."""
-        own = [entry for entry in self.entries if entry.block == block]
-        return sorted(own, key=lambda entry: all(one.restored is None for one in entry.handles))
+        """Returns the calls of a block, first the calls that had a backward: a step may have failed, and begun anew."""
+        calls = [entry for entry in self.entries if entry.block == block]
+        return sorted(calls, key=lambda entry: all(handle.restored is None for handle in entry.handles))
 
     @property
     def has_backward(self) -> bool:
-        return any(one.restored is not None for entry in self.entries for one in entry.handles)
+        return any(handle.restored is not None for entry in self.entries for handle in entry.handles)
 
     def cost_per_second(self) -> float:
         ops = [op for entry in self.entries for op in entry.ops]
@@ -216,7 +216,7 @@ class Profile:
     def spread(self) -> float:
         """Returns the part of the seconds by which second runs on tensors of the same sizes differ from their median."""
         runs = [(times, statistics.median(times)) for times in self.times.values()]
-        apart = sum(abs(one - median) for times, median in runs for one in times)
+        apart = sum(abs(seconds - median) for times, median in runs for seconds in times)
         return apart / max(1e-9, sum(median * len(times) for times, median in runs))
 
 
@@ -225,7 +225,7 @@ class Profile:
 _BYTE = 10
 
 
-#: The operations in whose time one core of a host draws a number, about: 20 nanoseconds.
+#: The operations in whose time a core of a host draws a number, about: 20 nanoseconds.
 _DRAW = 1000
 
 
@@ -237,11 +237,11 @@ def cost_of(operator: Operator) -> float:
 
 def _alike(operator: Operator) -> object:
     """Returns what operators that take the same time have in common: a name, and sizes."""
-    return operator.name, *(tuple(sorted(one.nbytes for one in of)) for of in (operator.inputs, operator.outputs))
+    return operator.name, *(tuple(sorted(tensor.nbytes for tensor in of)) for of in (operator.inputs, operator.outputs))
 
 
 def _count(operator: Operator) -> float:
-    """Returns the floating-point operations: those of products by shape, and of other results by element."""
+    """Returns the floating-point operations: of products by shape, and of other results by element."""
     inputs = [tensor.shape for tensor in operator.inputs if tensor.shape is not None]
     outputs = [tensor.shape for tensor in operator.outputs if tensor.shape is not None]
     name = operator.name.removeprefix("aten.").partition(".")[0]
@@ -271,7 +271,7 @@ class Hook:
 
 
 def _parts_of(blocks: Mapping[str, Module]) -> Iterator[tuple[str, str, Module]]:
-    """Yields the modules in blocks that may be regions in place of these: the block, the name, and the module."""
+    """Yields the modules in blocks that may be regions in place of the blocks: the block, the name, and the module."""
     below = [
         (block, name, module)
         for block, root in blocks.items()
@@ -280,7 +280,7 @@ def _parts_of(blocks: Mapping[str, Module]) -> Iterator[tuple[str, str, Module]]
         if name and not isinstance(module, (ModuleList, ModuleDict))
     ]
     counts = collections.Counter(id(module) for _, _, module in below)
-    yield from (one for one in below if counts[id(one[2])] == 1)
+    yield from (part for part in below if counts[id(part[2])] == 1)
 
 
 class OpenStep:
@@ -292,7 +292,7 @@ class OpenStep:
         self._marks = Marks()
         self._older = OlderMemory(self._marks)
         self._hooks = [*self._hooked(blocks or {})]
-        self.observers: tuple[Observer, ...] = () if blocks is None else (_Watch(self._marks, {**blocks}),)
+        self.observers: tuple[Observer, ...] = () if blocks is None else (_BlockMarks(self._marks, {**blocks}),)
         self._memory = profile_memory()
         self._memory.__enter__()
 
@@ -338,14 +338,14 @@ class OpenStep:
 
 def profile_step(step: Callable[[], Any], blocks: Mapping[str, Module]) -> Profile:
     """Runs a step whose blocks are recorded regions that keep nothing, and replay by value."""
-    one = OpenStep(blocks)
+    open_step = OpenStep(blocks)
     try:
-        with observe(one.observers[0]):
+        with observe(open_step.observers[0]):
             step()
     except BaseException:
-        one.abandon()
+        open_step.abandon()
         raise
-    peak, profile = one.end()
+    peak, profile = open_step.end()
     has_peak(peak)
     assert profile is not None
     return profile
@@ -366,7 +366,7 @@ class _Reader:
         self._latest: dict[str, BlockCall] = {}  # the open call of each block
         self._begun = 0  # the bytes that live when the latest operator ended, and the most since
         self._live = self._most = 0
-        self._first, self._has_begun = 0, False  # the allocations before, and whether there is one since
+        self._first, self._has_begun = 0, False  # the allocations before, and whether there is any since
         self._seen = 0  # allocations up to the latest operator of forward
         self._at = 0  # the row
         self._again = 0.0
@@ -378,7 +378,7 @@ class _Reader:
                 getattr(self, row.mark.event)(*row.mark.args)
             elif row.nbytes > 0:
                 self._alive[row.address] = len(self._allocations)
-                # Recomputes of regions inside of blocks, or beside these, are the same under each plan.
+                # Recomputes of regions inside of blocks, or beside blocks, are the same under each plan.
                 is_again = any(region in self._entries for region in self._recomputes)
                 self._allocations.append(ProfiledAllocation(row.nbytes, self._at, len(rows), is_again))
                 self._change(row.nbytes)
@@ -433,17 +433,17 @@ class _Reader:
     def part_ends(self, block: str, name: str) -> None:
         if (outer := self._latest.get(block)) is None:
             return
-        for part in [one for one in outer.inside if one.part == name and not one.end]:
+        for part in [call for call in outer.inside if call.part == name and not call.end]:
             part.end, part.ops, part.handles = self._at, outer.ops[part.first :], outer.handles[part.first_handle :]
             part.maker = {value: at - part.first for value, at in outer.maker.items() if at >= part.first}
 
     def saved(self, region: int, position: int, address: int) -> None:
-        for around, entry in self._entries.get(region, {}).items():  # numbers below 0 are those of tensors kept as they are
+        for around, entry in self._entries.get(region, {}).items():  # numbers below 0 are of tensors kept as they are
             handle = Request(self._value_at(around, address), None, sys.maxsize)
             self._handles.setdefault((region, position), []).append(handle)
             entry.handles.append(handle)
             if around == region:
-                entry.own.append(handle)
+                entry.direct_handles.append(handle)
 
     def let_go(self, region: int, position: int) -> None:
         for handle in self._handles.get((region, position), ()):
@@ -466,7 +466,7 @@ class _Reader:
         if address in self._older:
             self._freed.append((self._at, -self._older[address]))
 
-    def _value_at(self, region: int, address: int) -> Value | None:
+    def _value_at(self, region: int, address: int) -> StorageVersion | None:
         number = self._alive.get(address)
         return None if number is None else (number, self._versions.get((region, number), 0))
 
@@ -493,7 +493,7 @@ class _Reader:
             if (value := self._value_at(region, operator.inputs[position].address)) is not None
         }
         before = {value[0] for value in reads}
-        fresh = list(dict.fromkeys(self._alive[one.address] for one in operator.outputs if one.address in self._alive))
+        fresh = list(dict.fromkeys(self._alive[output.address] for output in operator.outputs if output.address in self._alive))
         fresh = [number for number in fresh if number not in before and self._allocations[number].born > entry.begin]
         fresh = [number for number in fresh if (number, self._versions.get((region, number), 0)) not in entry.maker]
         makes = [(number, 0) for number in fresh]
@@ -516,7 +516,7 @@ class _Reader:
             alike,
         )
         op.extras = [number for number in new if number not in fresh]
-        stays = sum(one.nbytes for one in self._allocations[self._first :] if one.freed > self._at)
+        stays = sum(allocation.nbytes for allocation in self._allocations[self._first :] if allocation.freed > self._at)
         op.temporary = max(0, self._most - self._begun - stays)
         entry.ops.append(op)
 

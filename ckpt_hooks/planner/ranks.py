@@ -1,6 +1,6 @@
-"""Ranks that plan together: what each has found, one choice for all, and an end on all where one fails.
+"""Ranks that plan together: what each has measured, the same choice for all, and an end on all where a rank fails.
 
-They meet in the store of the process group, not by collectives: the step has collectives of its own, and one that waits there
+They meet in the store of the process group, not by collectives: the step has its own collectives, and a rank that waits there
 for a rank that has failed would take whatever that rank sends next for its answer.
 """
 
@@ -24,15 +24,15 @@ from ckpt_hooks.errors import CheckpointError
 T = TypeVar("T")
 
 _LOOK = 0.1  # seconds between two looks whether a rank has failed, and the most between two looks for what is awaited
-_GRACE = 5.0  # seconds for a rank to come out of its step after another one has failed, and for the others to hear of it
+_GRACE = 5.0  # seconds for a rank to come out of its step after another rank has failed, and for the others to hear of it
 
 
 class Ranks:
-    """The ranks of a process group, of which one alone asks nobody. Their numbers are those in the group."""
+    """The ranks of a process group, of which a single rank asks nobody. Their numbers are numbers in the group."""
 
     def __init__(self, group: Any = None) -> None:
         self._rank, self._names, self._patience = 0, [0], 0.0
-        self._store: Any = None  # of all calls; and of this one
+        self._store: Any = None  # of all calls; and of this call
         self._call: Any = None
         self._number = 0  # of the latest exchange
         self._left: list[tuple[Any, tuple[str, str]]] = []  # calls with keys of this rank in the store
@@ -61,7 +61,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Makes an exception of this rank one on all, and that of another rank one of this."""
+        """Makes an exception of this rank an exception on all, and an exception of another rank an exception of this rank."""
         if self._store is not None and not torch.distributed.is_initialized():  # a plan may outlive its group
             vars(self).update(vars(Ranks()))
         if self._store is None:
@@ -106,13 +106,13 @@ class Ranks:
                 "group=... for those which have a plan of their own, or a group of one rank."
             )
         keys = [f"{self._number}/{rank}" for rank in range(len(self._names))]
-        found = [pickle.loads(zlib.decompress(one)) for one in self._call.multi_get(keys)]
+        values = [pickle.loads(zlib.decompress(packed)) for packed in self._call.multi_get(keys)]
         if self._number > 1:  # which all have read, since they have come to this exchange
             self._call.delete_key(f"{self._number - 1}/{self._rank}")
-        return found
+        return values
 
     def _missing(self, place: str, patience: float) -> list[int]:
-        """Waits for all ranks to come to a place; returns those which did not come in time, or before another one failed."""
+        """Waits for all ranks to come to a place; returns which ranks did not come in time, or before another rank failed."""
         keys = {name: f"{place}/{rank}" for rank, name in enumerate(self._names)}
         end, pause = time.monotonic() + patience, 1e-3
         while not self._call.check([*keys.values()]):
@@ -127,26 +127,26 @@ class Ranks:
 
     def first(self, function: Callable[[], T]) -> T:
         """Returns what a function gives on the first rank, which alone calls it."""
-        found: Any = self.all(function() if self._rank == 0 else None)
-        result: T = found[0]
-        return result
+        values: Any = self.all(function() if self._rank == 0 else None)
+        value: T = values[0]
+        return value
 
     def most(self, value: int) -> int:
         return max(self.all(value))
 
     def attempt(self, function: Callable[[], T]) -> T | None:
-        """Returns what a function gives; None on all ranks where it is a CheckpointError on one."""
-        found = None
+        """Returns what a function gives; None on all ranks where it is a CheckpointError on any."""
+        outcome = None
         with contextlib.suppress(CheckpointError):
-            found = function()
-        return found if all(self.all(found is not None)) else None
+            outcome = function()
+        return outcome if all(self.all(outcome is not None)) else None
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises on all ranks, naming the first fact that is another on some than on the first rank."""
-        own = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
-        found = self.all(own)
-        for name in dict.fromkeys(name for one in found for name in one):
-            if others := [of for of, one in zip(self._names, found, strict=True) if one.get(name) != found[0].get(name)]:
+        digests = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
+        peers = self.all(digests)
+        for name in dict.fromkeys(name for peer in peers for name in peer):
+            if others := [rank for rank, peer in zip(self._names, peers, strict=True) if peer.get(name) != peers[0].get(name)]:
                 raise CheckpointError(
                     f"{_in_words(others)} and rank {self._names[0]} differ in {name}. Ranks that plan together run the same "
                     "model by the same steps, and have one plan. Pass group=... for those which have a plan of their own."
@@ -161,7 +161,7 @@ class Ranks:
         )
 
     def _watch(self, call: Any, ended: threading.Event) -> None:
-        """Looks for a failure of another rank, and ends the collectives in which this one waits."""
+        """Looks for a failure of another rank, and ends the collectives in which this rank waits."""
         with contextlib.suppress(RuntimeError):  # of a store which has gone
             while not ended.wait(_LOOK):
                 if not call.check(["failed"]):
@@ -176,9 +176,9 @@ class Ranks:
 
     def _fail(self, call: Any, error: BaseException) -> None:
         """Tells the others of an error, or that this rank has heard of theirs, which the error may come of."""
-        own = self._names[self._rank], f"{type(error).__name__}: {error}".rstrip(": ")
+        failure = self._names[self._rank], f"{type(error).__name__}: {error}".rstrip(": ")
         with contextlib.suppress(RuntimeError):  # of a store which has gone
-            self._failure = self._failure or tuple(json.loads(call.compare_set("failed", "", json.dumps(own))))
+            self._failure = self._failure or tuple(json.loads(call.compare_set("failed", "", json.dumps(failure))))
             call.set(f"heard/{self._rank}", "")
             self._missing("heard", _GRACE)  # the store may end with this process
         # What torch raises where a partner of a collective is gone is that partner's error.

@@ -43,7 +43,7 @@ def as_before(model: Module) -> Iterator[None]:
 
 
 class Before:
-    """What a step may change, as it is now: a model, what trains the model, and random streams."""
+    """What a step may change, as it is before: a model, what trains the model, and random streams."""
 
     # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
     # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random streams.
@@ -51,31 +51,31 @@ class Before:
     # are copied by ``copy_for`` alone.
 
     def __init__(self, model: Module, trainers: Sequence[Any], *, is_late: bool = False) -> None:
-        self._notes = _Notes()
+        self._contents = _Contents()
         for parameter in model.parameters():
-            self._notes.add(parameter, is_late)
+            self._contents.add(parameter, is_late)
         for buffer in model.buffers():
-            self._notes.add(buffer)
-        self._flags = [(one, one.requires_grad) for one in model.parameters()]
-        self._gradients = [(one, one.grad, None if one.grad is None else _Copy(one.grad)) for one in model.parameters()]
-        for one in trainers:  # rates of learning that are tensors: schedulers write to these, before any optimizer does
-            for name, value in [pair for group in getattr(one, "param_groups", ()) for pair in group.items()]:
+            self._contents.add(buffer)
+        self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self._gradients = [(leaf, leaf.grad, None if leaf.grad is None else _Copy(leaf.grad)) for leaf in model.parameters()]
+        for trainer in trainers:  # rates of learning that are tensors: schedulers write to them, before any optimizer does
+            for name, value in [pair for group in getattr(trainer, "param_groups", ()) for pair in group.items()]:
                 if name != "params":
-                    self._notes.add(value)
+                    self._contents.add(value)
         for owner in (*trainers, *model.modules()):
-            self._notes.add(vars(owner), is_late and isinstance(owner, Optimizer))
+            self._contents.add(vars(owner), is_late and isinstance(owner, Optimizer))
         self._streams = _Streams(model)
 
     def copy_for(self, optimizer: Optimizer) -> None:
         """Copies the tensors which an optimizer is about to write to."""
         tensors = instances_in(optimizer.param_groups, torch.Tensor) + state_of(optimizer)
-        if self._notes.take(tensors):  # of an optimizer of the model
-            self._notes.add(vars(optimizer))  # made since
+        if self._contents.take(tensors):  # of an optimizer of the model
+            self._contents.add(vars(optimizer))  # made since
 
     def put_back(self) -> None:
         """Restores all of it; a CheckpointError tells of tensors that were written to without a copy."""
         with torch.no_grad():
-            lost = self._notes.put_back()
+            lost = self._contents.put_back()
             for parameter, gradient, copied in self._gradients:
                 parameter.grad = gradient
                 if copied is not None:
@@ -129,16 +129,16 @@ class _Copy:
             self.tensor._coalesced_(self._data.is_coalesced())
 
 
-class _Notes:
-    """The contents of objects, and of objects in these, each once."""
+class _Contents:
+    """The contents of objects, and of objects in them, each once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # held, so that identities stay their own
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is used again
         self._undo: list[Callable[[], object]] = []
         self._late: dict[int, _Copy] = {}
 
     def add(self, value: Any, is_late: bool = False) -> None:
-        todo, is_own = [value], isinstance(value, torch.Tensor)
+        todo, is_tensor = [value], isinstance(value, torch.Tensor)
         while todo:
             value = todo.pop()
             if id(value) in self._seen:
@@ -149,7 +149,7 @@ class _Notes:
                     copy = _Copy(value, is_late)
                     if is_late:
                         self._late[id(value)] = copy
-                    self._undo.append(copy.put_back if is_own or is_late else copy.put_back_if_written)
+                    self._undo.append(copy.put_back if is_tensor or is_late else copy.put_back_if_written)
             elif isinstance(value, torch.Generator):
                 self._undo.append(functools.partial(value.set_state, value.get_state()))
             elif isinstance(value, _CONTAINERS):
@@ -164,13 +164,13 @@ class _Notes:
 
     def take(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Copies the tensors which were left for later, and returns whether there were any."""
-        found = [self._late[id(one)] for one in tensors if id(one) in self._late]
-        for late in found:
+        copies = [self._late[id(tensor)] for tensor in tensors if id(tensor) in self._late]
+        for late in copies:
             late.take()
-        return bool(found)
+        return bool(copies)
 
     def put_back(self) -> list[torch.Tensor]:
-        lost = [one.tensor for one in self._late.values() if one.is_lost]
+        lost = [copy.tensor for copy in self._late.values() if copy.is_lost]
         for undo in self._undo:
             undo()
         return lost
@@ -189,22 +189,22 @@ def _is_same(value: Any, entries: Any) -> bool:
         return {*map(id, value)} == {*map(id, entries)}
     if isinstance(value, dict):
         return all(key is other and value[key] is entries[other] for key, other in zip(value, entries, strict=True))
-    return all(one is other for one, other in zip(value, entries, strict=True))
+    return all(member is former for member, former in zip(value, entries, strict=True))
 
 
 def trainers_of(model: Module) -> list[Any]:
     """Returns the optimizers in the process which have a parameter of a model, their schedulers, and gradient scalers."""
-    own = {id(parameter) for parameter in model.parameters()}
-    found = objects_of(Optimizer, LRScheduler, torch.amp.GradScaler)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    owners = objects_of(Optimizer, LRScheduler, torch.amp.GradScaler)
     optimizers = [
-        one
-        for one in found
-        if isinstance(one, Optimizer)
-        and any(id(parameter) in own for group in getattr(one, "param_groups", ()) for parameter in group["params"])
+        owner
+        for owner in owners
+        if isinstance(owner, Optimizer)
+        and any(id(parameter) in parameters for group in getattr(owner, "param_groups", ()) for parameter in group["params"])
     ]
-    numbers = {id(one) for one in optimizers}
-    schedulers = [one for one in found if isinstance(one, LRScheduler) and id(getattr(one, "optimizer", None)) in numbers]
-    return [*optimizers, *schedulers, *(one for one in found if isinstance(one, torch.amp.GradScaler))]
+    ids = {id(optimizer) for optimizer in optimizers}
+    schedulers = [owner for owner in owners if isinstance(owner, LRScheduler) and id(getattr(owner, "optimizer", None)) in ids]
+    return [*optimizers, *schedulers, *(owner for owner in owners if isinstance(owner, torch.amp.GradScaler))]
 
 
 class _Streams:
@@ -212,7 +212,7 @@ class _Streams:
 
     def __init__(self, model: Module) -> None:
         self._host = torch.get_rng_state()
-        devices = [one for one in (*model.parameters(), *model.buffers()) if one.device.type not in ("cpu", "meta")]
+        devices = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type not in ("cpu", "meta")]
         self._device_type = devices[0].device.type if devices else None
         self._devices = get_device_states(*devices) if devices else ([], [])
         self._python = random.getstate()
@@ -235,11 +235,11 @@ def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def optimizer_state(model: Module) -> dict[int, tuple[str, int]]:
     """Returns the classes of a model's optimizers, and the bytes of their states, by identity."""
-    found = {}
-    for one in trainers_of(model):
-        if isinstance(one, Optimizer):
-            found[id(one)] = type(one).__name__, sum(tensor.nbytes for tensor in state_of(one))
-    return found
+    states = {}
+    for trainer in trainers_of(model):
+        if isinstance(trainer, Optimizer):
+            states[id(trainer)] = type(trainer).__name__, sum(tensor.nbytes for tensor in state_of(trainer))
+    return states
 
 
 @contextlib.contextmanager
@@ -255,8 +255,8 @@ def dry(model: Module) -> Iterator[None]:
         yield
     finally:
         dry_mode.reset(token)
-        for one in reversed(undo):
-            one()
+        for restore in reversed(undo):
+            restore()
 
 
 def _exchange(model: Module, like: Callable[[torch.Tensor], Any], undo: list[Callable[[], Any]]) -> None:
@@ -267,23 +267,23 @@ def _exchange(model: Module, like: Callable[[torch.Tensor], Any], undo: list[Cal
         if not tensor.is_meta:
             return tensor
         if id(tensor) not in fakes:
-            one = like(tensor)
-            one = Parameter(one, tensor.requires_grad) if isinstance(tensor, Parameter) else one
-            vars(one).update(vars(tensor))
-            fakes[id(tensor)] = one
+            replacement = like(tensor)
+            replacement = Parameter(replacement, tensor.requires_grad) if isinstance(tensor, Parameter) else replacement
+            vars(replacement).update(vars(tensor))
+            fakes[id(tensor)] = replacement
         return fakes[id(tensor)]
 
-    optimizers = [one for one in trainers_of(model) if isinstance(one, Optimizer)]
+    optimizers = [trainer for trainer in trainers_of(model) if isinstance(trainer, Optimizer)]
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             undo.append(_setter(tensors, {**tensors}))
-            tensors.update({name: fake(one) for name, one in tensors.items() if one is not None})
+            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             undo.append(_setter(group, {**group}))
             group["params"] = [*map(fake, group["params"])]
         undo.append(_setter(vars(optimizer), {"state": optimizer.state}))
-        state = {fake(key): tree_map_only(torch.Tensor, fake, one) for key, one in optimizer.state.items()}
+        state = {fake(key): tree_map_only(torch.Tensor, fake, values) for key, values in optimizer.state.items()}
         optimizer.state = collections.defaultdict(dict, state)
 
 

@@ -38,7 +38,7 @@ from .restoring import as_before, dry, dry_mode, optimizer_state
 from .simulating import natural_ends, peak_of
 
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
-# 4% off, and one correction brings the peak within the tolerance.
+# 4% off, and a correction brings the peak within the tolerance.
 _CORRECTIONS = 3
 _OFF = 1e-3  # the part by which the peak without regions may be predicted too low
 #: Steps that are run to measure a plan: with corrections, a check of blocks called again, and the least where none fits.
@@ -60,7 +60,7 @@ def searched(
     chunks: Any = None,
     dry_run: bool = False,
 ) -> PlanData:
-    """Returns the plan that is found; all ranks call it together."""
+    """Returns the plan that fits; all ranks call it together."""
     if checked_flag(dry_run, "dry_run"):
         for value, name, wanted in ((memory_budget, "memory_budget", "auto"), (cost, "cost", "seconds")):
             if value == wanted:
@@ -85,32 +85,32 @@ def searched(
         Room(device)
     selected = None if blocks is None else selected_blocks(model, blocks)
     chunkings = chunkings_of(model, {} if chunks is None else chunks)
-    given = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
-    ranks.agree({**given, "chunks": chunkings, "blocks": selected})
+    arguments = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
+    ranks.agree({**arguments, "chunks": chunkings, "blocks": selected})
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     most = 2 * len(chunkings) + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         common: dict[str, Any] = {"margin": margin, "device": device, "base": ranks.most(base)}
-        check_chunked(selected or (), {one.name for one in chunkings[-1] if one.chunks > 1 and not one.is_attribute})
-        names = selected or ranks.first(lambda: blocks_of(model, {one.name for one in chunkings[0]}))
+        check_chunked(selected or (), {cut.name for cut in chunkings[-1] if cut.chunks > 1 and not cut.is_attribute})
+        names = selected or ranks.first(lambda: blocks_of(model, {cut.name for cut in chunkings[0]}))
         around = with_spans_around(names) if selected is None else []
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         ranks.agree({f"block {name!r}": [*map(kinds.get, ends_of(name))] for name in names})
-        found: list[Search] = []
+        searches: list[Search] = []
         per_second: float | None = None
         for chunking in chunkings:
             parts = profiled(model, step, names, chunking, is_selected=selected is not None)
-            if not found:
+            if not searches:
                 per_second = cost_per_second(ranks, parts[0], cost, device)
-            found.append(Search(ranks, per_second, *parts, chunks=chunking, **common))
+            searches.append(Search(ranks, per_second, *parts, chunks=chunking, **common))
             # There are none around layers that are called in another order.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking)) if around else None
             if nested is not None:
                 spans = Search(ranks, per_second, *nested, chunks=chunking, **common)
-                if spans.least < found[-1].least:
-                    found.append(spans)
-        found[0].others = found[1:]
-        return found[0].plan(memory_budget, model, step, tolerance)
+                if spans.least < searches[-1].least:
+                    searches.append(spans)
+        searches[0].others = searches[1:]
+        return searches[0].plan(memory_budget, model, step, tolerance)
 
 
 def cost_per_second(ranks: Ranks, profile: Profile, cost: str | None, device: torch.device | None) -> float | None:
@@ -125,7 +125,7 @@ def cost_per_second(ranks: Ranks, profile: Profile, cost: str | None, device: to
 @contextlib.contextmanager
 def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
     """Yields a step; where other ranks have plans of their own, runs it afterwards until it has run as often as it may."""
-    # Groups meet in the step, as the stages of a pipeline do: all run it as often, whatever each has found.
+    # Groups meet in the step, as the stages of a pipeline do: all run it as often, whatever each rank has measured.
     runs = 0
 
     def counted(model: Module) -> Any:
@@ -152,8 +152,8 @@ def profiled(
     """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
-    noting = {selector_of(name): PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in names}
-    with as_before(model), applied(model, noting, chunking):
+    runners = {selector_of(name): PlannedRunner(name, {}, lambda name, key: shapes[name].update({key: None})) for name in names}
+    with as_before(model), applied(model, runners, chunking):
         before = optimizer_state(model)
         profile = profile_step(lambda: step(model), blocks.roots)
         if dry_mode.get() is None:
@@ -217,7 +217,7 @@ def check_step(step: Any) -> None:
 def check_model(model: Any, *, is_dry: bool = False) -> None:
     """Raises unless a model can be planned."""
     check_module(model, "model", "Pass the model, then the step.")
-    if any(getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod") for one in model.modules()):
+    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in model.modules()):
         raise ValueError(
             "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, "
             "which gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the "
@@ -262,12 +262,12 @@ def _shared(ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes
         runs.setdefault(f"the operators of block {entry.block!r}", []).append([(op.name, op.run) for op in entry.ops])
     ranks.agree(runs)
     ops = [op for entry in profile.entries for op in entry.ops]
-    own = [(op.cost, op.seconds) for op in ops], {**shapes}, profile.others_cost
-    costs, others, of_others = zip(*ranks.all(own), strict=True)
+    figures = [(op.cost, op.seconds) for op in ops], {**shapes}, profile.others_cost
+    costs, others, of_others = zip(*ranks.all(figures), strict=True)
     profile.others_cost = max(of_others)
     for op, *of_ranks in zip(ops, *costs, strict=True):
         op.cost, op.seconds = map(max, zip(*of_ranks, strict=True))
-    return {name: tuple(dict.fromkeys(itertools.chain(*(one[name] for one in others)))) for name in shapes}
+    return {name: tuple(dict.fromkeys(itertools.chain(*(of_rank[name] for of_rank in others)))) for name in shapes}
 
 
 class Search:
@@ -303,14 +303,14 @@ class Search:
 
     def _solve(self, may_call_again: bool) -> None:
         profile, spans = self.profile, self._blocks.spans
-        lasting = {id(entry): own for entry, own in zip(profile.entries, lasting_in(profile), strict=True)}
+        lasting = {id(entry): allocations for entry, allocations in zip(profile.entries, lasting_in(profile), strict=True)}
         called = {entry.block for entry in profile.entries}
         firsts = {name: profile.calls_of(name)[0] for name in self._blocks.roots if name in called}
-        # Of the first rank: its numbers of operators are those of all.
+        # Of the first rank: its numbers of operators are the numbers of all.
         choices = self.ranks.first(
             lambda: {
-                name: choices_of(profile, one, lasting[id(one)], is_function=may_call_again and name not in spans)
-                for name, one in firsts.items()
+                name: choices_of(profile, entry, lasting[id(entry)], is_function=may_call_again and name not in spans)
+                for name, entry in firsts.items()
             }
         )
         self._options = block_options(profile, choices)
@@ -319,7 +319,7 @@ class Search:
         self.least = self.problem.peak(self.problem.least)
 
     def budget_of(self, part: float) -> int:
-        """Returns the bytes of a part: those of 1.0 are enough for a choice without regions."""
+        """Returns the bytes of a part: 1.0 is enough for a choice without regions."""
         least = int(self.least_of_all)
         most = max(self.plain_peak, self.problem.peak([len(of) - 1 for of in self.problem.options]))
         most += most * _OFF if part == 1 else 0
@@ -329,7 +329,7 @@ class Search:
     @property
     def least_of_all(self) -> float:
         """The least peak of any choice, with spans and other numbers of chunks too."""
-        return min(one.least for one in (self, *self.others))
+        return min(search.least for search in (self, *self.others))
 
     def plan(
         self,
@@ -351,25 +351,25 @@ class Search:
             if model is not None and step is not None:
                 self._measured(model, step, self.problem.least, room)  # for where the peak is
             raise too_small(budget, least, self._base, margin, self.problem, self._peak)
-        one, chosen = self.cheapest(target)
+        search, chosen = self.cheapest(target)
         if model is None or step is None:
-            plan = one.predicted(chosen, budget)
+            plan = search.predicted(chosen, budget)
         else:
-            plan = one._corrected(model, step, target, tolerance, room)
+            plan = search._corrected(model, step, target, tolerance, room)
         plan = dataclasses.replace(plan, budget=budget, least_peak=least, _search=self)
         if plan.measured_peak > target and is_part:  # the prediction was off: this is the least
             plan = dataclasses.replace(plan, budget=math.ceil(plan.measured_peak / (1 - margin)))
         elif plan.measured_peak > target:
-            raise too_small(budget, plan.measured_peak, 0, margin, one.problem, one._peak)
+            raise too_small(budget, plan.measured_peak, 0, margin, search.problem, search._peak)
         return plan
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
-        """Returns the search of those whose least peak is within a budget with the cheapest choice, and the choice."""
-        fitting = [one for one in (self, *self.others) if int(one.least) <= budget]
+        """Returns the search with the cheapest choice, of the searches whose least peak is within a budget, and the choice."""
+        fitting = [search for search in (self, *self.others) if int(search.least) <= budget]
         # Spans around blocks are for budgets that blocks alone do not fit.
-        fitting = [one for one in fitting if not one._blocks.around] or fitting
-        found = [(one, one.choice(budget) or one.problem.least) for one in fitting]
-        return min(found, key=lambda one: one[0].problem.cost(one[1]) + one[0].profile.others_cost)
+        fitting = [search for search in fitting if not search._blocks.around] or fitting
+        candidates = [(search, search.choice(budget) or search.problem.least) for search in fitting]
+        return min(candidates, key=lambda candidate: candidate[0].problem.cost(candidate[1]) + candidate[0].profile.others_cost)
 
     def choice(self, budget: float) -> list[int] | None:
         return self.ranks.first(lambda: choose(self.problem, budget))
@@ -401,13 +401,13 @@ class Search:
         return self._measured(model, step, self.problem.least, room) if best is None else best
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
-        """Calls blocks again. If one gives something else then, no choice of any budget has them."""
-        called = [(name, one.choice) for name, of in self._options.items() for one in of if one.choice.is_function]
+        """Calls blocks again. If a block gives something else then, no choice of any budget has such calls."""
+        called = [(name, option.choice) for name, of in self._options.items() for option in of if option.choice.is_function]
         if self._is_checked or not called:
             return
 
         # Parts as well, each by itself, which finds what the rest of the block has left.
-        may_be = {f"{name}.{one}".strip("."): None for name, choice in called for one in ("", *choice.parts)}
+        may_be = {f"{name}.{part}".strip("."): None for name, choice in called for part in ("", *choice.parts)}
         options = {"determinism_check": "values"}
         runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
 
@@ -421,8 +421,8 @@ class Search:
             self._call_none_again()
 
     def _call_none_again(self) -> None:
-        for one in (self, *self.others):
-            one._solve(may_call_again=False)
+        for search in (self, *self.others):
+            search._solve(may_call_again=False)
 
     def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None) -> PlanData:
         plan = self.predicted(chosen)
@@ -453,12 +453,12 @@ class Search:
             option = of[number]
             effects += option.effects
             entries = profile.calls_of(name)
-            whole, cost = sum(op.cost for entry in entries for op in entry.ops), sum(one.cost for one in option.effects)
+            whole, cost = sum(op.cost for entry in entries for op in entry.ops), sum(effect.cost for effect in option.effects)
             ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
             kept = None
             if option.choice.kept is not None:
                 runs = [(op.run, op.fresh) for op in map(entries[0].ops.__getitem__, option.choice.kept)]
-                sizes = ((run, sum(profile.allocations[one].nbytes for one in fresh)) for run, fresh in runs)
+                sizes = ((run, sum(profile.allocations[index].nbytes for index in fresh)) for run, fresh in runs)
                 kept = tuple(KeptRun(*run, size) for run, size in sizes if run is not None)
             blocks.append(
                 PlannedBlock(
@@ -481,7 +481,7 @@ class Search:
                 blocks.append(PlannedBlock(inner, kind, nothing, 0, 0.0, 0.0, 0, of_inner, name))
             forward, again = forward + whole, again + cost
         predicted = self.ranks.most(peak_of(profile, effects, self.natural))
-        found = PlanData(
+        data = PlanData(
             blocks=tuple(blocks),
             budget=budget,
             predicted_peak=predicted,
@@ -493,11 +493,11 @@ class Search:
             margin=self._margin,
             cost="operations" if self._per_second is None else "seconds",
             is_measured=False,
-            region_seconds=sum(of[one].region_seconds for of, one in zip(problem.options, chosen, strict=True)),
+            region_seconds=sum(of[position].region_seconds for of, position in zip(problem.options, chosen, strict=True)),
             next_peak=int(problem.next_peak(chosen)),
             chunks=self._chunks,
         )
-        return dataclasses.replace(self.ranks.first(lambda: found), _search=self)
+        return dataclasses.replace(self.ranks.first(lambda: data), _search=self)
 
 
 #: The part of the room that is left: to other programs on the device, and to what a driver allocates for kernels.
@@ -506,8 +506,8 @@ _LEFT = 0.05
 
 def accelerator_of(model: Module) -> torch.device | None:
     """Returns the accelerator where a model is; None for the host."""
-    found = torch.accelerator.current_accelerator()
-    return next((one.device for one in model.parameters() if found is not None and one.device.type == found.type), None)
+    current = torch.accelerator.current_accelerator()
+    return next((leaf.device for leaf in model.parameters() if current is not None and leaf.device.type == current.type), None)
 
 
 class Room:
@@ -520,7 +520,7 @@ class Room:
         self._device, self._before = device, 0
 
     def nbytes(self) -> int:
-        """Returns the bytes which a step may take: free ones, and those that are reserved without use, but for a part."""
+        """Returns the bytes which a step may take: free bytes, and bytes that are reserved without use, but for a part."""
         gc.collect()
         free, _ = torch.accelerator.get_memory_info(self._device)
         unused = torch.accelerator.memory_reserved(self._device) - torch.accelerator.memory_allocated(self._device)
@@ -532,5 +532,5 @@ class Room:
         self._before = torch.accelerator.memory_allocated(self._device)
 
     def taken(self) -> int:
-        """Returns the most bytes reserved since, above those that were allocated then: what fragments are in the way counts."""
+        """Returns the most bytes reserved since, above the bytes allocated then: what fragments are in the way counts."""
         return torch.accelerator.max_memory_reserved(self._device) - self._before

@@ -9,20 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from .profiling import BlockCall, OpRun, Profile, Request, Value
+from .profiling import BlockCall, OpRun, Profile, Request, StorageVersion
 
-#: The row, a number which orders moments at one row, and the bytes.
+#: The row, a number which orders moments at the same row, and the bytes.
 Delta = tuple[int, int, int]
 
 
 @dataclasses.dataclass
 class Effect:
-    """What one call of a block does to memory under a choice of kept operators."""
+    """What a call of a block does to memory under a choice of kept operators."""
 
-    deltas: list[Delta]  # beside those of the profile, in order
+    deltas: list[Delta]  # beside the deltas of the profile, in order
     ends: dict[int, int]  # of allocations of the profile which this call needs: the row of the last need
     cost: float  # of the operators which run again
-    again: list[int]  # these operators
+    again: list[int]  # the operators which run again
     spared: list[int]  # allocations of the profile for the second runs of others
 
 
@@ -31,14 +31,14 @@ def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_p
     if is_plain:  # no region: autograd keeps all, and nothing runs again
         kept = range(len(entry.ops))
     # A kept result is kept with what is written to it later.
-    held = {number for at in kept for number in entry.ops[at].fresh}
+    retained = {number for at in kept for number in entry.ops[at].fresh}
     ends: dict[int, int] = {}
     again: set[int] = set()
     needs: list[tuple[int, list[int]]] = []  # in the order of asking: the row, and the operators to run
-    for handle in sorted(entry.handles, key=lambda one: (one.restored is None, one.restored or 0)):
+    for handle in sorted(entry.handles, key=lambda handle: (handle.restored is None, handle.restored or 0)):
         if handle.value is None:
             continue
-        run = _needed(entry, handle.value, held, handle.let_go, ends)
+        run = _needed(entry, handle.value, retained, handle.let_go, ends)
         if handle.restored is None:
             continue
         new = sorted(run - again)
@@ -50,52 +50,52 @@ def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_p
     spared = [number for at, op in enumerate(entry.ops) if at not in again for number in op.extras]
     cost = sum(entry.ops[at].cost for at in again)
     ends = {number: end for number, end in ends.items() if not profile.allocations[number].is_lent}
-    return Effect(_replays(profile, entry, held, again, needs), ends, cost, sorted(again), spared)
+    return Effect(_replays(profile, entry, retained, again, needs), ends, cost, sorted(again), spared)
 
 
 def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
     """Returns the effect of a region that keeps nothing around regions that keep nothing."""
     # What the regions inside read from outside of themselves, the region around brings back: once in a backward, and each value
-    # until its last reader has it. So the one around is a call whose handles are these values.
-    inner = [effect_of(profile, one, ()) for one in entry.inside]
-    outer = dataclasses.replace(entry, handles=[*entry.own])
+    # until its last reader has it. So the region around is a call whose handles are such values.
+    inner = [effect_of(profile, region, ()) for region in entry.inside]
+    outer = dataclasses.replace(entry, handles=[*entry.direct_handles])
     made = {number for op in entry.ops for number in op.fresh}
-    for one in entry.inside:
-        for number, (first, last) in one.outside().items():
-            versions = [value for value, at in entry.maker.items() if value[0] == number and at < one.first]
+    for region in entry.inside:
+        for number, (first, last) in region.outside().items():
+            versions = [value for value, at in entry.maker.items() if value[0] == number and at < region.first]
             if versions:
                 outer.handles.append(Request(max(versions), first, last))
     effect = effect_of(profile, outer, ())
-    for one, inside in zip(entry.inside, inner, strict=True):
-        _add(effect, entry, one, inside, made)
+    for region, inside in zip(entry.inside, inner, strict=True):
+        _add(effect, entry, region, inside, made)
     again = {*effect.again}
     effect.spared = [number for at, op in enumerate(entry.ops) if at not in again for number in op.extras]
     return effect
 
 
 def effect_with(profile: Profile, entry: BlockCall, regions: Sequence[BlockCall], of: Callable[[BlockCall], Effect]) -> Effect:
-    """Returns the effect of regions in a block's call, one for all of it, or of parts; the rest has no region."""
+    """Returns the effect of regions in a block's call, for all of it or for parts; the rest has no region."""
     if [*map(id, regions)] == [id(entry)]:
         return of(entry)
-    theirs = {id(handle) for one in regions for handle in one.handles}
+    theirs = {id(handle) for region in regions for handle in region.handles}
     rest = [handle for handle in entry.handles if id(handle) not in theirs]
     effect = effect_of(profile, dataclasses.replace(entry, handles=rest), (), is_plain=True)
-    for one in regions:
-        inside = of(dataclasses.replace(one, in_order=entry.in_order))
-        _add(effect, entry, one, inside)
-        own = {number for op in one.ops for number in op.extras}
-        effect.spared = [*inside.spared, *(number for number in effect.spared if number not in own)]
+    for region in regions:
+        inside = of(dataclasses.replace(region, in_order=entry.in_order))
+        _add(effect, entry, region, inside)
+        extras = {number for op in region.ops for number in op.extras}
+        effect.spared = [*inside.spared, *(number for number in effect.spared if number not in extras)]
     return effect
 
 
-def _add(effect: Effect, entry: BlockCall, one: BlockCall, inside: Effect, made: Collection[int] = ()) -> None:
-    # Its replays come after those of the region around, at one row.
+def _add(effect: Effect, entry: BlockCall, region: BlockCall, inside: Effect, made: Collection[int] = ()) -> None:
+    # At the same row, replays of the region come after replays of the region around.
     effect.deltas += [(row, order + len(entry.ops) * 8, nbytes) for row, order, nbytes in inside.deltas]
     for number, end in inside.ends.items():
         if number not in made:
             effect.ends[number] = max(effect.ends.get(number, 0), end)
     effect.cost += inside.cost
-    effect.again += [one.first + at for at in inside.again]
+    effect.again += [region.first + at for at in inside.again]
 
 
 def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
@@ -107,7 +107,7 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
             lasts[handle.value[0]] = max(lasts.get(handle.value[0], 0), handle.let_go)
     again = [*range(last + 1)]
     made = {number for at in again for number in entry.ops[at].fresh}
-    # What comes from outside is held to the end, as the arguments of the call, those that no rerun reads too.
+    # What comes from outside is held to the end, as the arguments of the call, also values that no rerun reads.
     outside = {value[0] for op in entry.ops for value in op.reads if value not in entry.maker} | {*lasts}
     ends = dict.fromkeys(outside - made, max(lasts.values(), default=0))
     ends = {number: end for number, end in ends.items() if not profile.allocations[number].is_lent}
@@ -118,7 +118,7 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
         op = entry.ops[at]
         # The program lets go of each as in forward.
         born = min((profile.allocations[number].born for number in op.fresh), default=None)
-        for number in [one for one in living if born is not None and profile.allocations[one].freed < born]:
+        for number in [candidate for candidate in living if born is not None and profile.allocations[candidate].freed < born]:
             living.remove(number)
             deltas.append((max(lasts.get(number, row), row), order, -profile.allocations[number].nbytes))
         deltas.append((row, order + 1, _bytes(profile, op.fresh) + max(0, op.temporary)))
@@ -126,38 +126,38 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
         living += op.fresh
         order += 3
     deltas += [(max(lasts.get(number, row), row), order, -profile.allocations[number].nbytes) for number in living]
-    spared = [number for op in entry.ops for number in op.extras][1:]  # one state of a generator is for all of the call
+    spared = [number for op in entry.ops for number in op.extras][1:]  # a single state of a generator is for all of the call
     return Effect(deltas, ends, sum(entry.ops[at].cost for at in again), again, spared)
 
 
-def _needed(entry: BlockCall, value: Value, held: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
+def _needed(entry: BlockCall, value: StorageVersion, retained: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
     """Returns the operators which bring back a value, and notes what they need until backward lets go of it."""
-    todo, seen, found = [value], set[Value](), set[int]()
+    todo, seen, operators = [value], set[StorageVersion](), set[int]()
     while todo:
-        one = todo.pop()
-        if one in seen:
+        wanted = todo.pop()
+        if wanted in seen:
             continue
-        seen.add(one)
-        at = entry.maker.get(one)
-        if at is None or one[0] in held:
-            ends[one[0]] = max(ends.get(one[0], 0), let_go)
+        seen.add(wanted)
+        at = entry.maker.get(wanted)
+        if at is None or wanted[0] in retained:
+            ends[wanted[0]] = max(ends.get(wanted[0], 0), let_go)
         else:
-            found.add(at)
+            operators.add(at)
             todo += entry.ops[at].reads
-    return found
+    return operators
 
 
 def _replays(
-    profile: Profile, entry: BlockCall, held: set[int], again: set[int], needs: list[tuple[int, list[int]]]
+    profile: Profile, entry: BlockCall, retained: set[int], again: set[int], needs: list[tuple[int, list[int]]]
 ) -> list[Delta]:
     readers: dict[int, int] = {}
     for at in again:
-        for number in _inside(entry, entry.ops[at], held):
+        for number in _inside(entry, entry.ops[at], retained):
             readers[number] = readers.get(number, 0) + 1
     lasts: dict[int, int] = {}
     for handle in entry.handles:
         value = handle.value
-        if value is not None and value[0] not in held and value in entry.maker and handle.restored is not None:
+        if value is not None and value[0] not in retained and value in entry.maker and handle.restored is not None:
             lasts[value[0]] = max(lasts.get(value[0], 0), handle.let_go)
     deltas: list[Delta] = []
     order = 0
@@ -171,7 +171,7 @@ def _replays(
                 deltas.append((row, order, size + max(0, op.temporary)))
                 deltas.append((row, order + 1, -max(0, op.temporary) - _bytes(profile, lost)))
                 order += 2
-            for number in _inside(entry, op, held):
+            for number in _inside(entry, op, retained):
                 readers[number] -= 1
                 if not readers[number]:
                     end = lasts.get(number, row)
@@ -188,21 +188,21 @@ def _bytes(profile: Profile, numbers: Iterable[int]) -> int:
     return sum(profile.allocations[number].nbytes for number in numbers)
 
 
-def _inside(entry: BlockCall, op: OpRun, held: set[int]) -> set[int]:
+def _inside(entry: BlockCall, op: OpRun, retained: set[int]) -> set[int]:
     """Returns the allocations which an operator reads and a replay makes."""
-    return {value[0] for value in op.reads if value in entry.maker and value[0] not in held and value[0] not in op.fresh}
+    return {value[0] for value in op.reads if value in entry.maker and value[0] not in retained and value[0] not in op.fresh}
 
 
 def natural_ends(profile: Profile) -> list[int]:
     """Returns for each allocation the row of the free if no block needed the allocation in backward."""
-    found = [one.freed for one in profile.allocations]
+    natural = [allocation.freed for allocation in profile.allocations]
     # Where a block was the last to need an allocation in the profile, the program had let go of it before; it needs it in the
     # forward of the block at least.
     for entry in profile.entries:
         for number, end in effect_of(profile, entry, ()).ends.items():
-            if found[number] <= end + _SOON or found[number] == entry.end:
-                found[number] = entry.end
-    return found
+            if natural[number] <= end + _SOON or natural[number] == entry.end:
+                natural[number] = entry.end
+    return natural
 
 
 #: Rows between the last need of an allocation and its end.
@@ -219,10 +219,10 @@ def timeline_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[i
         spared.update(effect.spared)
         for number, end in effect.ends.items():
             ends[number] = max(ends.get(number, 0), end)
-    for number, one in enumerate(profile.allocations):
-        if not one.is_again and number not in spared:
-            moments.append((one.born, -1, one.nbytes))
-            moments.append((max(natural[number], ends.get(number, 0)), -1, -one.nbytes))
+    for number, allocation in enumerate(profile.allocations):
+        if not allocation.is_again and number not in spared:
+            moments.append((allocation.born, -1, allocation.nbytes))
+            moments.append((max(natural[number], ends.get(number, 0)), -1, -allocation.nbytes))
     moments.sort()
     return moments
 
