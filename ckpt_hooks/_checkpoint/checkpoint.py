@@ -261,10 +261,10 @@ def checkpoint(
     if function is not None and torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     options = DEFAULT_OPTIONS
-    given = determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
-    if given != _DEFAULTS:
+    values = determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
+    if values != _DEFAULTS:
         # Not a new object: Dynamo knows where a check stands that options have, and none that is the default of a class.
-        options = dataclasses.replace(options, **values_of(zip(_PASSED_ON, given, strict=True)))
+        options = dataclasses.replace(options, **values_of(zip(_PASSED_ON, values, strict=True)))
     if function is None:
         if args:
             raise TypeError(
@@ -346,7 +346,7 @@ def frame_of_call(
     from ckpt_hooks.report.debug import OperatorLogs
 
     logs = OperatorLogs(function)
-    own = logs.forward, logs.recompute
-    frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
+    pair = logs.forward, logs.recompute
+    frame = FunctionFrame(function, args, kwargs, options, pair if contexts is None else both(contexts, pair), settings)
     frame.explain = logs.explain
     return frame
