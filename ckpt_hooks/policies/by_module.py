@@ -1,6 +1,6 @@
 """Policies which go by the running module: all that runs in some, and single runs of operators.
 
-The running modules are read off the stack of Python. The road not taken: hooks on each module, which stay where a module raises.
+The running modules are read off the stack of Python. The road not taken: hooks on each module, left where a call raises.
 """
 
 from __future__ import annotations
