@@ -333,7 +333,7 @@ def frame_of_call(
     context_fn: Callable[[], ContextPair],
     settings: Settings,
 ) -> Any:
-    """Returns the frame of a call, to be entered around the call: a recorded one under a policy."""
+    """Returns the frame of a call, to be entered around the call: under a policy a recorded frame."""
     contexts = None
     if context_fn is not noop_context_fn:
         from ckpt_hooks.selective import frame_under_policy  # others need no recorded frames

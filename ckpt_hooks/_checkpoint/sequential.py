@@ -1,4 +1,4 @@
-"""``checkpoint_sequential`` and ``checkpoint_loop``: functions one after another, in segments; and many steps on few states."""
+"""``checkpoint_sequential`` and ``checkpoint_loop``: functions in a row, in segments; and many steps on few states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters sharded by FSDP2, for replays which need them gathered: several units in one recorded region.
+"""Parameters sharded by FSDP2, for replays which need them gathered: several units in a recorded region.
 
 FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. The replay
 of a region around several units reads parameters of units whose backward has not come.

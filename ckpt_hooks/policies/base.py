@@ -71,7 +71,7 @@ class Policy(abc.ABC):
     title: str = ""
     meaning: str = ""
 
-    #: Operators (or ``kind``) named by the user, until a region has had one, or some were looked through. A list of
+    #: Operators (or ``kind``) named by the user, until a region has had any, or some were looked through. A list of
     #: operators which never run is a mistake mostly.
     expects: frozenset[Any] = frozenset()
     kind: str = "operators"
@@ -143,7 +143,7 @@ class Policy(abc.ABC):
 
 
 def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
-    """Returns the function to ask in one region, given what says whether to keep the next run of an operator."""
+    """Returns the function to ask in a region, given what says whether to keep the next run of an operator."""
     return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
 

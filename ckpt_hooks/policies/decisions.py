@@ -1,4 +1,4 @@
-"""The decisions of a policy in one region, and warnings of what never comes.
+"""The decisions of a policy in a region, and warnings of what never comes.
 
 The answer of a policy which decides by the operator alone is looked up from then on. Other policies are asked about each run of
 an operator whose output can stand in for another run (``OpFacts.is_asked_about``), with the run's index in the region.
@@ -149,7 +149,7 @@ if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
 _LOOKED_THROUGH = 3
 
 # The same, of all policies of a class and the same names, since a program may make its policy anew in each step. Below 0 once
-# a region had one, or a warning said that none had.
+# a region had any, or a warning said that none had.
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
 
@@ -157,7 +157,7 @@ _UNASKED = (Kind.IGNORED, Kind.RANGE)
 
 
 class Decisions:
-    """The decisions of a policy in one region."""
+    """The decisions of a policy in a region."""
 
     __slots__ = ("_asks", "_num_asked", "expected", "is_kept", "known", "policy", "seen")
 
