@@ -169,7 +169,7 @@ def up_to_number(name: str) -> str | None:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Returns names of one pattern in one, as in ``"layers.0-11"``."""
+    """Returns names of a pattern, folded, as in ``"layers.0-11"``."""
     distinct = list(dict.fromkeys(names))
     if len(distinct) < 2:
         return "".join(distinct)

@@ -69,7 +69,7 @@ class SavedResiduals(Printed):
     def _headline(self) -> str:
         dropped = f"; regions dropped {format_bytes(self.dropped_bytes)}" if self.dropped else ""
         if dropped and not self.is_dropped_exact:
-            # No bound: a loop that reads one tensor a hundred times has dropped a single tensor.
+            # No bound: a loop that reads one tensor a hundred times has dropped it once.
             dropped = "; how much regions dropped is not known: for that, run forward under ckpt_hooks.trace()"
         return (
             f"backward holds {format_bytes(self.total_bytes)} in {count_of(len(self.tensors), 'storage')}, "
