@@ -337,7 +337,7 @@ def frame_of_call(
     from ckpt_hooks.report.debug import OperatorLogs
 
     logs = OperatorLogs(function)
-    own = logs.forward, logs.recompute
-    frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
+    pair = logs.forward, logs.recompute
+    frame = FunctionFrame(function, args, kwargs, options, pair if contexts is None else both(contexts, pair), settings)
     frame.explain = logs.explain
     return frame

@@ -1,4 +1,4 @@
-"""``checkpoint_chunks``: a function on slices of its input, one after the other, each of them a region."""
+"""``checkpoint_chunks``: a function on slices of its input, in turn, each a region."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class Chunks(NamedTuple):
 
 
 def chunks_among(options: dict[str, Any]) -> Chunks | None:
-    """Takes the options of chunks from those of a module; None if there are none."""
-    found = {name: options.pop(name) for name in Chunks._fields if name in options}
-    if found and "chunks" not in found:
-        raise Misuse.NO_CHUNKS.error(kind=ValueError, name=next(iter(found)))
-    return Chunks(**found).checked() if found else None
+    """Takes the options of chunks from options of a module; None if there are none."""
+    values = {name: options.pop(name) for name in Chunks._fields if name in options}
+    if values and "chunks" not in values:
+        raise Misuse.NO_CHUNKS.error(kind=ValueError, name=next(iter(values)))
+    return Chunks(**values).checked() if values else None
 
 
 @skipped
@@ -156,9 +156,9 @@ def checkpoint_chunks(
     """
     how = Chunks(chunks, dim, reduce, chunked, check_rows).checked()
     region = _REGION
-    made: Any = function
-    if isinstance(made, _MADE):
-        function, region = made.__wrapped__, made._region
+    wrapper: Any = function
+    if isinstance(wrapper, _MADE):
+        function, region = wrapper.__wrapped__, wrapper._region
     if not callable(function):
         raise Misuse.NO_FUNCTION.error(function, form="checkpoint_chunks", right="checkpoint_chunks(block, x)")
     check_runs(function)
@@ -175,9 +175,9 @@ def checkpoint_chunks(
 def run_in_chunks(
     run: RunRegion, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Chunks
 ) -> Any:
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    first = next(iter(given), None)
-    x = given.get(first)
+    arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    first = next(iter(arguments), None)
+    x = arguments.get(first)
     if not isinstance(x, torch.Tensor):
         raise wrong(x, "The argument to cut", "a tensor", "Pass it first, and others to cut by chunked.")
     dim = how.dim
@@ -186,7 +186,7 @@ def run_in_chunks(
         raise wrong(dim, "dim", wanted, "Pass that of the rows, 1 or -2 say.", ValueError)
     dim %= x.dim()
     keys = {name: name if name in kwargs else _position_of(name, function, len(args)) for name in how.chunked}
-    cut: dict[Any, Any] = {first: x, **{key: given[key] for key in keys.values() if given[key] is not None}}
+    cut: dict[Any, Any] = {first: x, **{key: arguments[key] for key in keys.values() if arguments[key] is not None}}
     for name, key in keys.items():
         value = cut.get(key, x)
         if not isinstance(value, torch.Tensor) or value.shape[dim : dim + 1] != x.shape[dim : dim + 1]:
@@ -194,16 +194,16 @@ def run_in_chunks(
             raise wrong(value, name, wanted, "Leave it out of chunked if all slices need the whole.", ValueError)
 
     def call(part: tuple[torch.Tensor, ...]) -> Any:
-        now = {**given, **dict(zip(cut, part, strict=True))}
-        return run(function, tuple([now[position] for position in range(len(args))]), {name: now[name] for name in kwargs})
+        bound = {**arguments, **dict(zip(cut, part, strict=True))}
+        return run(function, tuple([bound[position] for position in range(len(args))]), {name: bound[name] for name in kwargs})
 
     def results(tensors: Iterable[torch.Tensor], size: int) -> Any:
-        # One node takes the gradients of all slices. Of ``narrow`` there is one a slice, with a gradient as large as x.
+        # One node takes the gradients of all slices. ``narrow`` has a node a slice, with a gradient as large as x.
         parts = zip(*(torch.split(tensor, size, dim) for tensor in tensors), strict=True)
         return _joined(((part[0].shape[dim], call(part)) for part in parts), how.reduce, dim)
 
     if how.check_rows and not torch.compiler.is_dynamo_compiling():
-        _compare_rows(function, tuple(given.values()), list(cut.values()), dim, results)
+        _compare_rows(function, tuple(arguments.values()), list(cut.values()), dim, results)
     return results(cut.values(), max(-(-x.shape[dim] // how.chunks), 1))
 
 
@@ -224,8 +224,8 @@ def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
 
 
 def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) -> Any:
-    """Puts results of slices together, each given with the number of rows."""
-    found: list[Sequence[Any]] = []
+    """Puts results of slices together, each with its number of rows."""
+    outputs: list[Sequence[Any]] = []
     is_tuple = False
     for rows, result in results:
         is_tuple = type(result) is tuple
@@ -234,22 +234,22 @@ def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) ->
         if reduce == "mean":
             if not (len(entries) == 2 and are_tensors[0] and (are_tensors[1] or isinstance(entries[1], (int, float)))):
                 raise Misuse.NO_COUNT.error(result)
-        elif not (entries and all(are_tensors)) or (found and len(entries) != len(found[0])):
+        elif not (entries and all(are_tensors)) or (outputs and len(entries) != len(outputs[0])):
             raise Misuse.RESULT.error(result)
-        for entry, total in zip(entries, found[0] if found else entries, strict=True):
+        for entry, total in zip(entries, outputs[0] if outputs else entries, strict=True):
             shape = tuple(getattr(total, "shape", ()))  # of a number
             if reduce is None and entry.shape[dim : dim + 1] != (rows,):
                 raise Misuse.RESULT_ROWS.error(entry, ValueError, dim=dim, rows=rows)
             if reduce and getattr(entry, "shape", ()) != shape:
                 raise Misuse.RESULT_SHAPES.error(entry, ValueError, shape=shape)
-        if reduce and found:
-            found = [[total + entry for total, entry in zip(found[0], entries, strict=True)]]
+        if reduce and outputs:
+            outputs = [[total + entry for total, entry in zip(outputs[0], entries, strict=True)]]
         else:
-            found.append(entries)
+            outputs.append(entries)
     if reduce == "mean":
-        total, count = found[0]
+        total, count = outputs[0]
         return total / count
-    joined: Sequence[Any] = found[0] if reduce else [torch.cat(parts, dim) for parts in zip(*found, strict=True)]
+    joined: Sequence[Any] = outputs[0] if reduce else [torch.cat(parts, dim) for parts in zip(*outputs, strict=True)]
     return tuple(joined) if is_tuple else joined[0]
 
 
@@ -279,7 +279,7 @@ def _compare_rows(
 
     drawn, whole, halves = past_modes(compared)
     pairs = zip(whole, halves, strict=True) if isinstance(whole, tuple) else [(whole, halves)]
-    if not all(_are_close(one, other, cut[0]) for one, other in pairs):
+    if not all(_are_close(of_whole, of_halves, cut[0]) for of_whole, of_halves in pairs):
         if drawn is None:
             raise Misuse.DEPENDENT_ROWS.error(kind=ValueError, name=name_of_callable(function), dim=dim, rows=half)
         warn_user(
@@ -293,7 +293,7 @@ def _compare_rows(
 @contextlib.contextmanager
 def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[None]:
     """Restores on leaving what a rerun restores: random states, and what the function reaches."""
-    journal = journal_of(function, [one for one in arguments if not isinstance(one, torch.Tensor)], preserve_buffers=True)
+    journal = journal_of(function, [value for value in arguments if not isinstance(value, torch.Tensor)], preserve_buffers=True)
     region = (name_of_function(function),)
     loan = JournalLoan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
     before = _ambient.enter(_ambient.capture(preserve_rng_state=True, generators=journal.generators if journal else ()))
@@ -314,7 +314,7 @@ def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
 
 def _are_close(whole: torch.Tensor, halves: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether tensors are equal up to the root of the coarsest precision there, in parts of the largest number."""
-    dtypes = [one.dtype for one in (whole, x) if one.is_floating_point() or one.is_complex()]
+    dtypes = [tensor.dtype for tensor in (whole, x) if tensor.is_floating_point() or tensor.is_complex()]
     if torch.is_autocast_enabled(x.device.type):
         dtypes.append(torch.get_autocast_dtype(x.device.type))
     if not whole.numel() or whole.dtype not in dtypes:

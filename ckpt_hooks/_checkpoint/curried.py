@@ -52,10 +52,10 @@ class CheckpointedFunction(Generic[P, R]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         # A decorated function is pickled as functions are, by its name.
-        found: Any = sys.modules.get(self.__module__)
+        named: Any = sys.modules.get(self.__module__)
         for name in getattr(self, "__qualname__", "").split("."):
-            found = getattr(found, name, None)
-        return self.__qualname__ if found is self else super().__reduce_ex__(protocol)
+            named = getattr(named, name, None)
+        return self.__qualname__ if named is self else super().__reduce_ex__(protocol)
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
         bind = getattr(type(self.function), "__get__", None)
@@ -101,21 +101,21 @@ class CheckpointedModule(Module):
 def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
     try:  # as a class statement does, with the metaclass of both
         name, bases = f"Checkpointed{kind.__name__}", (CheckpointedModule, kind)
-        found = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__slots__=()))
+        subclass = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__slots__=()))
     except TypeError as error:
         raise TypeError(
             f"checkpoint(...) got a module of the class {kind.__qualname__}, of which it can make no subclass ({error}). "
             "Write `checkpoint_module(module, ...)`, which keeps the module as it is."
         ) from error
-    found.__module__, found.__qualname__ = kind.__module__, found.__name__
-    return found
+    subclass.__module__, subclass.__qualname__ = kind.__module__, subclass.__name__
+    return subclass
 
 
 def checkpointed_module(module: Module, region: Curried) -> Module:
     """Returns a module with the attributes of ``module``, whose calls run ``module`` as a region."""
     kind = _class_for(type(module))  # type: ignore[arg-type]  # mypy takes a module's ``__hash__`` for the class's
     checkpointed = object.__new__(kind)
-    put = object.__setattr__  # nn.Module's own would look for parameters, in a dictionary that is not there yet
+    put = object.__setattr__  # that of nn.Module looks for parameters, in a dictionary not there yet
     put(checkpointed, "_region", region)
     put(checkpointed, "__wrapped__", module)
     put(checkpointed, "__dict__", module.__dict__)
@@ -134,7 +134,7 @@ class Curried:
         check_curried(function, others, named, "checkpoint(...)")
         check_runs(function)
         module: Any = function
-        # Dynamo cannot trace the making of a class, and no class is made of that of a scripted module.
+        # Dynamo cannot trace the making of a class, and none derives from a scripted module's.
         is_function = not isinstance(module, Module) or isinstance(module, torch.jit.ScriptModule)
         if is_function or torch.compiler.is_dynamo_compiling():
             return CheckpointedFunction(function, self)
@@ -151,12 +151,12 @@ class Curried:
         return run(function, args, kwargs, self.options, self.context_fn)
 
 
-def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
+def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], named_options: dict[str, Any]) -> Curried:
     if context_fn is not noop_context_fn:
         check_context_fn(context_fn)
-    known = {name: value for name, value in own_options.items() if name in _PASSED_ON}
+    known = {name: value for name, value in named_options.items() if name in _PASSED_ON}
     options = options_from(options, **known)
-    if unknown := [name for name in own_options if name not in known]:
+    if unknown := [name for name in named_options if name not in known]:
         advice = "Give arguments of the function to what that returns: `checkpoint(...)(function)(*args)`."
         raise unknown_error(unknown, options_of(Form.CURRIED), "Without a function, checkpoint", advice)
     return Curried(options, context_fn)

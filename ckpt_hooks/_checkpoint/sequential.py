@@ -1,4 +1,4 @@
-"""``checkpoint_sequential`` and ``checkpoint_loop``: functions one after another, in segments; and many steps on few states."""
+"""``checkpoint_sequential`` and ``checkpoint_loop``: functions in a row, in segments; and many steps on few states."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def checkpoint_loop(step: Callable[[State], State], state: State, n: int, slots:
     check_signature(step, "step", "state")
     checked_integer(n, "n", least=0)
     checked_integer(slots, "slots", least=2)
-    return _Steps(step, 0, n, slots)(state) if n else state
+    return _LoopPart(step, 0, n, slots)(state) if n else state
 
 
 def first_part(steps: int, slots: int) -> int:
@@ -146,11 +146,11 @@ def first_part(steps: int, slots: int) -> int:
     repeats = 1  # of a step, at most
     while math.comb(slots + repeats, slots) < steps:
         repeats += 1
-    # The least number of those that are optimal: the steps after it have one slot less.
+    # The least optimal number: the steps after it have a slot less.
     return max(1, math.comb(slots + repeats - 2, slots), steps - math.comb(slots + repeats - 1, slots - 1))
 
 
-class _Steps:
+class _LoopPart:
     __slots__ = ("__qualname__", "count", "slots", "start", "step")
 
     def __init__(self, step: Callable[[Any], Any], start: int, count: int, slots: int) -> None:
@@ -161,6 +161,6 @@ class _Steps:
         start, left, slots = self.start, self.count, self.slots
         while left > 1:
             part = first_part(left, slots)
-            state = run(_Steps(self.step, start, part, slots), (state,), {}, DEFAULT_OPTIONS, noop_context_fn)
+            state = run(_LoopPart(self.step, start, part, slots), (state,), {}, DEFAULT_OPTIONS, noop_context_fn)
             start, left, slots = start + part, left - part, slots - 1
         return self.step(state)  # in no further region: backward needs it first

@@ -1,4 +1,4 @@
-"""Parameters sharded by FSDP2, for replays which need them gathered: several units in one recorded region.
+"""Parameters sharded by FSDP2, for replays which need them gathered: several units in a recorded region.
 
 FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. The replay
 of a region around several units reads parameters of units whose backward has not come.
@@ -33,7 +33,7 @@ class Unit(NamedTuple):
 _by_address: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 # The parameters in the index.
 _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
-# Parameters which FSDP2 has not made, by identity. None of them becomes one that it has.
+# Parameters which FSDP2 has not made, by identity. No such parameter becomes FSDP2's.
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
@@ -41,9 +41,9 @@ def unit_of(tensor: torch.Tensor) -> Origin | None:
     """Returns the unit that gathers a tensor, and the shard in this process; None for memory which FSDP2 does not free."""
     if not num_units() or (address := storage_of(tensor)) is None:
         return None
-    found = _found(address)
-    if found is not None:
-        return found
+    origin = _origin_at(address)
+    if origin is not None:
+        return origin
     whole = tensor._base if tensor._is_view() else tensor
     if type(whole) is not torch.nn.Parameter:
         return None
@@ -51,13 +51,13 @@ def unit_of(tensor: torch.Tensor) -> Origin | None:
     foreign = _foreign.get(key)
     if foreign is None or foreign() is not whole:
         _index()
-        found = _found(address)
-        if found is None:
+        origin = _origin_at(address)
+        if origin is None:
             _foreign[key] = weakref.ref(whole, partial(_foreign.pop, key))
-    return found
+    return origin
 
 
-def _found(address: int) -> Origin | None:
+def _origin_at(address: int) -> Origin | None:
     references = _by_address.get(address)
     if references is None:
         return None

@@ -87,17 +87,17 @@ class TorchPatch(OfThisProcess):
         kwargs: dict[str, Any],
         *,
         context_fn: Callable[[], ContextPair] = _TORCHS_NOOP,
-        **given: Any,
+        **named: Any,
     ) -> Iterator[None]:
         """Opens a region, yields for the call of the function, and closes the region."""
         if not torch.is_grad_enabled():
             yield
             return
         if self._preserve_rng_state is not None:
-            given["preserve_rng_state"] = self._preserve_rng_state
+            named["preserve_rng_state"] = self._preserve_rng_state
         options = DEFAULT_OPTIONS
-        if not given.items() <= _DEFAULTS.items():
-            options = options_from(**{name: bool(value) if name in _FLAGS else value for name, value in given.items()})
+        if not named.items() <= _DEFAULTS.items():
+            options = options_from(**{name: bool(value) if name in _FLAGS else value for name, value in named.items()})
         watch_fused_steps()
         mark = mark_thread()
         left_behind = False
@@ -191,7 +191,7 @@ def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | Non
 
 
 def _set_active(change: Callable[[tuple[TorchPatch, ...]], tuple[TorchPatch, ...]]) -> None:
-    """Changes the active patches, and diverts what these divert."""
+    """Changes the active patches, and diverts what they divert."""
     global _active
     with _lock:
         before, wanted = _active, change(_active)

@@ -34,7 +34,7 @@ FLAG = "gradient_checkpointing"
 
 
 class Taken:
-    """The functions for ``gradient_checkpointing_func`` of one model, by names of modules."""
+    """The functions for ``gradient_checkpointing_func`` of a model, by names of modules."""
 
     def __init__(
         self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None, keep: tuple[int, int]
@@ -114,11 +114,11 @@ class TakenSwitch:
             setattr(module, FUNCTION, taken.runner(self._path(name) or type(owner).__name__))
             if taken.planned is not None and self._path(name) not in taken.planned:
                 setattr(module, FLAG, False)
-        on = [(name, one) for name, one in flagged.items() if getattr(one, FLAG) and calls_function(one)]
-        kept = ends_of(on, *taken.keep) if enable else []
-        for _, module in kept:
+        on = [(name, module) for name, module in flagged.items() if getattr(module, FLAG) and calls_function(module)]
+        whole = ends_of(on, *taken.keep) if enable else []
+        for _, module in whole:
             setattr(module, FLAG, False)
-        self.kept = [self._path(name) for name, _ in kept]
+        self.kept = [self._path(name) for name, _ in whole]
 
     def _path(self, name: str) -> str:
         return ".".join(part for part in (self._name, name) if part)
@@ -146,7 +146,7 @@ def _warn_of_options(function: Any) -> None:
 
 
 def transformers_model(model: Any) -> Any:
-    """Returns the Transformers model: the argument, or the model inside one of PEFT."""
+    """Returns the Transformers model: the argument, or the model inside a model of PEFT."""
     if isinstance(model, Module):
         owner = getattr(getattr(model, SWITCH, None), "__self__", None)
         if isinstance(owner, Module):
@@ -165,7 +165,7 @@ def transformers_model(model: Any) -> Any:
 
 def switch_of(owner: Module) -> Callable[..., Any] | None:
     """Returns the switch which takes a function, of the model's class or of a class above; None if there is none."""
-    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch by one of before 4.35, which takes none.
+    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch as before 4.35, without a function.
     for kind in type(owner).__mro__:
         switch = vars(kind).get(SWITCH)
         if switch is not None and "gradient_checkpointing_func" in inspect.signature(switch).parameters:
@@ -206,7 +206,7 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
     if isinstance(plan, type) or not callable(getattr(plan, "runners", None)):
         raise wrong(plan, "plan", "a Plan of ckpt_hooks.plan_memory", "Pass one.")
     modules, names = dict(model.named_modules()), {id(module): name for name, module in owner.named_modules()}
-    found = {}
+    functions = {}
     for block, runner in plan.runners().items():
         module = modules.get(block)
         if module is None or not hasattr(module, FLAG) or not calls_function(module):
@@ -214,8 +214,8 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
                 f"Block {block!r} of the plan is no layer which the checkpointing switch of {type(owner).__name__} calls. "
                 "Write `plan.apply(model)`, or plan with the layers of the switch as blocks."
             )
-        found[names[id(module)]] = runner
-    return found
+        functions[names[id(module)]] = runner
+    return functions
 
 
 def enable_in_transformers(
@@ -285,7 +285,7 @@ def enable_in_transformers(
     machine = None
     if memory_budget is not None:
         check_none({"policy": policy, "recorded": recorded, "keep_first": keep[0], "keep_last": keep[1], **options})
-        layers = [name for name, one in model.named_modules() if hasattr(one, FLAG) and calls_function(one)]
+        layers = [name for name, module in model.named_modules() if hasattr(module, FLAG) and calls_function(module)]
         plan = machine = planner().machine_of(model, memory_budget, layers, plan=plan, **planning)
     else:
         check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
@@ -326,7 +326,7 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         self._machine = machine
         self._model = type(owner).__name__
         self._before = [
-            (name, weakref.ref(module), {one: vars(module)[one] for one in (FLAG, FUNCTION) if one in vars(module)})
+            (name, weakref.ref(module), {key: vars(module)[key] for key in (FLAG, FUNCTION) if key in vars(module)})
             for name, module in flagged.items()
         ]
         models = [(name, module) for name, module in owner.named_modules() if switch_of(module) is not None]
@@ -365,8 +365,8 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         """
         if self.plan is None:
             raise ValueError("There is no plan. Pass memory_budget, and train a step: the plan is made when it has ended.")
-        found: dict[str, Any] = self.plan.to_json()
-        return found
+        plan: dict[str, Any] = self.plan.to_json()
+        return plan
 
     def undo(self) -> None:
         """Leaves the model as it was, but for modules enabled anew since. A second call does nothing."""
@@ -398,8 +398,8 @@ class EnabledCheckpointing(OfThisProcess, Printed):
             return f"{self._model}, {self.plan._headline()}"
         regions = self.regions
         count = count_of(len(regions), "region") if regions else "switched off"
-        kept = f", {fold_names(names)} kept" if self._switches and (names := self._switches[0].kept) else ""
-        return f"{self._model}, {count if self._before else 'undone'}{kept}"
+        suffix = f", {fold_names(names)} kept" if self._switches and (names := self._switches[0].kept) else ""
+        return f"{self._model}, {count if self._before else 'undone'}{suffix}"
 
     def _tables(self) -> list[Table]:
         if self.plan is not None:

@@ -41,19 +41,19 @@ class _Named:
 
 def operator_named(name: str) -> Any:
     """Returns an operator by its ``str``: ``"aten.mm.default"``, or ``"flex_attention"``."""
-    found: Any = torch.ops if "." in name else torch.ops.higher_order
+    namespace: Any = torch.ops if "." in name else torch.ops.higher_order
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        namespace = getattr(namespace, part)
+    return namespace
 
 
 def _exchanged(state: dict[str, Any], kinds: Any, exchange: Callable[[Any], Any]) -> dict[str, Any]:
-    def one(value: Any) -> Any:
+    def exchanged(value: Any) -> Any:
         if isinstance(value, frozenset):
-            return frozenset(map(one, value))
+            return frozenset(map(exchanged, value))
         return exchange(value) if isinstance(value, kinds) else value
 
-    return {name: one(value) for name, value in state.items()}
+    return {name: exchanged(value) for name, value in state.items()}
 
 
 class Policy(abc.ABC):
@@ -71,7 +71,7 @@ class Policy(abc.ABC):
     title: str = ""
     meaning: str = ""
 
-    #: Operators (or ``kind``) named by the user, until a region has had one, or some were looked through. A list of
+    #: Operators (or ``kind``) named by the user, until a region has had any, or some were looked through. A list of
     #: operators which never run is a mistake mostly.
     expects: frozenset[Any] = frozenset()
     kind: str = "operators"
@@ -129,11 +129,11 @@ class Policy(abc.ABC):
         """
         return None
 
-    def __call__(self, *given: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Decides on one run of an operator, given a context, the operator and its arguments."""
-        if len(given) < 2 or not callable(given[1]):
+        if len(args) < 2 or not callable(args[1]):
             raise Misuse.CALLED.error(name=self.title or type(self).__name__)
-        decision = self.for_op(op := given[1])
+        decision = self.for_op(op := args[1])
         if decision is None:
             raise TypeError(
                 f"{self!r} counts operators, and a count belongs to one region: pass the policy itself to ckpt_hooks, which "
@@ -143,7 +143,7 @@ class Policy(abc.ABC):
 
 
 def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
-    """Returns the function to ask in one region, of one that says whether to keep the next run of an operator."""
+    """Returns the function to ask in a region, given what says whether to keep the next run of an operator."""
     return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
 
@@ -161,8 +161,8 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
         if isinstance(op, OPERATOR_PACKET):
             overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in op.overloads())
             advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
-        given = str(op) if isinstance(op, OPERATOR_PACKET) else described_as(op)
-        raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {given}. {advice}")
+        words = str(op) if isinstance(op, OPERATOR_PACKET) else described_as(op)
+        raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {words}. {advice}")
     return ops
 
 
@@ -170,7 +170,7 @@ _NEVER_SEEN = (OpKind.IGNORED, OpKind.RANGE)
 
 
 class OpsPolicy(Policy):
-    """One decision for some operators, recompute for the others."""
+    """A decision for some operators, recompute for the others."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ def saving(ops: list[Any]) -> OpsPolicy:
 class _Function(Policy):
     """A function of the user's, asked about each run of an operator."""
 
-    #: The same for all functions: none of them decides on an operator alone.
+    #: The same for all functions: no function decides on an operator alone.
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
 
     def __init__(self, function: PolicyFn) -> None:
@@ -280,9 +280,9 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
         advice = "Write a list of operators: {argument}=[torch.ops.aten.mm.default]."
     elif getattr(policy, "__module__", None) in _FACTORIES:
         advice = f"It makes policies. Call it: {{argument}}={policy.__name__}(...)."
-    given = str(policy) if isinstance(policy, _OPERATORS) else described_as(policy)
+    words = str(policy) if isinstance(policy, _OPERATORS) else described_as(policy)
     return TypeError(
-        f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got {given}. "
+        f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got {words}. "
         f"{advice.format(argument=argument)}"
     )
 
@@ -319,7 +319,7 @@ def makes_policies(make: F) -> F:
 
     @while_tracing
     def key_of(*args: Any, **kwargs: Any) -> str:
-        named = {name: made_while_tracing(one) for name, one in kwargs.items()}
+        named = {name: made_while_tracing(value) for name, value in kwargs.items()}
         return key_for(make(*map(made_while_tracing, args), **named))
 
     @functools.wraps(make)

@@ -1,6 +1,6 @@
 """Policies which go by the running module: all that runs in some, and single runs of operators.
 
-The running modules are read off the stack of Python. The road not taken: hooks on each module, which stay where one raises.
+The running modules are read off the stack of Python. The road not taken: hooks on each module, left where a call raises.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class _SaveIndices(Policy):
                 key = name, str(op)
                 most = float("inf") if self._counts is None else self._counts.get(key, 0)
                 state = states[name, id(op)] = [0, self._runs.get(key, _NO_RUNS), most]
-            count, kept, most = state
+            count, kept_runs, most = state
             state[0] = count + 1
             if does_match and count >= most:
                 does_match = False
                 self._warn(name, op, int(most))
-            return does_match and count in kept
+            return does_match and count in kept_runs
 
         return is_kept
 
@@ -116,10 +116,10 @@ _names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, dict[int, str]]] =
 def _names_in(root: torch.nn.Module) -> dict[int, str]:
     """Returns the names of a module's submodules by ``id``; a module with several names has the first."""
     modules = [*root.modules()]
-    found = _names.get(root)
-    if found is None or found[0] != hash(tuple(map(id, modules))):
-        found = _names[root] = hash(tuple(map(id, modules))), {id(module): name for name, module in root.named_modules()}
-    return found[1]
+    cached = _names.get(root)
+    if cached is None or cached[0] != hash(tuple(map(id, modules))):
+        cached = _names[root] = hash(tuple(map(id, modules))), {id(module): name for name, module in root.named_modules()}
+    return cached[1]
 
 
 @makes_policies
@@ -160,21 +160,21 @@ def save_indices(
         2       aten.addmm.default  0
         >>> y = checkpoint(policy=policy)(block)(torch.ones(2, 4))
     """
-    found: dict[_Key, frozenset[int]] = {}
+    kept_runs: dict[_Key, frozenset[int]] = {}
     pairs: Any = {} if counts is None else counts
     try:
-        given = [(module, operator, number) for module, operator, number in runs]
+        triples = [(module, operator, number) for module, operator, number in runs]
         counted = [(module, operator, number) for (module, operator), number in pairs.items()]
     except (TypeError, ValueError, AttributeError):
         advice = "Write runs=[('', operator, 0)], and counts={('', operator): 1}."
         raise wrong((runs, counts), "runs and counts", "triples, and a mapping of pairs to numbers", advice) from None
-    for module, operator, number in given:
+    for module, operator, number in triples:
         key = _checked(module, operator, number, "runs")
-        found[key] = found.get(key, frozenset()) | {number}
+        kept_runs[key] = kept_runs.get(key, frozenset()) | {number}
     expected = {_checked(module, operator, number, "counts"): number for module, operator, number in counted}
     if root is not None:
         check_module(root, "root", "Pass the module in which the names are, or leave it out.")
-    return _SaveIndices(found, None if counts is None else expected, root)
+    return _SaveIndices(kept_runs, None if counts is None else expected, root)
 
 
 def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:
@@ -192,10 +192,10 @@ class _SaveModules(Policy):
         self._names, self.expects = names, frozenset(names)
         self._classes = tuple(name for name in names if isinstance(name, type))
         patterns = "|".join(name_expression(name) for name in names if isinstance(name, str))
-        self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"  # the end of the name: the model may stand in another one
+        self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"  # the end of the name: the model may stand in another
         words = [repr(name) if isinstance(name, str) else name.__name__ for name in names]
         self.meaning = f"keeps the results of what runs in modules {', '.join(words)}"
-        # Whether modules are named: by outermost module, and the identity of the dictionary, which a checkpointed one shares.
+        # Whether modules are named: by outermost module, and the dictionary's identity, which a checkpointed module shares.
         self.tables: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -214,20 +214,20 @@ class _SaveModules(Policy):
         if traced := torch.fx.traceback.current_meta.get("nn_module_stack"):  # Dynamo's notes
             return any(self._is_meant(*entry) for entry in traced.values())
         called = called_modules(sys._getframe(1))
-        if called[0] is None or not self._has_one(called):
+        if called[0] is None or not self._any_is_meant(called):
             return False
         self.expects = frozenset()
         return True
 
-    def _has_one(self, called: list[Any]) -> bool:
+    def _any_is_meant(self, called: list[Any]) -> bool:
         table = self.tables.setdefault(called[-1], {})
         for module in called:
-            found = table.get(id(vars(module)))
-            if found is None or found[0]() is None:  # a module added since
+            row = table.get(id(vars(module)))
+            if row is None or row[0]() is None:  # a module added since
                 named = [("", module), *called[-1].named_modules()]
-                table.update({id(vars(one)): (weakref.ref(one), self._is_meant(name, None)) for name, one in named})
-                found = table[id(vars(module))]
-            if found[1] or isinstance(module, self._classes):
+                table.update({id(vars(inner)): (weakref.ref(inner), self._is_meant(name, None)) for name, inner in named})
+                row = table[id(vars(module))]
+            if row[1] or isinstance(module, self._classes):
                 return True
         return False
 

@@ -1,4 +1,4 @@
-"""The decisions of a policy in one region, and warnings of what never comes.
+"""The decisions of a policy in a region, and warnings of what never comes.
 
 The answer of a policy which decides by the operator alone is looked up from then on. Other policies are asked about each run of
 an operator whose output can stand in for another run (``OpFacts.is_asked_about``), with the run's index in the region.
@@ -78,7 +78,7 @@ class SelectiveCheckpointContext(WatchesUnseen, _TorchContext):
         self.op_output, self.index, self._arguments = output, index, (args, kwargs)
         try:
             return policy(self, op, *args, **kwargs)
-        except TypeError:  # its own, unless it does not take what it is given
+        except TypeError:  # the policy's, unless its signature does not take these arguments
             check_signature(policy, "policy", PARAMETERS, (self, op, *args), kwargs)
             raise
         finally:
@@ -147,8 +147,8 @@ if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
 #: Not all regions under a policy are alike: the first may be a stem without what the list is about.
 _LOOKED_THROUGH = 3
 
-# The same, of all policies of one class and the same names, since a program may make its policy anew in each step. Below 0 once
-# a region had one, or a warning said that none had.
+# The same, of all policies of a class and the same names, since a program may make its policy anew in each step. Below 0 once
+# a region had any, or a warning said that none had.
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
 
@@ -156,7 +156,7 @@ _UNASKED = (OpKind.IGNORED, OpKind.RANGE)
 
 
 class Decisions:
-    """The decisions of a policy in one region."""
+    """The decisions of a policy in a region."""
 
     __slots__ = ("_asks", "_num_asked", "expected", "is_kept", "known", "policy", "seen")
 
@@ -240,9 +240,9 @@ class Decisions:
                 f"{', '.join(sorted(map(str, expected)))}. {policy.advice}"
             )
         policy.expects = frozenset()
-        # A policy that three regions share has its own warning; those made anew have one, whatever others were told.
-        is_own = policy.looked_through == _LOOKED_THROUGH
-        _looked_through[key] = min(_looked_through.get(key, 0), 0) if is_own else -math.inf
+        # A policy that three regions share warns for itself; policies made anew warn once, whatever others were told.
+        is_shared = policy.looked_through == _LOOKED_THROUGH
+        _looked_through[key] = min(_looked_through.get(key, 0), 0) if is_shared else -math.inf
 
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:

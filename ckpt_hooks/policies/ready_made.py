@@ -20,7 +20,7 @@ _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFE
 
 
 class _Uniform(Policy):
-    """One decision for every operator."""
+    """The same decision for every operator."""
 
     def __init__(self, title: str, decision: CheckpointPolicy, meaning: str) -> None:
         self.title, self._decision, self.meaning = title, decision, meaning
@@ -31,14 +31,14 @@ class _Uniform(Policy):
 
 def _named(names: Iterable[str]) -> list[Any]:
     """Returns the functional overloads of operators by name, as far as this torch has the operators."""
-    found: list[Any] = []
+    functional: list[Any] = []
     for name in names:
         namespace, _, operator = name.rpartition("::")
         packet = getattr(getattr(torch.ops, namespace or "aten"), operator, None)
         if packet is not None:
             overloads = [getattr(packet, overload) for overload in packet.overloads()]
-            found += [overload for overload in overloads if not overload._schema.is_mutable]
-    return found
+            functional += [overload for overload in overloads if not overload._schema.is_mutable]
+    return functional
 
 
 #: Keeps the output of every operator, needed in backward or not: more than without checkpointing.
@@ -257,8 +257,8 @@ def save_every(op: Any, n: int) -> Policy:
 _STRENGTH = {"MUST_SAVE": 5, "PREFER_SAVE": 4, "MUST_CPU_OFFLOAD": 3, "PREFER_CPU_OFFLOAD": 2, "MUST_RECOMPUTE": 0}
 
 
-def _stronger(one: Any, other: Any) -> CheckpointPolicy:
-    first, second = decision_of(one), decision_of(other)
+def _stronger(first_answer: Any, second_answer: Any) -> CheckpointPolicy:
+    first, second = decision_of(first_answer), decision_of(second_answer)
     return first if _STRENGTH.get(first.name, 1) >= _STRENGTH.get(second.name, 1) else second
 
 
@@ -267,35 +267,35 @@ class _Both(Policy):
 
     title = "save_from_both_policies"
 
-    def __init__(self, one: Policy, other: Policy) -> None:
-        self._one, self._other, self.meaning = one, other, f"{one!r} or {other!r}"
-        for policy in (one, other):
+    def __init__(self, first: Policy, second: Policy) -> None:
+        self._first, self._second, self.meaning = first, second, f"{first!r} or {second!r}"
+        for policy in (first, second):
             if policy.kind == "tensors":
                 self.expects, self.kind, self.advice = self.expects | policy.expects, policy.kind, policy.advice
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
-        first, second = self._one.for_op(op), self._other.for_op(op)
+        first, second = self._first.for_op(op), self._second.for_op(op)
         return None if first is None or second is None else _stronger(first, second)
 
     def for_function(self, function: Any) -> bool:
-        return self._one.for_function(function) or self._other.for_function(function)
+        return self._first.for_function(function) or self._second.for_function(function)
 
     def for_name(self, name: str) -> CheckpointPolicy | None:
-        decisions = [decision for policy in (self._one, self._other) if (decision := policy.for_name(name)) is not None]
+        decisions = [decision for policy in (self._first, self._second) if (decision := policy.for_name(name)) is not None]
         return functools.reduce(_stronger, decisions) if decisions else None
 
     def start(self) -> PolicyFn:
-        one, other = self._one.start(), self._other.start()
-        if one is self._one and other is self._other:
+        first, second = self._first.start(), self._second.start()
+        if first is self._first and second is self._second:
             return self
 
         def decide(*args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return _stronger(one(*args, **kwargs), other(*args, **kwargs))
+            return _stronger(first(*args, **kwargs), second(*args, **kwargs))
 
         return decide
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return _stronger(self._one(ctx, op, *args, **kwargs), self._other(ctx, op, *args, **kwargs))
+        return _stronger(self._first(ctx, op, *args, **kwargs), self._second(ctx, op, *args, **kwargs))
 
 
 @makes_policies

@@ -25,7 +25,7 @@ class _Measured(SystemExit):
     """Ends the script after the measured step."""
 
 
-class _Steps:
+class _ScriptSteps:
     """The steps of a script. A step ends with the calls of ``optimizer.step()`` before the next call of a module."""
 
     # A ledger begins and ends in such calls: at one depth of the program, where its function mode is the innermost.
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not os.path.isfile(options.script):
         parser.error(f"argument script: {options.script!r} is no file")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints its own begin and end
-    steps, has_failed = _Steps(options.step, options.goes_on), False
+    steps, has_failed = _ScriptSteps(options.step, options.goes_on), False
     hooks = register_module_forward_pre_hook(steps.called), register_optimizer_step_post_hook(steps.stepped)
     try:
         with steps.open:

@@ -71,7 +71,7 @@ class _RecomputeLog(OperatorLog):
 
 
 class OperatorLogs:
-    """Logs of one region's operators, in forward and in its latest recompute."""
+    """Logs of a region's operators, in forward and in its latest recompute."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._latest: list[OperatorLog] = []
@@ -89,9 +89,9 @@ class OperatorLogs:
         before: Sequence[Entry] = recompute if error.index >= 0 else []
         if divergence is not None:  # up to there, and the first of it if forward ran the same operator
             words = _divergence_in_words(divergence, forward, recompute, names)
-            start, end, found, end_found = divergence
-            is_same = start < end and found < end_found and _same_operator(forward[start], recompute[found])
-            before = before[: found + int(is_same)]
+            start, end, rerun_start, rerun_end = divergence
+            is_same = start < end and rerun_start < rerun_end and _same_operator(forward[start], recompute[rerun_start])
+            before = before[: rerun_start + int(is_same)]
         choices = [entry for entry in before if facts_of(entry.operator).chooses(entry.args, entry.kwargs)]
         lines = list(dict.fromkeys(" at ".join(filter(None, (str(entry.operator), entry.site()))) for entry in choices))
         more = [] if len(lines) <= _MOST else [f"{len(lines) - _MOST} more"]
@@ -114,98 +114,98 @@ class OperatorLogs:
 class _Divergence(NamedTuple):
     start: int
     end: int
-    start_found: int
-    end_found: int
+    rerun_start: int
+    rerun_end: int
 
 
 def _first_divergence(forward: Sequence[Entry], recompute: Sequence[Entry], *, is_whole: bool) -> _Divergence | None:
-    """Returns the first divergence of two runs, of which the recompute is whole or stopped early; None without one."""
+    """Returns the first divergence of two runs, of which the recompute is whole or stopped early; None without a divergence."""
     # A table built in one of the two runs alone is no cause: a divergence without gradients comes second to later ones.
-    first, place, found = None, 0, 0
+    first, place, rerun_place = None, 0, 0
     while True:
         while (
             place < len(forward)
-            and found < len(recompute)
-            and _same_line(forward[place], recompute[found])
-            and _same_kinds(forward[place], recompute[found])
+            and rerun_place < len(recompute)
+            and _same_line(forward[place], recompute[rerun_place])
+            and _same_kinds(forward[place], recompute[rerun_place])
         ):
-            place, found = place + 1, found + 1
-        if found == len(recompute) and (place == len(forward) or not is_whole):
+            place, rerun_place = place + 1, rerun_place + 1
+        if rerun_place == len(recompute) and (place == len(forward) or not is_whole):
             return first
-        divergence = _behind(forward, place, recompute, found, is_whole=is_whole)
-        one, other = forward[place : divergence.end], recompute[found : divergence.end_found]
-        moved = len(one) == len(other) and all(map(_same_kinds, one, other))
-        if not moved and ((one and other) or any(entry.grad for entry in (*one, *other))):
+        divergence = _behind(forward, place, recompute, rerun_place, is_whole=is_whole)
+        part, rerun_part = forward[place : divergence.end], recompute[rerun_place : divergence.rerun_end]
+        moved = len(part) == len(rerun_part) and all(map(_same_kinds, part, rerun_part))
+        if not moved and ((part and rerun_part) or any(entry.grad for entry in (*part, *rerun_part))):
             return divergence
         first = first or (None if moved else divergence)
-        place, found = divergence.end, divergence.end_found
+        place, rerun_place = divergence.end, divergence.rerun_end
 
 
-def _same_kinds(one: Entry, other: Entry) -> bool:
+def _same_kinds(ran: Entry, reran: Entry) -> bool:
     """Whether two operators are the same, with arguments and results of the same kinds; draws may differ in a generator."""
-    if one.operator is not other.operator:
-        return same_operator(one.operator, other.operator)
-    kinds, others = one.kinds(), other.kinds()
+    if ran.operator is not reran.operator:
+        return same_operator(ran.operator, reran.operator)
+    kinds, others = ran.kinds(), reran.kinds()
     return kinds == others or repr(kinds) == repr(others)  # as for arguments that are not a number
 
 
-def _same_operator(one: Entry, other: Entry) -> bool:
-    return same_operator(one.operator, other.operator)
+def _same_operator(ran: Entry, reran: Entry) -> bool:
+    return same_operator(ran.operator, reran.operator)
 
 
-def _same_line(one: Entry, other: Entry) -> bool:
+def _same_line(ran: Entry, reran: Entry) -> bool:
     """Whether the same operator ran at the same line, as far as the lines are of the region."""
-    if not _same_operator(one, other):
+    if not _same_operator(ran, reran):
         return False
-    (code, line, _, is_inside), (code_found, line_found, _, is_inside_too) = one.place, other.place
-    return not (is_inside and is_inside_too) or (code is code_found and line == line_found)
+    (code, line, _, is_inside), (rerun_code, rerun_line, _, is_inside_too) = ran.place, reran.place
+    return not (is_inside and is_inside_too) or (code is rerun_code and line == rerun_line)
 
 
-def _behind(forward: Sequence[Entry], place: int, recompute: Sequence[Entry], found: int, *, is_whole: bool) -> _Divergence:
+def _behind(forward: Sequence[Entry], place: int, rerun: Sequence[Entry], rerun_place: int, *, is_whole: bool) -> _Divergence:
     """Returns the divergence that begins at two places: the fewest operators before two that agree, or before both ends."""
-    most, most_found = min(_WINDOW, len(forward) - place), min(_WINDOW, len(recompute) - found)
-    for match in (_same_line, _same_operator):  # the latter at whatever line
-        for distance in range(most + most_found + 1):
-            for count in range(max(0, distance - most_found), min(distance, most) + 1):
-                one, other = place + count, found + distance - count
-                if one == len(forward) or other == len(recompute):
-                    agree = is_whole and match is _same_operator and one == len(forward) and other == len(recompute)
+    most, rerun_most = min(_WINDOW, len(forward) - place), min(_WINDOW, len(rerun) - rerun_place)
+    for same in (_same_line, _same_operator):  # the latter at whatever line
+        for distance in range(most + rerun_most + 1):
+            for count in range(max(0, distance - rerun_most), min(distance, most) + 1):
+                end, rerun_end = place + count, rerun_place + distance - count
+                if end == len(forward) or rerun_end == len(rerun):
+                    agree = is_whole and same is _same_operator and end == len(forward) and rerun_end == len(rerun)
                 else:
-                    is_last = not distance or one + 1 == len(forward) or other + 1 == len(recompute)
-                    agree = match(forward[one], recompute[other]) and (is_last or match(forward[one + 1], recompute[other + 1]))
+                    is_last = not distance or end + 1 == len(forward) or rerun_end + 1 == len(rerun)
+                    agree = same(forward[end], rerun[rerun_end]) and (is_last or same(forward[end + 1], rerun[rerun_end + 1]))
                 if agree and distance:
-                    return _Divergence(place, one, found, other)
+                    return _Divergence(place, end, rerun_place, rerun_end)
                 if agree:  # the same operator, of other kinds or at another line
-                    return _Divergence(place, place + 1, found, found + 1)
-    return _Divergence(place, place + (most if is_whole else min(most, 1)), found, found + most_found)
+                    return _Divergence(place, place + 1, rerun_place, rerun_place + 1)
+    return _Divergence(place, place + (most if is_whole else min(most, 1)), rerun_place, rerun_place + rerun_most)
 
 
 def _divergence_in_words(
     divergence: _Divergence, forward: Sequence[Entry], recompute: Sequence[Entry], names: Mapping[int, str]
 ) -> str:
-    place, end, found, end_found = divergence
-    one, other = forward[place] if place < end else None, recompute[found] if found < end_found else None
-    lines = [entry for entry in (one, other) if entry is not None]
-    if one is not None and other is not None:
-        (code, line, *_), (code_found, line_found, *_) = one.place, other.place
-        if code is code_found:
-            lines.sort(key=lambda entry: entry.place[1])  # the earlier line is one that the other run has passed by
-        if (code, line) == (code_found, line_found):
+    place, end, rerun_place, rerun_end = divergence
+    ran, reran = forward[place] if place < end else None, recompute[rerun_place] if rerun_place < rerun_end else None
+    lines = [entry for entry in (ran, reran) if entry is not None]
+    if ran is not None and reran is not None:
+        (code, line, *_), (rerun_code, rerun_line, *_) = ran.place, reran.place
+        if code is rerun_code:
+            lines.sort(key=lambda entry: entry.place[1])  # the earlier line was passed by the other run
+        if (code, line) == (rerun_code, rerun_line):
             lines.pop()
     blamed = lines[0]
-    if one is None:
+    if ran is None:
         head = f"The recompute ran {blamed.operator}, and forward did not"
-    elif other is None:
+    elif reran is None:
         head = f"Forward ran {blamed.operator}, and the recompute did not"
-    elif _same_operator(one, other):
+    elif _same_operator(ran, reran):
         head = f"{blamed.operator} had other arguments, or another result, in the recompute than in forward"
     else:
-        head = f"Forward ran {one.operator}, and the recompute ran {other.operator}"
-    also = "".join(f"\nwhere {'forward' if entry is one else 'the recompute'} is at {entry.line(names)}" for entry in lines[1:])
+        head = f"Forward ran {ran.operator}, and the recompute ran {reran.operator}"
+    also = "".join(f"\nwhere {'forward' if entry is ran else 'the recompute'} is at {entry.line(names)}" for entry in lines[1:])
     runs = ""
     for name, entries, start, is_next in (
-        ("forward", forward, place, one is None),
-        ("recompute", recompute, found, other is None),
+        ("forward", forward, place, ran is None),
+        ("recompute", recompute, rerun_place, reran is None),
     ):
         entry = entries[start] if start < len(entries) else None
         words = "nothing more\n" if entry is None else f"{entry.in_words()}\n    at {entry.line(names)}\n"
@@ -213,7 +213,7 @@ def _divergence_in_words(
     return (
         f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{runs}"
         f"Operators around it in forward:\n{_around(forward, place, end)}"
-        f"Operators around it in the recompute:\n{_around(recompute, found, end_found)}"
+        f"Operators around it in the recompute:\n{_around(recompute, rerun_place, rerun_end)}"
     )
 
 

@@ -56,7 +56,7 @@ class Printed:
         # No columns are left out in a file. COLUMNS has a word in any case, as in other programs.
         columns = shutil.get_terminal_size((0, 0)).columns
         lines, width = [self._headline()], columns - 1 if columns else None
-        for table in (one for one in self._tables() if one.rows):
+        for table in (table for table in self._tables() if table.rows):
             lines += ["", *([table.title] if table.title else [])]
             lines += [f" {line}" for line in _lines_of(table, width)]
             lines += [f" {table.rest}"] if table.rest else []
@@ -70,9 +70,9 @@ class Printed:
 
 def json_of(entry: Any) -> dict[str, Any]:
     """Returns the entry as values for ``json.dumps``."""
-    # Fields, without private ones; or else what the class names.
-    kind = type(entry)
-    names = getattr(kind, "_json", None) or getattr(kind, "_fields", None) or [one.name for one in dataclasses.fields(entry)]
+    # Fields, but the private; or else what the class names.
+    cls = type(entry)
+    names = getattr(cls, "_json", None) or getattr(cls, "_fields", None) or [field.name for field in dataclasses.fields(entry)]
     return {name: as_json(getattr(entry, name)) for name in names if not name.startswith("_")}
 
 
@@ -83,9 +83,9 @@ def as_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
         return json_of(value)
     if isinstance(value, dict):
-        return {key: as_json(one) for key, one in value.items()}
+        return {key: as_json(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json(one) for one in value]
+        return [as_json(member) for member in value]
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
     return value.value if isinstance(value, enum.Enum) else value
@@ -116,7 +116,7 @@ def alike(values: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
 
 
 def times(group: Sequence[Any]) -> str:
-    """Returns how many share a row, as in ``"x12"``; nothing for one."""
+    """Returns how many share a row, as in ``"x12"``; nothing for a single row."""
     return f"x{len(group)}" if len(group) > 1 else ""
 
 
@@ -169,7 +169,7 @@ def up_to_number(name: str) -> str | None:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Returns names of one pattern as one, as in ``"layers.0-11"``."""
+    """Returns names of a pattern, folded, as in ``"layers.0-11"``."""
     distinct = list(dict.fromkeys(names))
     if len(distinct) < 2:
         return "".join(distinct)
@@ -183,8 +183,8 @@ def fold_names(names: Iterable[str]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     # In a run numbers are as far from their places as the first.
-    found = itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0])
-    runs = [[number for _, number in run] for _, run in found]
+    by_offset = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_offset]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 _BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default})
 
 
-class Notes(Observer):
+class ForwardNotes(Observer):
     """What is known of storages and nodes: their origins, noted in a forward under :class:`OperatorNotes`, and their names."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Notes(Observer):
         self.parameters: set[int | None] = set()
         # By storage; of uninitialised memory, the first operator which wrote to it. Modules are named without their class.
         self.made: dict[int | None, Origin] = {}
-        self.found: set[int] = set()  # storages read by an operator, and not made before: these were there before
+        self.older: set[int] = set()  # storages read by an operator, and not made before
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.nodes: dict[int, Origin] = {}  # by the number of the node
         self.outermost: dict[int, torch.nn.Module] = {}
@@ -70,7 +70,7 @@ class Notes(Observer):
                         self.names[storage] = place + keystr(path)
 
     def is_there_anyway(self, storage: int) -> bool:
-        return storage in self.names or storage in self.found
+        return storage in self.names or storage in self.older
 
     def note(self, operator: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         number, origin = sequence_number() - 1, None
@@ -80,14 +80,14 @@ class Notes(Observer):
             for tensor in (part for value in inputs for part in dense_parts(value)):
                 storage, _ = storage_and_size(tensor)
                 if storage is not None and storage not in self.made:
-                    self.found.add(storage)
+                    self.older.add(storage)
         facts = facts_of(operator) if isinstance(operator, OVERLOAD) else None
         is_empty = facts is not None and facts.is_uninitialized
         for tensor in (part for value in outputs for part in dense_parts(value)):
             storage, _ = storage_and_size(tensor)
             is_view = facts is not None and facts.is_view
             is_known = storage in self.made and (is_view or storage not in self._uninitialized)
-            if storage is None or storage in self.found or is_known:
+            if storage is None or storage in self.older or is_known:
                 continue
             origin = self.made[storage] = origin or self._origin(operator)
             self.storages.setdefault(storage, weakref.ref(tensor.untyped_storage()))
@@ -103,7 +103,7 @@ class Notes(Observer):
         return Origin(operator=str(operator), module=name, line=site_of(frame))
 
     def _name_of(self, module: Any, outermost: Any) -> str | None:
-        self.outermost[id(outermost)] = outermost  # held, so that its identity stays its own
+        self.outermost[id(outermost)] = outermost  # held, so that no other module gets its identity
         names = self._names.get(id(outermost))
         if names is None or id(module) not in names:
             names = self._names[id(outermost)] = {id(inner): name for name, inner in outermost.named_modules()}
@@ -114,7 +114,7 @@ class Notes(Observer):
 class OperatorNotes(QuietDispatchMode):
     """Notes each operator of a forward, inside regions and outside; operators of recomputes are left out."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: ForwardNotes) -> None:
         super().__init__()
         self._notes = notes
 
@@ -131,9 +131,9 @@ _NOT_HELD = frozenset({Reason.DROPPED, Reason.LOST})
 
 
 class GraphReader:
-    """Reads one graph: claims on storages by nodes and regions, and what regions have dropped."""
+    """Reads a graph: claims on storages by nodes and regions, and what regions have dropped."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: ForwardNotes) -> None:
         self._notes, self._knows_nothing = notes, not (notes.names or notes.nodes)
         # The claims on each storage, by its number, or a number below zero for memory without a storage to be seen.
         self._claims: dict[int, list[Residual]] = {}
@@ -144,9 +144,9 @@ class GraphReader:
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
         for node in _nodes_of(tensors):
-            found, attributes = saved_in(node), attributes_of(node)
-            origin = self._notes.nodes.get(node_number(node), NOWHERE) if found or attributes else NOWHERE
-            for saved in found:
+            variables, attributes = saved_in(node), attributes_of(node)
+            origin = self._notes.nodes.get(node_number(node), NOWHERE) if variables or attributes else NOWHERE
+            for saved in variables:
                 self._read_saved(saved, origin, (node.name(),))
             for attribute, value in attributes.items():
                 for holding in holdings_in(value, Cause(Reason.CTX, f"ctx.{attribute}"), set()):
@@ -202,16 +202,16 @@ class GraphReader:
         self._dropped.append((storage, entry))
 
     def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
-        """Reads the object of hooks which are not a region's: its tensors, where these show."""
+        """Reads the object of hooks which are not a region's: its tensors, where they show."""
         if type(packed).__module__ == "torch.utils.checkpoint":
             why = "by torch.utils.checkpoint, of unknown size"
             entry = Residual(Reason.DROPPED, 0, why=why, site=origin.line, module=origin.module, saved_by=name)
             self._dropped.append((None, entry))
             return
-        found = list(holdings_in(packed, Cause(Reason.HOOKS, "packed by saved-tensor hooks"), set(), (Frame,)))
-        for holding in found:
+        holdings = list(holdings_in(packed, Cause(Reason.HOOKS, "packed by saved-tensor hooks"), set(), (Frame,)))
+        for holding in holdings:
             self._claim_holding(holding, (), origin, name)
-        if not found:
+        if not holdings:
             why = f"packed by saved-tensor hooks as {type(packed).__name__}, of unknown size"
             entry = Residual(Reason.HOOKS, 0, why=why, operator=origin.operator, site=origin.line, module=origin.module)
             self._add(None, 0, entry._replace(saved_by=name))
@@ -262,7 +262,7 @@ class GraphReader:
         claims.append(entry)
 
     def _placed(self, storage: int, entry: Residual, origin: Origin) -> Residual:
-        """Returns a claim with the reason of the storage's own, and with its origin."""
+        """Returns a claim with the storage's reason and origin."""
         if self._knows_nothing and origin is NOWHERE:
             return entry
         notes, reason = self._notes, entry.reason
@@ -280,7 +280,7 @@ class GraphReader:
         return entry._replace(reason=reason, name=name, operator=made.operator, site=origin.line, module=origin.module)
 
     def unclaimed(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Returns the sizes of storages noted as made, still there, and without a claim; those of some tensors are left out."""
+        """Returns the sizes of storages noted as made, still there, and without a claim, except those of the tensors."""
         others = {storage_and_size(part)[0] for tensor in tensors for part in dense_parts(tensor)} | self._claims.keys()
         left = {storage: memory() for storage, memory in self._notes.storages.items() if storage not in others}
         return {storage: memory.nbytes() for storage, memory in left.items() if memory is not None}
@@ -290,7 +290,7 @@ class GraphReader:
             if self._notes.storages[storage]() is None:
                 self._add(storage, size, Residual(Reason.UNSEEN, size, why="in no node that torch shows"))
 
-    def found(self) -> tuple[tuple[Residual, ...], tuple[Residual, ...], bool]:
+    def residuals(self) -> tuple[tuple[Residual, ...], tuple[Residual, ...], bool]:
         """Returns an entry for each storage held and for each dropped, and whether all of what is dropped is known."""
         tensors = []
         for storage, claims in self._claims.items():
@@ -302,7 +302,7 @@ class GraphReader:
                 counts = counts._replace(nbytes=size)
             tensors.append(counts)
         # A tensor of unknown size has no dtype either.
-        known = (storage is not None or (one.dtype is not None and not one.nbytes) for storage, one in self._dropped)
+        known = (storage is not None or (entry.dtype is not None and not entry.nbytes) for storage, entry in self._dropped)
         dropped, seen = [], set[int | None](self._claims)  # each storage once, and none that is held after all
         for number, entry in self._dropped:
             if number is None or not (number in seen or self._notes.is_there_anyway(number)):

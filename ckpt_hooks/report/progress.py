@@ -28,7 +28,7 @@ _present: ContextVar[_Progress | None] = ContextVar("progress", default=None)
 
 
 def is_first_rank() -> bool:
-    """Returns whether this process is the one of its program that prints."""
+    """Returns whether this process is the first of its program, which prints."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"  # as torchrun sets it, before a group is made or after its end
@@ -51,9 +51,9 @@ class _Plain:
 
 
 def _new_line() -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """Returns what writes a line over the one before, and what clears it."""
+    """Returns what writes a line over the line before, and what clears it."""
     try:
-        from tqdm import tqdm  # which knows the bars of the program's own
+        from tqdm import tqdm  # which knows the program's bars
     except ImportError:
         plain = _Plain()
         return plain.write, plain.close
@@ -86,9 +86,9 @@ class _Progress:
     def show(self) -> None:
         if not self._is_on or threading.get_ident() != self._thread:
             return
-        now = monotonic()
-        if now - self._begun >= _AFTER and now - self._shown >= _EVERY:
-            self._shown = now
+        time = monotonic()
+        if time - self._begun >= _AFTER and time - self._shown >= _EVERY:
+            self._shown = time
             with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
                 if self._write is None:
                     self._write, self._clear = _new_line()
@@ -101,33 +101,33 @@ class _Progress:
 
 @contextlib.contextmanager
 def shown(what: str, progress: Any) -> Iterator[None]:
-    """Shows the steps of a block, unless those of a block around are shown."""
+    """Shows the steps of a block, unless a block around shows its steps."""
     is_on = checked_flag(progress, "progress")
     if _present.get() is not None:
         yield
         return
-    one = _Progress(what, is_on)
-    token = _present.set(one)
+    display = _Progress(what, is_on)
+    token = _present.set(display)
     try:
         yield
     finally:
         _present.reset(token)
-        one.end()
+        display.end()
 
 
 def begin_step(most: int) -> None:
-    """Tells that a step begins, of at most so many."""
-    if (one := _present.get()) is not None:
-        one.begin_step(most)
+    """Tells that a step begins, of at most ``most``."""
+    if (display := _present.get()) is not None:
+        display.begin_step(most)
 
 
 def has_peak(nbytes: int) -> None:
     """Tells of the peak of a step."""
-    if (one := _present.get()) is not None:
-        one.peak = max(one.peak, nbytes)
+    if (display := _present.get()) is not None:
+        display.peak = max(display.peak, nbytes)
 
 
 def ticker() -> Callable[[], None] | None:
     """Returns what to call often while a step runs; None where nothing is shown."""
-    one = _present.get()
-    return None if one is None else one.show
+    display = _present.get()
+    return None if display is None else display.show

@@ -17,7 +17,7 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import Misuse, check_is
 
 from .entries import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
-from .graph import GraphReader, Notes, OperatorNotes
+from .graph import ForwardNotes, GraphReader, OperatorNotes
 
 #: Reasons of memory that is there without backward, too.
 _THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
@@ -44,10 +44,10 @@ class SavedResiduals(Printed):
     @functools.cached_property
     def by_reason(self) -> dict[str, int]:
         """The bytes for each reason, in the order of :class:`Reason`."""
-        found: collections.Counter[Reason] = collections.Counter()
+        sizes: collections.Counter[Reason] = collections.Counter()
         for entry in self.tensors:
-            found[entry.reason] += entry.nbytes
-        return {reason.value: found[reason] for reason in Reason if reason in found}
+            sizes[entry.reason] += entry.nbytes
+        return {reason.value: sizes[reason] for reason in Reason if reason in sizes}
 
     @functools.cached_property
     def total_bytes(self) -> int:
@@ -67,7 +67,7 @@ class SavedResiduals(Printed):
     def _headline(self) -> str:
         dropped = f"; regions dropped {format_bytes(self.dropped_bytes)}" if self.dropped else ""
         if dropped and not self.is_dropped_exact:
-            # No bound: a loop that reads one tensor a hundred times has dropped one.
+            # No bound: a loop that reads one tensor a hundred times has dropped it once.
             dropped = "; how much regions dropped is not known: for that, run forward under ckpt_hooks.trace()"
         return (
             f"backward holds {format_bytes(self.total_bytes)} in {count_of(len(self.tensors), 'storage')}, "
@@ -119,7 +119,7 @@ def _rows_of(group: Sequence[Residual], is_exact: bool) -> list[list[str]]:
     place = place or fold_names(entry.module for entry in group if entry.module is not None)
     rows: list[list[str]] = []
     views = [view for entry in group for view in entry.views]
-    for members in alike([*group, *views], lambda one: (_kind_of(one), one.reason)):
+    for members in alike([*group, *views], lambda residual: (_kind_of(residual), residual.reason)):
         kind, reason, why = _kind_of(members[0]), members[0].reason, members[0].why
         region = fold_names("/".join(entry.region) for entry in members)
         saved_by = ", ".join(dict.fromkeys(name for entry in members for name in entry.saved_by))
@@ -170,7 +170,7 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     """
     if not callable(function):
         raise Misuse.NO_FUNCTION.error(function, form="saved_residuals", right="saved_residuals(block, x)")
-    notes = Notes()
+    notes = ForwardNotes()
     with observe(notes), OperatorNotes(notes):
         result = function(*args, **kwargs)
     tensors = _tensors_in(result)
@@ -187,7 +187,7 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     unclaimed = reader.unclaimed(tensors)
     del result, tensors
     reader.add_unseen(unclaimed)
-    return SavedResiduals(*reader.found())
+    return SavedResiduals(*reader.residuals())
 
 
 def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
@@ -226,23 +226,23 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
             f"saved_tensors_report reads the graph of tensors, but got {[type(result).__name__ for result in results]}, in "
             "which it finds no tensor. Pass the loss, or the results of forward."
         )
-    notes = Notes()
+    notes = ForwardNotes()
     notes.add_arguments([("known", known)])
     reader = GraphReader(notes)
     reader.read(tensors)
-    return SavedResiduals(*reader.found())
+    return SavedResiduals(*reader.residuals())
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+            tensors += _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
         elif isinstance(leaf, dict):  # of a class that torch's trees do not know
-            found += _tensors_in(list(leaf.values()))
-    return found
+            tensors += _tensors_in(list(leaf.values()))
+    return tensors
 
 
 def print_saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:

@@ -78,15 +78,15 @@ def snapshot_of(events: Iterable[MemoryEvent], device: int = 0, older_nbytes: in
     events = [*events]
     trace: list[dict[str, Any]] = []
     alive: dict[int, tuple[int, Frames]] = {}
-    spans = [(one.address, one.address + one.nbytes) for one in events if one.address is not None]
+    spans = [(event.address, event.address + event.nbytes) for event in events if event.address is not None]
     older = first = max((end for _, end in spans), default=0) + 2 * _GAP
-    for one in events:
-        if (address := one.address) is None:
-            address, older = older, older + one.nbytes
-        entry = {"addr": address, "size": one.nbytes, "stream": 0, "frames": one.frames, "time_us": one.microseconds}
-        trace += [{"action": action, **entry} for action in _ACTIONS[one.is_alloc]]
-        if one.is_alloc:
-            alive[address] = one.nbytes, one.frames
+    for event in events:
+        if (address := event.address) is None:
+            address, older = older, older + event.nbytes
+        entry = {"addr": address, "size": event.nbytes, "stream": 0, "frames": event.frames, "time_us": event.microseconds}
+        trace += [{"action": action, **entry} for action in _ACTIONS[event.is_alloc]]
+        if event.is_alloc:
+            alive[address] = event.nbytes, event.frames
         else:
             alive.pop(address, None)
     if older_nbytes:
@@ -122,7 +122,7 @@ def _segment(begin: int, end: int, alive: dict[int, tuple[int, Frames]], device:
         size = {"address": address, "size": nbytes, "requested_size": nbytes}
         blocks.append({**size, "state": state, "frames": frames})
 
-    for address in sorted(one for one in alive if begin <= one < end):
+    for address in sorted(start for start in alive if begin <= start < end):
         nbytes, frames = alive[address]
         if address < at:  # of memory which another thread has freed, as no profiler saw
             continue
@@ -132,7 +132,7 @@ def _segment(begin: int, end: int, alive: dict[int, tuple[int, Frames]], device:
         at = address + nbytes
     if at < end:
         add(at, end - at, "inactive", [])
-    used = sum(one["size"] for one in blocks if one["state"] != "inactive")
+    used = sum(block["size"] for block in blocks if block["state"] != "inactive")
     sizes = {"total_size": end - begin, "allocated_size": used, "active_size": used, "requested_size": used}
     kind = "large" if end - begin > _GAP else "small"
     return {"device": device, "address": begin, "stream": 0, "segment_type": kind, "frames": [], **sizes, "blocks": blocks}

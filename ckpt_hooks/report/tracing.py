@@ -116,16 +116,16 @@ class StepTrace(Printed):
     to_json = json_of
 
     def __post_init__(self) -> None:
-        self.recomputes, held = self.late_recomputes, collections.Counter[str]()
+        self.recomputes, held_bytes = self.late_recomputes, collections.Counter[str]()
         for region in self.walk():
-            held.update(region.held_bytes)
+            held_bytes.update(region.held_bytes)
             self.dropped_bytes += region.dropped_bytes
             self.offloaded_bytes += region.offloaded_bytes
             self.recomputes += region.recomputes
             if region.operators is not None and region.recomputed_operators is not None:
                 self.operators = (self.operators or 0) + region.operators
                 self.recomputed_operators = (self.recomputed_operators or 0) + region.recomputed_operators
-        self.held_bytes = dict(held.most_common())
+        self.held_bytes = dict(held_bytes.most_common())
 
     def _headline(self) -> str:
         parts = [
@@ -161,18 +161,18 @@ class StepTrace(Printed):
             >>> regions.scalars()["dropped"]
             2048
         """
-        found: dict[str, float] = dict.fromkeys(_SCALARS, 0)
+        scalars: dict[str, float] = dict.fromkeys(_SCALARS, 0)
         for root in self.regions:
-            inside = [*root.walk()]
+            tree = [*root.walk()]
             numbers = (
-                *(sum(one.recomputes for one in inside), root.recompute_seconds, sum(one.dropped_bytes for one in inside)),
-                *(sum(sum(one.held_bytes.values()) for one in inside), sum(one.offloaded_bytes for one in inside)),
+                *(sum(inner.recomputes for inner in tree), root.recompute_seconds, sum(inner.dropped_bytes for inner in tree)),
+                *(sum(sum(inner.held_bytes.values()) for inner in tree), sum(inner.offloaded_bytes for inner in tree)),
             )
             for name, number in zip(_SCALARS, numbers, strict=True):
                 for key in (name, f"{name}/{root.module or root.name}"):
-                    found[key] = found.get(key, 0) + number
+                    scalars[key] = scalars.get(key, 0) + number
         # A recompute may begin in another region's, and be of an earlier step.
-        return {**found, "recomputes": self.recomputes, "recompute_seconds": self.recompute_seconds}
+        return {**scalars, "recomputes": self.recomputes, "recompute_seconds": self.recompute_seconds}
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""
@@ -182,7 +182,7 @@ class StepTrace(Printed):
 #: The numbers of a step, and of each outermost region.
 _SCALARS = ("recomputes", "recompute_seconds", "dropped", "held", "offloaded")
 
-# Tables. Regions alike are one row, as in ``"x12 layers.0-11 Block"``: with figures of one, and a mean time.
+# Tables. Regions alike are one row, as in ``"x12 layers.0-11 Block"``: with the first's figures, and a mean time.
 
 _HEADER = ("region", "dropped", "held", "to host", "recomputes", "ms each", "operators", "again", "line", "kind")
 _NUMBERS = range(1, 8)
@@ -217,7 +217,7 @@ def _signature(region: RegionTrace) -> object:
 
 
 def _label(group: Sequence[RegionTrace]) -> str:
-    """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``; a name that both have once."""
+    """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``; an equal name once."""
     modules = fold_names(region.module or "" for region in group)
     names = fold_names(region.name for region in group)
     return " ".join(filter(None, (times(group), modules if modules != names else "", names)))
@@ -252,7 +252,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         self._made: dict[tuple[int, int], str] = {}  # operators, by the region and the storage of their results
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
-        self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of those that are freed and counted
+        self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of storages that are freed and counted
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
         self._late, self._seconds = 0, 0.0
 
@@ -303,13 +303,13 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         events: list[MemoryEvent] = []
         for step in self.steps:
             at, begin = 0, len(events)
-            for one in step.walk():
-                names = [frame_of(name, "region") for name in (_label([one]), *reversed(one.path[:-1]))]
-                for reason, nbytes in one.held_bytes.items():
-                    events.append(MemoryEvent(True, at, nbytes, [frame_of(reason, "reason", one.site), *names]))
+            for region in step.walk():
+                names = [frame_of(name, "region") for name in (_label([region]), *reversed(region.path[:-1]))]
+                for reason, nbytes in region.held_bytes.items():
+                    events.append(MemoryEvent(True, at, nbytes, [frame_of(reason, "reason", region.site), *names]))
                     at += nbytes
             events += [event._replace(is_alloc=False) for event in reversed(events[begin:])]
-        return snapshot_of(one for one in events if one.nbytes)
+        return snapshot_of(event for event in events if event.nbytes)
 
     def scalars(self) -> dict[str, float]:
         """Returns the numbers of the latest step; see :meth:`StepTrace.scalars`."""
@@ -327,10 +327,10 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
             for group in alike((entry for entry in living if entry.held_bytes), key)
         ]
         lines = []
-        for size, group in sorted(groups, key=lambda one: -one[0])[:_LARGEST]:
-            held = group[0].held_bytes
-            remedy = REMEDIES.get(Reason(max(held, key=held.__getitem__)), "")
-            words = "  ".join((format_bytes(size), _label(group), group[0].site or "", ", ".join(held)))
+        for size, group in sorted(groups, key=lambda sized: -sized[0])[:_LARGEST]:
+            held_bytes = group[0].held_bytes
+            remedy = REMEDIES.get(Reason(max(held_bytes, key=held_bytes.__getitem__)), "")
+            words = "  ".join((format_bytes(size), _label(group), group[0].site or "", ", ".join(held_bytes)))
             lines.append(words + (f": {remedy}" if remedy else ""))
         return lines
 
@@ -342,7 +342,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
                 entry.dropped_by[name] = entry.dropped_by.get(name, 0) + nbytes
 
     def _hold(self, entry: RegionTrace, reason: Reason, storage: int | None, nbytes: int) -> None:
-        """Bills a region for a storage, once a step; memory without one is that of the user's hooks, who knows where."""
+        """Bills a region for a storage, once a step; memory without a storage is of the user's hooks."""
         if storage not in self._billed and (storage is not None or reason is Reason.HOOKS):
             entry.held_bytes[reason.value] = entry.held_bytes.get(reason.value, 0) + nbytes
             if storage is not None:
@@ -405,10 +405,10 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
             self._drop(number, storage, -nbytes)
 
     def freed(self, storage: int) -> None:
-        found = self._dropped.pop(storage, None)
-        if found is not None and storage not in self._billed and graph_task_id() == -1 and found[0] in self._entries:
-            self._drop(found[0], storage, found[2])
-            self._freed[storage] = found
+        dropped = self._dropped.pop(storage, None)
+        if dropped is not None and storage not in self._billed and graph_task_id() == -1 and dropped[0] in self._entries:
+            self._drop(dropped[0], storage, dropped[2])
+            self._freed[storage] = dropped
 
     def held(self, region: Region, holdings: Sequence[Holding]) -> None:
         entry = self._entries.get(region.id)
@@ -496,9 +496,9 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
         >>> step.dropped_bytes, step.recomputes
         (2048, 1)
     """
-    found = Trace(
+    observer = Trace(
         operators=checked_flag(operators, "operators"),
         profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges"),
     )
-    with noting_out_of_memory(found.largest), observe(found):
-        yield found
+    with noting_out_of_memory(observer.largest), observe(observer):
+        yield observer

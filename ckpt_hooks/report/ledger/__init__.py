@@ -40,7 +40,7 @@ _HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
 _MOST = 7  # rows of holders
 _CAUSES = 5  # rows of what takes memory away, and lines of a note
 _LEAST = 0.01  # of the memory in use: a cause
-_MOST_PHASES = 6  # rows of phases, else phases of one name share a row
+_MOST_PHASES = 6  # rows of phases, else phases of equal names share a row
 _BAR = 24  # characters
 
 
@@ -75,23 +75,23 @@ class MemoryLedger(LedgerData, Printed, Exported):
 
     def causes_now(self) -> list[str]:
         """Returns lines about the largest holders at the end of the ledger, each with what would reduce it."""
-        found = []
+        lines = []
         for cause in self._causes_of(self.holders_at(len(self.changes) - 1)):
             nbytes, count, *words, remedy = cause.values()
-            found.append(f"{'  '.join(filter(None, (format_bytes(nbytes), f'x{count}', *words)))}: {remedy}")
-        return found
+            lines.append(f"{'  '.join(filter(None, (format_bytes(nbytes), f'x{count}', *words)))}: {remedy}")
+        return lines
 
     def _causes_of(self, holders: Sequence[Holder]) -> list[dict[str, Any]]:
-        """Returns holders by what takes them away, with the largest part of these in words."""
+        """Returns holders by what takes them away, with the largest part of each in words."""
         groups = sorted(alike(holders, lambda holder: _remedy_for(self, holder)), key=_size_of, reverse=True)
         total = sum(map(_size_of, groups))
-        found = []
+        causes = []
         for group in groups:
             if (remedy := _remedy_for(self, group[0])) and _size_of(group) > _LEAST * total:
                 count = sum(holder.count for holder in group)
                 words = zip(("made_by", "operator", "line", "held_by"), _row_of(_groups_of(group)[0])[2:], strict=True)
-                found.append({"nbytes": _size_of(group), "count": count, **dict(words), "remedy": remedy})
-        return found[:_CAUSES]
+                causes.append({"nbytes": _size_of(group), "count": count, **dict(words), "remedy": remedy})
+        return causes[:_CAUSES]
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
         """Draws the memory of the step, by blocks of the model; see :func:`ckpt_hooks.report.compare`.
@@ -127,8 +127,8 @@ class MemoryLedger(LedgerData, Printed, Exported):
 
         def events() -> Iterator[MemoryEvent]:
             for change in self.changes:
-                one = None if change.allocation is None else self.allocations[change.allocation]
-                address, stack = (None, []) if one is None else (one.address, stacks[one.origin])
+                allocation = None if change.allocation is None else self.allocations[change.allocation]
+                address, stack = (None, []) if allocation is None else (allocation.address, stacks[allocation.origin])
                 yield MemoryEvent(change.nbytes > 0, address, abs(change.nbytes), stack, change.time // 1000)
 
         stacks = _Stacks()
@@ -152,17 +152,17 @@ class MemoryLedger(LedgerData, Printed, Exported):
             0
         """
         peak, (names,) = self.peak, Blocks([self], 1).names
-        found = {"peak": peak.nbytes, "base": self.base_nbytes, "recomputed": 0}
-        found.update({"peak/older": peak.older_nbytes} if peak.older_nbytes else {})
-        for one, block in zip(self.allocations, names, strict=True):
-            part, keys = band_of(one, None if block is None else 0)[0], list[str]()
-            if one.origin.maker is Maker.RECOMPUTE:
+        scalars = {"peak": peak.nbytes, "base": self.base_nbytes, "recomputed": 0}
+        scalars.update({"peak/older": peak.older_nbytes} if peak.older_nbytes else {})
+        for allocation, block in zip(self.allocations, names, strict=True):
+            part, keys = band_of(allocation, None if block is None else 0)[0], list[str]()
+            if allocation.origin.maker is Maker.RECOMPUTE:
                 keys = ["recomputed", *([] if block is None else [f"recomputed/{block}"])]
-            if one.born <= peak.change and (one.freed is None or peak.change < one.freed):
+            if allocation.born <= peak.change and (allocation.freed is None or peak.change < allocation.freed):
                 keys.append(f"peak/{block if part in (BandKind.BLOCK, BandKind.AGAIN) else part.name.lower()}")
             for key in keys:
-                found[key] = found.get(key, 0) + one.nbytes
-        return found
+                scalars[key] = scalars.get(key, 0) + allocation.nbytes
+        return scalars
 
     def _headline(self) -> str:
         peak = self.peak
@@ -185,7 +185,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
         )
         rows = [_row_of(group) for group in groups[:_MOST]]
         yield Table(_HEADER, rows, (0, 1), (2, 3), "", ", ".join(filter(None, rest)))
-        rows = [[format_bytes(one["nbytes"]), one["line"], one["remedy"]] for one in self._causes_of(peak.holders)]
+        rows = [[format_bytes(cause["nbytes"]), cause["line"], cause["remedy"]] for cause in self._causes_of(peak.holders)]
         yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
 
     def to_json(self) -> dict[str, Any]:
@@ -196,14 +196,14 @@ class MemoryLedger(LedgerData, Printed, Exported):
         origins: dict[Origin, int] = {}
         rows = [
             {
-                "nbytes": one.nbytes,
-                "origin": origins.setdefault(one.origin, len(origins)),
-                "born": one.born,
-                "freed": one.freed,
-                "is_gradient": one.is_gradient,
-                "holds": [[hold.reason.value, hold.region, hold.begin, hold.end] for hold in one.holds],
+                "nbytes": allocation.nbytes,
+                "origin": origins.setdefault(allocation.origin, len(origins)),
+                "born": allocation.born,
+                "freed": allocation.freed,
+                "is_gradient": allocation.is_gradient,
+                "holds": [[hold.reason.value, hold.region, hold.begin, hold.end] for hold in allocation.holds],
             }
-            for one in self.allocations
+            for allocation in self.allocations
         ]
         parts = ("device", "base_nbytes", "peak", "phases")
         return {
@@ -216,7 +216,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
 
 
 class _Stacks(dict[Origin, Any]):
-    # Each once: a pickle of events that share stacks is a tenth as large.
+    # Each origin once: a pickle of events that share stacks is a tenth as large.
     def __missing__(self, origin: Origin) -> Any:
         return self.setdefault(origin, frames_of(origin))
 
@@ -334,9 +334,9 @@ def memory_ledger(step: Any = ..., /, *args: Any, **kwargs: Any) -> Any:
     if not callable(step):
         advice = "Write `memory_ledger(step, *args)`, not `memory_ledger(step())`, or `with memory_ledger() as found: step()`."
         raise wrong(step, "step", "a function to run", advice)
-    with ledger_of(None) as found:
+    with ledger_of(None) as ledger:
         step(*args, **kwargs)
-    return found
+    return ledger
 
 
 @contextlib.contextmanager
@@ -348,14 +348,14 @@ def ledger_of(model: torch.nn.Module | None) -> Iterator[MemoryLedger]:
             "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. Leave the block "
             "of the profiler, or of the ledger around this one, first."
         )
-    found, marks = MemoryLedger(), Marks()
+    ledger, marks = MemoryLedger(), Marks()
     older = OlderMemory(marks)
     profile = profile_memory()
-    with noting_out_of_memory(found.causes_now):
+    with noting_out_of_memory(ledger.causes_now):
         try:
             with profile, watch(marks, model):
-                yield found
+                yield ledger
         finally:
             marks.is_open = False
             older.forget()
-            found.fill(rows_of(profile.events(), marks), older.sizes)
+            ledger.fill(rows_of(profile.events(), marks), older.sizes)

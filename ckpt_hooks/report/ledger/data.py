@@ -102,7 +102,7 @@ class Change(NamedTuple):
 class _Opened(NamedTuple):
     key: int | None  # the number of the region; None for a module
     origin: Origin  # of what is made inside, but for operators
-    entry: int | None  # the number of the region around, or its own; None outside
+    entry: int | None  # the number of the region around, or of this region; None outside
 
 
 _OUTSIDE = _Opened(None, NOWHERE, None)
@@ -127,7 +127,7 @@ class StepReader:
     def run(self, rows: Iterable[Row]) -> None:
         for row in rows:
             if row.mark is not None:
-                self._now, around = row, self._opened[-1]
+                self._row, around = row, self._opened[-1]
                 getattr(self, row.mark.event)(*row.mark.args)
                 if self._opened[-1] is not around and row.mark.sequence is not None:
                     self._numbers.append(row.mark.sequence)
@@ -141,23 +141,23 @@ class StepReader:
 
     def _allocate(self, row: Row) -> None:
         number = self._alive[row.address] = len(self.allocations)
-        made = Allocation(row.nbytes, row.address, self._origin_of(row), len(self.changes))
-        made.entry = self._opened[-1].entry
-        self.allocations.append(made)
+        allocation = Allocation(row.nbytes, row.address, self._origin_of(row), len(self.changes))
+        allocation.entry = self._opened[-1].entry
+        self.allocations.append(allocation)
         self._change(row, number, row.nbytes)
 
     def _free(self, row: Row) -> None:
         number = self._alive.pop(row.address, None)
         if number is None:
             # On the host storages tell of their end, with their sizes. The profiler knows memory from before if an earlier
-            # profile saw its allocation, and may tell the size of another one that had its address then.
+            # profile saw its allocation, and may tell another size, of what had its address then.
             if self._device != "cpu":
                 self._change(row, None, row.nbytes)
             return
         allocation = self.allocations[number]
         allocation.freed = len(self.changes)
         if row.place.node is not None and is_forward(allocation) and not allocation.holds:
-            # Nothing but the graph, as freed by backward: of a result kept by the program as well, the end is elsewhere.
+            # Nothing but the graph, as freed by backward: the end of a result that the program keeps too is elsewhere.
             allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed, number))
         self._change(row, number, row.nbytes)
 
@@ -221,7 +221,7 @@ class StepReader:
 
     def older_freed(self, address: int) -> None:
         if address in self._older:
-            self._change(self._now, None, -self._older.pop(address))
+            self._change(self._row, None, -self._older.pop(address))
 
     def gradients(self, addresses: Iterable[int]) -> None:
         for address in addresses:
@@ -229,9 +229,9 @@ class StepReader:
                 self.allocations[self._alive[address]].is_gradient = True
 
 
-def is_forward(one: Allocation) -> bool:
+def is_forward(allocation: Allocation) -> bool:
     """Whether forward made an allocation, so that the graph may hold it."""
-    return one.origin.maker in (Maker.REGION, Maker.MODULE, Maker.OUTSIDE)
+    return allocation.origin.maker in (Maker.REGION, Maker.MODULE, Maker.OUTSIDE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,12 +327,12 @@ class LedgerData:
         self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes
         self.allocations, self.changes, self.entries = tuple(replay.allocations), tuple(replay.changes), replay.entries
         self.devices, self._taken = tuple(devices), (rows, older)
-        for number, one in enumerate(self.allocations):
-            reason = _IN_BACKWARD.get(one.origin.maker)
-            if reason is not None and one.freed is not None:
-                phase = self.phases[bisect.bisect_right(self.phases, one.born, key=operator.attrgetter("begin")) - 1]
-                if phase.name == "backward" and one.freed < phase.end:
-                    one.holds.append(Hold(reason, None, None, one.born, one.freed, number))
+        for number, allocation in enumerate(self.allocations):
+            reason = _IN_BACKWARD.get(allocation.origin.maker)
+            if reason is not None and allocation.freed is not None:
+                phase = self.phases[bisect.bisect_right(self.phases, allocation.born, key=operator.attrgetter("begin")) - 1]
+                if phase.name == "backward" and allocation.freed < phase.end:
+                    allocation.holds.append(Hold(reason, None, None, allocation.born, allocation.freed, number))
 
     @functools.cached_property
     def peak(self) -> LedgerPeak:
@@ -358,38 +358,40 @@ class LedgerData:
             wanted = f"the index of a change, below {len(self.changes)}"
             raise wrong(change, "change", wanted, "Pass -1 for the begin.", TypeError if number is None else ValueError)
         sizes: dict[tuple[Origin, Reason | None], list[int]] = {}
-        for one in self.allocations:
-            if one.born <= change and (one.freed is None or change < one.freed):
+        for alloc in self.allocations:
+            if alloc.born <= change and (alloc.freed is None or change < alloc.freed):
                 reasons = {
-                    hold.reason for hold in one.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)
+                    hold.reason for hold in alloc.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)
                 }
-                reasons |= {Reason.GRADIENT} if one.is_gradient else set()
-                key = one.origin, next((reason for reason in Reason if reason in reasons), None)
-                sizes.setdefault(key, []).append(one.nbytes)
-        found = (Holder(sum(of), len(of), *key) for key, of in sizes.items())
-        return tuple(sorted(found, key=operator.attrgetter("nbytes"), reverse=True))
+                reasons |= {Reason.GRADIENT} if alloc.is_gradient else set()
+                key = alloc.origin, next((reason for reason in Reason if reason in reasons), None)
+                sizes.setdefault(key, []).append(alloc.nbytes)
+        holders = (Holder(sum(of), len(of), *key) for key, of in sizes.items())
+        return tuple(sorted(holders, key=operator.attrgetter("nbytes"), reverse=True))
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases, each a :class:`Phase`, in order."""
         changes, places = self.changes, (change.place for change in self.changes)
-        parts = ["backward" if one.node is not None else "optimizer" if one.optimizer is not None else "rest" for one in places]
+        parts = [
+            "backward" if place.node is not None else "optimizer" if place.optimizer is not None else "rest" for place in places
+        ]
         runs = [(name, [*numbers]) for name, numbers in itertools.groupby(range(len(changes)), parts.__getitem__)]
-        found: list[tuple[str, int, int]] = []
+        phases: list[tuple[str, int, int]] = []
         for at, (name, numbers) in enumerate(runs):
             begin, end = numbers[0], numbers[-1] + 1
             # What allocates nothing, as a pause between two nodes of backward, belongs to the phase before.
-            if name == "rest" and found and all(change.nbytes < 0 for change in changes[begin:end]):
-                name = found[-1][0]
+            if name == "rest" and phases and all(change.nbytes < 0 for change in changes[begin:end]):
+                name = phases[-1][0]
             elif name == "rest" and next((later for later, _ in runs[at + 1 :] if later != "rest"), None) == "backward":
                 name = "forward"
-            if found and found[-1][0] == name:
-                begin = found.pop()[1]
-            found.append((name, begin, end))
-        if found and found[0][0] == "rest" and all(name != "backward" for name, *_ in found):
-            found[0] = "forward", *found[0][1:]
+            if phases and phases[-1][0] == name:
+                begin = phases.pop()[1]
+            phases.append((name, begin, end))
+        if phases and phases[0][0] == "rest" and all(name != "backward" for name, *_ in phases):
+            phases[0] = "forward", *phases[0][1:]
         live = [change.live for change in changes]
-        return tuple(Phase(name, begin, end, max(live[begin:end]), live[end - 1]) for name, begin, end in found)
+        return tuple(Phase(name, begin, end, max(live[begin:end]), live[end - 1]) for name, begin, end in phases)
 
 
 #: The reasons for results which a backward made, used and freed.

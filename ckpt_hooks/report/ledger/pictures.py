@@ -1,4 +1,4 @@
-"""Pictures of ledgers: a panel for each, under each other on one scale. Matplotlib, an extra, is imported when one is drawn."""
+"""Pictures of ledgers: a panel for each, under each other on one scale. Matplotlib, an extra, is imported for drawing alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Band(NamedTuple):
 
 def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
     """Returns about ``most`` moments of a ledger, as indices of changes, and its bands from the bottom up."""
-    keys = [band_of(one, block) for one, block in zip(ledger.allocations, blocks.numbers[number], strict=True)]
+    keys = [band_of(allocation, block) for allocation, block in zip(ledger.allocations, blocks.numbers[number], strict=True)]
     before = BandKind.OLDER, None
     if not keys:
         return [0, 1], [Band(*before, [ledger.base_nbytes] * 2)]
@@ -81,11 +81,11 @@ def _place(key: tuple[BandKind, int | None]) -> tuple[bool, int, int]:
 def _moments_of(ledger: LedgerData, most: int) -> list[int]:
     live = [change.live for change in ledger.changes]
     stretch = max(1, 2 * len(live) // most)
-    found: set[int] = set()
+    moments: set[int] = set()
     for begin in range(0, len(live), stretch):
         end = min(begin + stretch, len(live))
-        found |= {max(range(begin, end), key=live.__getitem__), end - 1}
-    return sorted(found)
+        moments |= {max(range(begin, end), key=live.__getitem__), end - 1}
+    return sorted(moments)
 
 
 class Blocks:
@@ -94,16 +94,16 @@ class Blocks:
     # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number.
     def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
         self._regions = {entry.module for ledger in ledgers for entry in ledger.entries.values() if entry.module}
-        modules = [name for ledger in ledgers for one in ledger.allocations if (name := _module_of(one)) is not None]
+        modules = [name for ledger in ledgers for alloc in ledger.allocations if (name := _module_of(alloc)) is not None]
         numbered = {end for name in [*modules, *self._regions] if (end := up_to_number(name)) is not None}
         self._containers = {name[:at] for name in numbered for at, letter in enumerate(name) if letter == "."}
-        # The name of the block of each allocation, by ledger; None for one of no block.
+        # The name of the block of each allocation, by ledger; None for an allocation of no block.
         self.names = names = [self._names_in(ledger) for ledger in ledgers]
         sizes: collections.Counter[str] = collections.Counter()
         for ledger, of in zip(ledgers, names, strict=True):
-            for one, name in zip(ledger.allocations, of, strict=True):
+            for allocation, name in zip(ledger.allocations, of, strict=True):
                 if name is not None:
-                    sizes[name] += one.nbytes
+                    sizes[name] += allocation.nbytes
         small = [name for name, nbytes in sizes.items() if nbytes < _SMALL * max(sizes.values())]
         labels = _labels_of((name for name in sizes if name not in small), most - bool(small))
         labels = {name: labels.get(name) or (OTHERS if len(small) > 1 else name) for name in sizes}
@@ -117,20 +117,20 @@ class Blocks:
         """Returns the block of each allocation: that of its region, which is of its module, or of most bytes of its forward."""
         blocks = [None if name is None else self._block_of(name) for name in map(_module_of, ledger.allocations)]
         inside: dict[int | None, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        for one, block in zip(ledger.allocations, blocks, strict=True):
+        for allocation, block in zip(ledger.allocations, blocks, strict=True):
             if block is not None:
-                inside[one.entry][block] += one.nbytes
-        found: dict[int | None, str] = {}
+                inside[allocation.entry][block] += allocation.nbytes
+        by_entry: dict[int | None, str] = {}
         for number, entry in ledger.entries.items():
             most = inside[number].most_common(1)
-            found[number] = self._block_of(entry.module) if entry.module else most[0][0] if most else entry.name
-        return [found.get(one.entry, block) for one, block in zip(ledger.allocations, blocks, strict=True)]
+            by_entry[number] = self._block_of(entry.module) if entry.module else most[0][0] if most else entry.name
+        return [by_entry.get(allocation.entry, block) for allocation, block in zip(ledger.allocations, blocks, strict=True)]
 
     def _block_of(self, module: str) -> str:
         parts = module.split(".")
         ends = [".".join(parts[: number + 1]) for number in range(len(parts))]
-        found = next((end for end in ends if end in self._regions), None) or up_to_number(module)
-        return found or next((end for end in ends if end not in self._containers), module)
+        name = next((end for end in ends if end in self._regions), None) or up_to_number(module)
+        return name or next((end for end in ends if end not in self._containers), module)
 
 
 def _module_of(allocation: Allocation) -> str | None:
@@ -142,17 +142,17 @@ def _module_of(allocation: Allocation) -> str | None:
 
 
 def _labels_of(names: Iterable[str], most: int) -> dict[str, str]:
-    """Returns a label for each name: for runs of names that differ by numbers alone, one a run."""
+    """Returns a label for each name: for runs of names that differ by numbers alone, a label a run."""
     groups = alike(names, name_pattern)
     room = most - sum(len(group) == 1 for group in groups)
     many = sum(len(group) for group in groups if len(group) > 1)
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for group in groups:
         runs = min(len(group), max(1, room * len(group) // max(1, many)))
-        for members in alike(enumerate(group), lambda one: one[0] * runs // len(group)):  # noqa: B023  # called at once
+        for members in alike(enumerate(group), lambda pair: pair[0] * runs // len(group)):  # noqa: B023  # called at once
             label = fold_names(name for _, name in members)
-            found.update((name, label) for _, name in members)
-    return found
+            labels.update((name, label) for _, name in members)
+    return labels
 
 
 # Drawing
@@ -236,16 +236,16 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
         check_is(ledger, LedgerData, title, "a ledger", "Pass what memory_ledger returns.")
     if path is not None:
         check_path(path, "step.png")
-    found = [*ledgers.values()]
-    blocks = Blocks(found, _MOST_BLOCKS)
-    figure = figure_of(10, 1.3 + 2.6 * len(found))
-    all_axes = figure.subplots(len(found), 2, sharey=True, squeeze=False, width_ratios=(20, 1))
-    width = max(1, *(len(ledger.changes) for ledger in found))
+    drawn = [*ledgers.values()]
+    blocks = Blocks(drawn, _MOST_BLOCKS)
+    figure = figure_of(10, 1.3 + 2.6 * len(drawn))
+    all_axes = figure.subplots(len(drawn), 2, sharey=True, squeeze=False, width_ratios=(20, 1))
+    width = max(1, *(len(ledger.changes) for ledger in drawn))
     colours = _colours(blocks.labels)
-    most = max(ledger.base_nbytes + max(0, ledger.peak.nbytes) for ledger in found)
+    most = max(ledger.base_nbytes + max(0, ledger.peak.nbytes) for ledger in drawn)
     unit, size = scale_of(most)
     # Much memory from before, as of parameters and optimizers, is cut off below.
-    older = min(one.base_nbytes + sum(of.nbytes for of in one.changes if of.allocation is None) for one in found)
+    older = min(panel.base_nbytes + sum(free.nbytes for free in panel.changes if free.allocation is None) for panel in drawn)
     floor = older - (most - older) // 8 if older > 2 * (most - older) else 0
     all_axes[0, 0].set_ylim(floor / size, (most + 0.18 * (most - floor)) / size)
     shown: dict[tuple[BandKind, int | None], None] = {}
@@ -292,8 +292,8 @@ def _colours(labels: Sequence[str]) -> list[tuple[float, ...]]:
     import matplotlib as mpl
 
     colours, count = mpl.colormaps["viridis"], len(labels) - (OTHERS in labels)
-    found = iter([colours(0.20 + 0.75 * number / max(1, count - 1))[:3] for number in range(count)])
-    return [_GREY if label == OTHERS else next(found) for label in labels]
+    shades = iter([colours(0.20 + 0.75 * number / max(1, count - 1))[:3] for number in range(count)])
+    return [_GREY if label == OTHERS else next(shades) for label in labels]
 
 
 def _look_of(part: BandKind, block: int | None, colours: list[tuple[float, ...]]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _LINE = "line"  # of a mark whose range is a call into torch
 _MEMORY = "memory"  # of a mark which tells of an allocation or free in a dry run
 
 
-class Mark(NamedTuple):
+class StepMark(NamedTuple):
     """A call of a reader's method, put off until the rows are read."""
 
     event: str  # the name of the method
@@ -48,10 +48,10 @@ class Mark(NamedTuple):
 
 
 class Marks:
-    """The marks of one ledger, by the names of their ranges."""
+    """The marks of a ledger, by the names of their ranges."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Mark] = {}
+        self.by_name: dict[str, StepMark] = {}
         self._next = itertools.count().__next__
         self._thread = threading.get_ident()
         self._tick = ticker()
@@ -61,8 +61,8 @@ class Marks:
 
     def range_of(self, event: str, *args: Any) -> Any:
         name = f"{_PREFIX}{self._next()}"
-        is_own = threading.get_ident() == self._thread
-        self.by_name[name] = Mark(event, args, sequence_number() if is_own else None)
+        on_thread = threading.get_ident() == self._thread
+        self.by_name[name] = StepMark(event, args, sequence_number() if on_thread else None)
         return profiler_range(name)
 
     def add(self, event: str, *args: Any) -> None:
@@ -128,11 +128,11 @@ class _Holdings(RegionMarks):
             weakref.finalize(frame, self._mark, "frame_gone", region.id).atexit = False
 
 
-#: A tensor of one of these fates takes no memory of its device.
+#: With such a fate a tensor takes no memory of its device.
 _GONE = frozenset({Reason.DROPPED, Reason.LOST, Reason.OFFLOADED})
 
 
-class _Lines(TorchFunctionMode):
+class _LineMarks(TorchFunctionMode):
     # A rerun of a region runs under the function modes of forward.
     def __init__(self, marks: Marks, note_gradients: Callable[[Iterable[Any]], None]) -> None:
         super().__init__()
@@ -143,10 +143,10 @@ class _Lines(TorchFunctionMode):
     @skipped
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._is_open() or getattr(func, "__name__", None) == "__get__":  # the latter of an attribute, as ``shape``
-            found = func(*args, **(kwargs or {}))
+            attribute = func(*args, **(kwargs or {}))
             if func == _GET_GRADIENT:
-                self._note_gradients((found,))
-            return found
+                self._note_gradients((attribute,))
+            return attribute
         if getattr(func, "__module__", None) == "torch._ops.profiler":  # begins or ends a range, which would end with ours
             return func(*args, **(kwargs or {}))
         with self._range_of(_LINE, site_of(sys._getframe(1))):
@@ -176,11 +176,11 @@ class OlderMemory:
 
 
 def _leaves_and_others() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    for found in objects_of(torch.Tensor):
+    for tensor in objects_of(torch.Tensor):
         gradient = None
         with contextlib.suppress(Exception):  # of a tensor of others, half made maybe
-            gradient = found.grad if found.is_leaf and found.requires_grad else None
-        yield found, gradient
+            gradient = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        yield tensor, gradient
 
 
 def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
@@ -223,7 +223,7 @@ def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
         register_optimizer_step_pre_hook(before_step),
     ]
     try:
-        with observe(_Holdings(marks)), _Lines(marks, note_gradients):
+        with observe(_Holdings(marks)), _LineMarks(marks, note_gradients):
             yield
         note_gradients(gradient for _, gradient in _leaves_and_others())
     finally:
@@ -236,7 +236,7 @@ class Row(NamedTuple):
 
     time: int  # in ns, on the profiler's clock
     place: Origin  # what ranges around say: the operator (outermost in the innermost other range), node, optimizer, and line
-    mark: Mark | None  # None for an allocation or free
+    mark: StepMark | None  # None for an allocation or free
     address: int = 0
     nbytes: int = 0  # negative for a free
     device: Any = None
@@ -250,8 +250,8 @@ def rows_of(events: Iterable[Any], marks: Marks) -> list[Row]:
     return sorted(_walk(events, marks.by_name), key=attrgetter("time"))
 
 
-def _walk(events: Iterable[Any], marks: dict[str, Mark]) -> Iterator[Row]:
-    latest: dict[int, int] = {}  # the number of the latest node with one, by thread
+def _walk(events: Iterable[Any], marks: dict[str, StepMark]) -> Iterator[Row]:
+    latest: dict[int, int] = {}  # the number of the latest numbered node, by thread
     todo: list[tuple[Any, Origin, int]] = [(event, NOWHERE, -1) for event in reversed([*events])]
     while todo:
         event, place, node = todo.pop()
