@@ -15,13 +15,13 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import current_settings
 from ckpt_hooks._core.frame import Frame, is_drawn_anew, mutated_leaf, overlap_error, stack
-from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, owners_in
+from ckpt_hooks._core.holdings import Cause, Holding, KeptTensor, Reason, Saved, TrackedKept, holdings_in, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
-from ckpt_hooks._core.self_check import Place
+from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._tensors.samples import Sampled
@@ -163,7 +163,7 @@ class RecordedFrame(Replayable):
         offload_from: int | None = None,
         debug: bool = False,
         compares_values: bool = False,
-        place: Place | None = None,
+        place: CheckedPlace | None = None,
         around_replays: AbstractContextManager[Any] | None = None,
         at_end: Callable[[Tape], None] | None = None,
         module: torch.nn.Module | None = None,
@@ -301,14 +301,14 @@ class RecordedFrame(Replayable):
             self._decisions.finish()
 
     @skipped
-    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[], None]]:
+    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Handle | KeptTensor], Callable[[], None]]:
         """Returns the pack hook, and a function to drop this frame from the hook, which autograd keeps with each kept leaf."""
         get, handles = tape.tables.known.get, self.handles
         append = handles.append
         pack_other, watch = self._pack_other if self.watch is None else self._pack_watched, self.watch
         new, reference_to, frame = Handle, weakref.ref, self
 
-        def pack(tensor: torch.Tensor) -> Handle | Kept:
+        def pack(tensor: torch.Tensor) -> Handle | KeptTensor:
             value = get(id(tensor))
             if value is None or storage_address(tensor) != value.store.address or watch is not None:
                 return pack_other(tensor, value)
@@ -345,7 +345,7 @@ class RecordedFrame(Replayable):
         self.bytes += handle.nbytes
         return handle
 
-    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Handle | Kept:
+    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Handle | KeptTensor:
         """Packs a tensor which the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
@@ -367,7 +367,7 @@ class RecordedFrame(Replayable):
                 value = tape.value_of(tensor, None)
         return self._handle_of(tensor, value)
 
-    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Handle | Kept:
+    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Handle | KeptTensor:
         watch, packed = self.watch, self._pack_other(tensor, value)
         assert watch is not None
         if not isinstance(packed, Handle):

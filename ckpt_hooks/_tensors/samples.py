@@ -11,7 +11,7 @@ from ckpt_hooks._ambient.streams import is_capturing
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.self_check import LATE, Place, settings
+from ckpt_hooks._core.self_check import LATE, CheckedPlace, settings
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .determinism import are_close, is_on_host, is_opaque, ordered_hash_of, projections_of
@@ -28,7 +28,7 @@ class Sampled:
 
     __slots__ = ("_place", "may_be_unfilled", "number")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckedPlace) -> None:
         self._place, self.number = place, place.number
         # An operator may leave memory unfilled: what is there differs from run to run, and means nothing.
         self.may_be_unfilled = False
