@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 #: A generator function that opens a region, yields for the call of the function, and closes the region:
 #: ``region(function, args, kwargs, **options)``, with the options of ``torch.utils.checkpoint.checkpoint``.
-RegionMaker = Callable[..., Iterator[None]]
+Diversion = Callable[..., Iterator[None]]
 
 _torchs: Any = torch.utils.checkpoint
 
@@ -41,7 +41,7 @@ class _Engine:
     def __init__(self) -> None:
         self._before: tuple[Any, Any, Any] | None = None
 
-    def divert(self, choose: Callable[[], RegionMaker | None]) -> None:
+    def divert(self, choose: Callable[[], Diversion | None]) -> None:
         """Sends calls to the region that ``choose`` returns for each call; None leaves a call to torch."""
         if self._before is not None:
             return
@@ -82,7 +82,7 @@ def _set_code(function: Any, code: Any, defaults: Any, named_defaults: Any) -> N
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
-def _arguments_first(region: RegionMaker, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[None]:
+def _arguments_first(region: Diversion, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Calls a region as torch 2.14 does."""
     return region(function, args[len(_OPTIONS) :], kwargs, **dict(zip(_OPTIONS, args, strict=False)))
 
@@ -96,7 +96,7 @@ class _ReentrantEngine:
     def __init__(self) -> None:
         self._class: Any = None
 
-    def divert(self, choose: Callable[[], RegionMaker | None]) -> None:
+    def divert(self, choose: Callable[[], Diversion | None]) -> None:
         if self._class is not None:
             return
         kind: Any = torch.utils.checkpoint.CheckpointFunction

@@ -79,8 +79,8 @@ def set_global_device_mode(mode: object | None) -> None:
         GLOBAL_DEVICE.device_context = mode
 
 
-# Whether a ``torch.func`` transform (grad, vjp, ...) is running. Asking for the innermost transform makes a stack for this thread, be
-# it empty, which autograd copies for each node of each later backward, at 0.1 us.
+# Whether a ``torch.func`` transform (grad, vjp, ...) is running. Asking for the innermost transform makes a stack for
+# this thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # Transforms call it; an error of theirs has no class of its own, and is known by this code.

@@ -31,14 +31,7 @@ from ckpt_hooks._function.options import (
     policy_of,
     values_of,
 )
-from ckpt_hooks._torch.checkpoint import (
-    RegionMaker,
-    engine,
-    is_compiled,
-    reentrant_engine,
-    settings_of_torch,
-    without_composable,
-)
+from ckpt_hooks._torch.checkpoint import Diversion, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks.policies.base import policy_from
 from ckpt_hooks.selective import create_selective_checkpoint_contexts, own_contexts
@@ -228,7 +221,7 @@ def _divert(patches: tuple[TorchPatch, ...]) -> None:
         reentrant_engine.restore()
 
 
-def _choose() -> RegionMaker | None:
+def _choose() -> Diversion | None:
     """Returns the region of the latest patch; None where torch runs the call."""
     if is_compiled() or is_any_transform_active():
         return None
@@ -238,7 +231,7 @@ def _choose() -> RegionMaker | None:
     return active[-1]._region if active else None
 
 
-def _choose_reentrant() -> RegionMaker | None:
+def _choose_reentrant() -> Diversion | None:
     active = _active
     latest = active[-1] if active else None
     if latest is None or latest._reentrant is False:
