@@ -35,7 +35,7 @@ from ckpt_hooks._operators.operator_log import watch_replay
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
-from ckpt_hooks._tensors.refilling import Loan, Owner, borrow, give_back, is_lent
+from ckpt_hooks._tensors.refilling import FilledMemory, Owner, borrow, give_back, is_lent
 from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes, resume_transforms, suspend_transforms
 from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, storage_of
@@ -183,7 +183,7 @@ class Borrowing:
         self, steps: Mapping[int, Op | Value], tensors: Mapping[int, torch.Tensor], owners: Mapping[int, Owner]
     ) -> None:
         self._steps = sorted(steps.items())
-        self._loans: dict[Owner, Loan | None] = {}
+        self._loans: dict[Owner, FilledMemory | None] = {}
         first: dict[Owner, int] = {}
         last: dict[Owner, int] = {}
         by_store: dict[int, Owner | None] = {}
