@@ -1,9 +1,9 @@
-"""The recording of one call of a custom autograd function: arguments, operators, results, and the memory written to.
+"""The recording of a call of a custom autograd function: arguments, operators, results, and the memory written to.
 
-Kernels launched by pointer write unseen, so each call follows one rule, whatever the function is made of. It is taken to write
-to its arguments which require grad, are no leaves, and were made in the innermost region: a replay then runs it before anybody
-reads these again, which costs nothing where nothing was written. Memory from outside of the region, and arguments without
-gradients, are compared before and after. A write to memory from outside could not be repeated, so the results are kept
+Kernels launched by pointer write unseen, so each call follows the same rule, whatever the function is made of. It is taken to
+write to its arguments which require grad, are no leaves, and were made in the innermost region: a replay then runs it before
+anybody reads these again, which costs nothing where nothing was written. Memory from outside of the region, and arguments
+without gradients, are compared before and after. A write to memory from outside could not be repeated, so the results are kept
 instead; so are the results of a function which does what no replay should do again.
 
 The alternative not taken: to look for calls into foreign modules (``sys.setprofile``) in the first call of each function, and
@@ -58,28 +58,28 @@ def taken_apart(
     arguments: list[Any] = []
     capture: Capture | None = None
     try:
-        for one in args:
-            if isinstance(one, torch.Tensor):
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
                 arguments.append(_tensor_at(len(tensors)))
-                needs.append(one.requires_grad)
-                tensors.append(one)
+                needs.append(argument.requires_grad)
+                tensors.append(argument)
                 continue
             needs.append(False)
-            if type(one) not in ATOMS:
+            if type(argument) not in ATOMS:
                 capture = capture or Capture(tensors)
-                one = capture.value(one, "")
-            arguments.append(one)
+                argument = capture.value(argument, "")
+            arguments.append(argument)
         if kwargs:
             capture = capture or Capture(tensors)
-            needs += [isinstance(one, torch.Tensor) and one.requires_grad for one in kwargs.values()]
-            kwargs = {name: capture.value(one, "") for name, one in kwargs.items()}
+            needs += [isinstance(argument, torch.Tensor) and argument.requires_grad for argument in kwargs.values()]
+            kwargs = {name: capture.value(argument, "") for name, argument in kwargs.items()}
     except TypeError:  # from an iterator, at whatever depth
-        tensors += [one for one in args[len(arguments) :] if isinstance(one, torch.Tensor)]
+        tensors += [argument for argument in args[len(arguments) :] if isinstance(argument, torch.Tensor)]
         return [], {}, tensors, (), [], "has an iterator among its arguments, which can be read once"
     objects = []
     if capture is not None:
         capture.finish()
-        objects = [one for one in capture.objects if not _is_plain(one)]
+        objects = [captured for captured in capture.objects if not _is_plain(captured)]
     return arguments, kwargs, tensors, tuple(needs), objects, None
 
 
@@ -102,14 +102,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def read_streams() -> streams.Snapshot:
-    """Returns the states of random streams other than the CPU's, whose draws are noted one by one."""
+    """Returns the states of random streams other than the CPU's, whose draws are noted call by call."""
     return None, streams.read_devices(), tuple((stream, stream.read()) for stream in streams.TRACKED)
 
 
 def has_moved(before: streams.Snapshot, after: streams.Snapshot) -> bool:
     """Whether a random stream other than the CPU's has moved."""
     return before[1] is not after[1] or any(
-        not is_same_state(state, now) for (_, state), (_, now) in zip(before[2], after[2], strict=True)
+        not is_same_state(earlier, later) for (_, earlier), (_, later) in zip(before[2], after[2], strict=True)
     )
 
 
@@ -132,19 +132,19 @@ _CALLERS = (APPLY_CODE, _pack_saved.__code__)
 
 def _packing(call: FunctionCall, pack: Callable[[_Tensor], Any]) -> tuple[Callable[[_Tensor], Any], Callable[[], None]]:
     """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor."""
-    own: FunctionCall | None = call
+    open_call: FunctionCall | None = call
 
-    def pack_own(tensor: _Tensor) -> Any:
-        if own is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
+    def pack_in_call(tensor: _Tensor) -> Any:
+        if open_call is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
             return pack(tensor)
-        return own.pack(tensor, pack)
+        return open_call.pack(tensor, pack)
 
     def release() -> None:
-        nonlocal own, pack
-        own = None
+        nonlocal open_call, pack
+        open_call = None
         del pack
 
-    return pack_own, release
+    return pack_in_call, release
 
 
 class FunctionCall:
@@ -158,7 +158,7 @@ class FunctionCall:
         facts = self._facts = FunctionFacts(function)
         self._op = Op()
         self._draws: list[Any] = []
-        self._states = NotedStates()  # a rerun draws in forward's order, so the series of one call is its own
+        self._states = NotedStates()  # a rerun draws in forward's order, so each call has a series
         self._born: set[int] = set()  # addresses of storages made in the function
         self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
         self._written: dict[int, Store] = {}  # storages taken as written to, by identity
@@ -177,7 +177,7 @@ class FunctionCall:
                 reason = "has an object among its arguments, which it may change"
             else:
                 facts.parts, facts.memory = parts, memory_of(parts)
-                self._tensors += [one for one in parts if isinstance(one, _Tensor)]
+                self._tensors += [part for part in parts if isinstance(part, _Tensor)]
         if reason is not None:
             self.keep(reason)
         facts.casts = AUTOCAST.capture()
@@ -263,7 +263,7 @@ class FunctionCall:
                 self.keep("reads a tensor which is not among its arguments, or which no operator made")
 
     def _is_foreign(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
-        """Whether an operator writes to anything besides memory of the function's own; notes a write to an argument."""
+        """Whether an operator writes to anything besides memory made in the function; notes a write to an argument."""
         targets = [args[0]] if facts.is_inplace_view else [tensor for tensor, _ in writes.targets_of(facts, args, kwargs)]
         for target in targets:
             address = storage_of(target)
@@ -404,12 +404,12 @@ class FunctionCall:
         """Notes the contents of other kept tensors in a storage: a kernel may write to a part, and a replay read all."""
         for reference in store.held or ():
             value = reference()
-            kept = None if value is None or value.saved is None else value.saved.tensor
-            if kept is not None and not writes.are_one_place(tensor, kept) and is_compared(kept, store):
-                self._looked.append((kept, store, image_of(kept)))
+            saved = None if value is None or value.saved is None else value.saved.tensor
+            if saved is not None and not writes.are_one_place(tensor, saved) and is_compared(saved, store):
+                self._looked.append((saved, store, image_of(saved)))
 
     def _look_at_held(self, store: Store) -> None:
-        """Looks whether a policy kept memory at one moment which was written to before: a replay could not write to both."""
+        """Looks whether a policy kept memory at a moment which was written to before: a replay could not write to both."""
         if store.written and any(holder() is not None for holder in store.held or ()):
             self.keep("writes to memory which a policy kept and which was written to before")
 
