@@ -91,16 +91,16 @@ class Misuse(enum.Enum):
         "they depend on each other, or on their place. Call it as a whole, or pass another dim, whose rows are independent."
     )
 
-    def error(self, given: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
-        return kind(self.value.format(given=described_as(given), **words))
+    def error(self, value: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
+        return kind(self.value.format(given=described_as(value), **words))
 
     def error_of(self, path: RegionPath, **words: Any) -> CheckpointError:
         region = format_path(path)
         return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
 
 
-def wrong(given: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
-    return Misuse.WRONG.error(given, kind, name=name, wanted=wanted, advice=advice)
+def wrong(value: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
+    return Misuse.WRONG.error(value, kind, name=name, wanted=wanted, advice=advice)
 
 
 def name_of_callable(value: Any) -> str:

@@ -351,8 +351,8 @@ class Tape:
 
     def parameters(self) -> list[HeldTensor]:
         values = [value for reference in self.tables.inputs.values() if (value := reference()) is not None]
-        held = [value.saved for value in values if type(value.saved) is HeldTensor]
-        return [saved for saved in held if type(saved.tensor) is torch.nn.Parameter]
+        held_tensors = [value.saved for value in values if type(value.saved) is HeldTensor]
+        return [saved for saved in held_tensors if type(saved.tensor) is torch.nn.Parameter]
 
     def close(self) -> None:
         """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
