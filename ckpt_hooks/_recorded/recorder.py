@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from ckpt_hooks._ambient.current import capture as capture_current
@@ -38,7 +38,6 @@ from .functions import FunctionCall
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Surroundings, Value, flatten
 
-_Tensor = torch.Tensor
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
 _CAST = Kind.CAST
@@ -152,7 +151,7 @@ class Recorder(SelectiveCheckpointContext):
             tensor = recorded[position]
             value = get(id(tensor))
             if value is None or storage_address(tensor) != value.store.address:  # given other memory (``tensor.data = other``)
-                if not isinstance(tensor, _Tensor):
+                if not isinstance(tensor, Tensor):
                     present = tuple(other for other in present if other != position)
                     continue
                 value = tape.value_of(tensor, facts, position)
@@ -166,7 +165,7 @@ class Recorder(SelectiveCheckpointContext):
         op.draw = None
         op.surroundings = tape.surroundings
         op.is_plain = True
-        if not facts.single or type(out) is not _Tensor:
+        if not facts.single or type(out) is not Tensor:
             tape.note(op, values, out)
             return out
         # As ``put`` does it.

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape
@@ -142,7 +143,6 @@ def _is_cast_of_leaf(value: Value) -> bool:
     return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)
 
 
-_Tensor = torch.Tensor
 _PLAIN, _STRIDED = (torch.Tensor, torch.nn.Parameter), torch.strided
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
@@ -236,7 +236,7 @@ class Tape:
                         self.keep(value, tensor, decision, cause)
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
-            elif isinstance(tensor, _Tensor):
+            elif isinstance(tensor, Tensor):
                 self.note_external(tensor, _of_class(tensor))
         return made
 
@@ -260,7 +260,7 @@ class Tape:
             store.members.append(_weakref(tensor))
 
     def note_uninitialized(self, tensor: Any) -> None:
-        address = storage_of(tensor) if isinstance(tensor, _Tensor) and is_dense(tensor) else None
+        address = storage_of(tensor) if isinstance(tensor, Tensor) and is_dense(tensor) else None
         if address is None:
             return
         value = self._uninitialized_like(tensor, address)
@@ -422,7 +422,7 @@ def op_of(
 
 def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: list[Value], argument: Any) -> Any:
     """Returns an argument with values in place of tensors; adds the values to ``values``."""
-    if isinstance(argument, _Tensor):
+    if isinstance(argument, Tensor):
         key = id(argument)
         value = tape.tables.uninitialized.get(key) if key in overwritten else None
         if value is None:
@@ -431,6 +431,6 @@ def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: l
             value = tape.value_of(argument, facts, len(values))
         values.append(value)
         return value
-    if isinstance(argument, (list, tuple)) and any(isinstance(element, _Tensor) for element in argument):
+    if isinstance(argument, (list, tuple)) and any(isinstance(element, Tensor) for element in argument):
         return [_recorded(tape, facts, overwritten, values, element) for element in argument]
     return argument

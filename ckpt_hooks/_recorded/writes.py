@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.holdings import Cause, Reason
@@ -35,13 +36,12 @@ from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Value, counter_of, is_held_twice, new_value
 
-_Tensor = torch.Tensor
 # How many hold a value that a table and a variable have, as ``getrefcount`` counts.
 _IN_TABLE = 3
 
 
 def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
-    return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), _Tensor)]
+    return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), Tensor)]
 
 
 def _covers(tensor: torch.Tensor) -> bool:
@@ -138,7 +138,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
     recorded[0] = before
     for position in facts.tensors[len(recorded)][1:]:  # as ``op_of`` does it, written out: 1% of a small block with dropouts
         tensor = recorded[position]
-        if isinstance(tensor, _Tensor):
+        if isinstance(tensor, Tensor):
             value = tables.known.get(id(tensor))
             if value is None or storage_of(tensor) != value.store.address:
                 value = tape.value_of(tensor, facts)
@@ -360,7 +360,7 @@ def after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, t
 def may_run_again(args: Any, kwargs: Any) -> bool:
     """Whether a run of code of Inductor's can be repeated: it writes to no input, and draws on a single device at most."""
     code = facts_of_code(args[0])
-    devices = {device_of(args, kwargs), *code.devices, *(source.device for source in args[1] if isinstance(source, _Tensor))}
+    devices = {device_of(args, kwargs), *code.devices, *(source.device for source in args[1] if isinstance(source, Tensor))}
     return code.written == frozenset() and len(devices) == 1
 
 
@@ -377,7 +377,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
         decide(tape, facts, arguments, kwargs, out)  # which changes nothing: it is kept in any case
-    for tensor in instances_in(out, _Tensor):
+    for tensor in instances_in(out, Tensor):
         if not (facts.is_compiled and any(tensor is source for source in inputs)):
             tape.note_external(tensor, f"returned by {func}")
     return out
