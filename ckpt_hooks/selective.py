@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._core.call_sites import warn_user
 from ._core.misuse import checked_flag, described_as
-from ._core.self_check import Place, place_of
+from ._core.self_check import CheckedPlace, place_of
 from ._core.self_check import settings as self_check
 from ._function.options import (
     ContextPair,
@@ -128,7 +128,7 @@ def frame_under_policy(
     return frame if contexts is None else within(frame, contexts[0])
 
 
-def _place_of(function: Any, options: RegionOptions) -> Place | None:
+def _place_of(function: Any, options: RegionOptions) -> CheckedPlace | None:
     is_checked = options.check.is_sampled and options.preserve_rng_state and self_check.level
     return place_of(function, None) if is_checked else None
 

@@ -21,7 +21,7 @@ from ckpt_hooks._torch.tensors import storage_of
 
 #: A place in a program, cheap to note: the code, its line, the innermost called module, and whether the line is inside of the
 #: innermost region.
-Place = tuple[types.CodeType | None, int, "weakref.ref[torch.nn.Module] | None", bool]
+CallSite = tuple[types.CodeType | None, int, "weakref.ref[torch.nn.Module] | None", bool]
 
 #: Whether a file is of this package or of torch, and whether of this package.
 _FILES: dict[str, tuple[bool, bool]] = {}
@@ -42,7 +42,7 @@ def warn_user(message: str) -> None:
 
 
 def site_of(frame: types.FrameType | None) -> str | None:
-    """Returns the innermost line outside of this package and of torch, as in ``"model.py:12"``; None without one."""
+    """Returns the innermost line outside of this package and of torch, as in ``"model.py:12"``; None without such a line."""
     while frame is not None and is_of_library(frame):
         frame = frame.f_back
     return None if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -55,33 +55,33 @@ def name_expression(pattern: str) -> str:
 
 
 def called_modules(frame: types.FrameType | None) -> list[Any]:
-    """Returns the modules whose calls run, from the innermost; None without one."""
-    found = []
+    """Returns the modules whose calls run, from the innermost; None where no module is called."""
+    modules = []
     while frame is not None:
         if frame.f_code is MODULE_CALL:
-            found.append(frame.f_locals["self"])
+            modules.append(frame.f_locals["self"])
         frame = frame.f_back
-    return found or [None]
+    return modules or [None]
 
 
 def module_in_call(module: torch.nn.Module | None) -> str | None:
-    """Returns the name of a module, by default the innermost called one, in the outermost called module; None without."""
+    """Returns the name of a module, by default the innermost called, in the outermost called module; None without."""
     called = called_modules(sys._getframe(1))
     module = called[0] if module is None else module
     if called[-1] is None:
         return None if module is None else ""
-    return next((name for name, other in called[-1].named_modules() if other is module), None)
+    return next((name for name, candidate in called[-1].named_modules() if candidate is module), None)
 
 
 def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
     name = frame.f_code.co_filename
-    found = is_of_library(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
-    if not name.startswith("<"):  # others may stand for several modules
-        _FILES[name] = found
-    return found
+    ownership = is_of_library(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
+    if not name.startswith("<"):  # such names may stand for several modules
+        _FILES[name] = ownership
+    return ownership
 
 
-def place_of(frame: types.FrameType | None) -> Place:
+def place_of(frame: types.FrameType | None) -> CallSite:
     """Returns the innermost line outside of this package and of torch, and the innermost called module around an operator."""
     module, is_inside = None, True
     while frame is not None:
@@ -104,7 +104,7 @@ def place_of(frame: types.FrameType | None) -> Place:
     return place, line, module, is_inside
 
 
-def place_in_words(place: Place, names: Mapping[int, str]) -> str:
+def place_in_words(place: CallSite, names: Mapping[int, str]) -> str:
     code, line, reference, _ = place
     module = None if reference is None else reference()
     words = "an unknown line" if code is None else f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}()"
@@ -116,7 +116,7 @@ def place_in_words(place: Place, names: Mapping[int, str]) -> str:
 
 
 def module_names(root: torch.nn.Module | None) -> dict[int, str]:
-    """Returns the names of the modules in a module, by the identity of their dictionaries: a checkpointed module shares one."""
+    """Returns the names of the modules in a module, by the identity of their dictionaries: a checkpointed module shares its."""
     names: dict[int, str] = {}
     for name, module in () if root is None else root.named_modules():
         names.setdefault(id(vars(module)), name)
@@ -131,10 +131,10 @@ def objects_of(*kinds: type) -> list[Any]:
     """Returns the objects of some classes, as far as Python's collector knows them."""
     objects = gc.get_objects()
     try:
-        found = {one for one in {*map(type, objects)} if issubclass(one, kinds)}  # to ask each object takes five times as long
+        classes = {cls for cls in {*map(type, objects)} if issubclass(cls, kinds)}  # five times as quick as asking each object
     except TypeError:  # of a class of classes without a hash
-        return [one for one in objects if issubclass(type(one), kinds)]
-    return [one for one in objects if type(one) in found]
+        return [object_ for object_ in objects if issubclass(type(object_), kinds)]
+    return [object_ for object_ in objects if type(object_) in classes]
 
 
 def name_in_models(tensor: torch.Tensor) -> str | None:
@@ -144,7 +144,7 @@ def name_in_models(tensor: torch.Tensor) -> str | None:
         return None
     modules = objects_of(torch.nn.Module)
     inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    found: list[str] = []
+    descriptions: list[str] = []
     for root in [module for module in modules if id(module) not in inner]:
         with contextlib.suppress(Exception):  # modules of others, half made maybe
             for kind, named in ("parameter", root.named_parameters()), ("buffer", root.named_buffers()):
@@ -153,5 +153,5 @@ def name_in_models(tensor: torch.Tensor) -> str | None:
                         words = f"the {kind} {name!r} of {type(root).__name__}"
                         if (value.storage_offset(), value.shape) == (tensor.storage_offset(), tensor.shape):
                             return words
-                        found.append(words)
-    return found[0] if len(found) == 1 else None  # several are parts of one memory
+                        descriptions.append(words)
+    return descriptions[0] if len(descriptions) == 1 else None  # several are parts of the same memory

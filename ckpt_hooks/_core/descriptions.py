@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# The names of a region and of those around it, innermost first: a linked list, for a tuple of all of them would be built by
-# every region and read by hardly any.
+# The names of a region and of those around it, innermost first: a linked list, since every region would build a tuple
+# of all the names, and hardly any region's would be read.
 RegionPath = tuple[str, "RegionPath | None"]
 
 

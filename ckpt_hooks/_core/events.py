@@ -23,7 +23,7 @@ from .call_sites import module_in_call, site_of
 from .descriptions import RegionPath, format_path
 from .holdings import (
     Holding,
-    Kept,
+    KeptTensor,
     Reason,
     Saved,
     TrackedKept,
@@ -40,7 +40,7 @@ class Region(NamedTuple):
     """One entry of a region. Numbers are unique in the process."""
 
     id: int
-    parent: int | None  # the number of the region around; None without a watched one
+    parent: int | None  # the number of the region around; None unless it is watched
     kind: str  # "function" or "recorded"
     path: tuple[str, ...]  # its name and those of the regions around, outermost first
     site: str | None  # the entering line, as in "model.py:12"; None without user code on the stack
@@ -116,13 +116,13 @@ class Observer:
         """A storage of an earlier event is freed."""
 
     def moved(self, region: Region, nbytes: int, *, to_host: bool) -> None:
-        """A copy of a tensor to the host began, or one back."""
+        """A copy of a tensor to the host or back began."""
 
     def recomputing(self, region: Region, *, in_order: bool) -> None:
         """A recompute begins.
 
         Forward's operators run in their order, all at once, in a rerun, and in the replay of a region which overwrites a value
-        after an operator read it. Other replays may run as far as one value needs.
+        after an operator read it. Other replays may run as far as a value needs.
         """
 
     def recomputed(self, region: Region, error: BaseException | None) -> None:
@@ -145,7 +145,7 @@ def info_of(tensor: torch.Tensor, observers: tuple[Observer, ...]) -> TensorInfo
 
 
 class Watch:
-    """Sends the events of one frame, held weakly."""
+    """Sends the events of a frame, to which it has a weak reference."""
 
     __slots__ = ("__weakref__", "_fates", "_num_kept", "observers", "region", "task", "tensors", "wants_operators")
 
@@ -164,7 +164,7 @@ class Watch:
         self.observers, self.task = observers, graph_task_id()
         self._num_kept = 0
         self._fates: dict[int, Reason] = {}
-        self.tensors: dict[int, TensorInfo] = {}  # those that autograd has not let go of, by position
+        self.tensors: dict[int, TensorInfo] = {}  # tensors that autograd has not let go of, by position
         self.wants_operators = any(observer.wants_operators for observer in observers)
         self.region = Region(
             _next_region(),
@@ -182,7 +182,7 @@ class Watch:
             getattr(observer, event)(self.region, *args, **kwargs)
 
     def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
-        """Returns the tensor's position, a negative one without a handle."""
+        """Returns the tensor's position, below 0 without a handle."""
         if position is None:
             self._num_kept += 1
             position = -self._num_kept
@@ -193,7 +193,7 @@ class Watch:
         self.tell("saved", saved, info)
         return position
 
-    def kept(self, position: int | None, packed: Kept, tensor: torch.Tensor) -> Kept:
+    def kept(self, position: int | None, packed: KeptTensor, tensor: torch.Tensor) -> KeptTensor:
         """Returns the object to stand in the graph for a tensor that is kept."""
         tracked = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
         position = self.saved(position, cause_of_kept(packed).reason, tensor)
@@ -259,7 +259,7 @@ def override(**changes: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """Makes an observer watch every region whose forward begins in this block, on this thread; backward included."""
-    # Without observers the price is one look-up a region and one attribute test a restored tensor. Packing pays nothing: a
-    # watched region has pack hooks of its own.
+    # Without observers the price is a look-up for each region and an attribute test for each restored tensor. Packing pays
+    # nothing: a watched region has other pack hooks.
     with override(observers=(*_current.get().observers, observer)):
         yield

@@ -1,7 +1,7 @@
 """Frames, the common part of both kinds of region, and the stack of a thread's open frames.
 
 Autograd owns handles, a handle owns its frame, the frame does not own its handles. So a frame lives exactly as long as some
-node may still ask for one of its tensors, and what it holds dies with the last such node, by reference counting alone (Rule 9).
+node may still ask for a tensor of it, and what it holds dies with the last such node, by reference counting alone (Rule 9).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ckpt_hooks.errors import MutationError, OverlapError
 
 from .descriptions import RegionPath, format_path, region_in_words
-from .holdings import Holding, Kept, Reason, Saved, cause_of_kept, size_of
+from .holdings import Holding, KeptTensor, Reason, Saved, cause_of_kept, size_of
 from .mutation import Why, mutated
 from .scopes import NO_PASSES, Ending, Scope, with_ending
 
@@ -33,37 +33,37 @@ class Label(NamedTuple):
     """What a tensor from outside, or kept by a policy, is for a recorded region inside a frame."""
 
     reason: Reason
-    read: tuple[int, str, int]  # how many tensors the region had saved before, the operator that read this one, and where
+    read: tuple[int, str, int]  # how many tensors the region had saved before, the operator that read it, and where
     requires_grad: bool
     kind: Any  # dtype, shape, device
 
     @property
     def may_be_more(self) -> bool:
-        """Whether forward may have made such a tensor inside of the region: a table, say, that is in a cache now."""
+        """Whether forward may have made such a tensor inside of the region: a table, say, that a cache holds by then."""
         return not self.requires_grad and self.reason not in (Reason.POLICY, Reason.NAME)
 
 
 # Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, their labels
-# if it is a recorded one, and the region.
-Mark = tuple[int, int, Sequence[Label | None], RegionPath]
+# if it is a recorded region, and the region's path.
+RegionMark = tuple[int, int, Sequence[Label | None], RegionPath]
 
 
-def places_of(wanted: Sequence[Label | None], found: Sequence[Label | None]) -> Sequence[int] | None:
+def places_of(wanted: Sequence[Label | None], labels: Sequence[Label | None]) -> Sequence[int] | None:
     """Returns the places of tensors with some labels, in order; None where they are not to be told from others."""
-    if found == wanted:
-        return range(len(found))
-    left = Counter(found)
+    if labels == wanted:
+        return range(len(labels))
+    left = Counter(labels)
     left.subtract(wanted)
     if any(count and (label is None or count < 0 or label in wanted or not label.may_be_more) for label, count in left.items()):
         return None
     places: dict[Label | None, deque[int]] = {}
-    for place, label in enumerate(found):
+    for place, label in enumerate(labels):
         places.setdefault(label, deque()).append(place)
     return [places[label].popleft() for label in wanted]
 
 
-def mutated_leaf(kept: Kept) -> MutationError:
-    tensor, version, path = kept  # plain autograd raises for such a leaf too
+def mutated_leaf(packed: KeptTensor) -> MutationError:
+    tensor, version, path = packed  # plain autograd raises for such a leaf too
     return mutated(Why.SAVED, format_path(path), tensor, version)
 
 
@@ -113,7 +113,7 @@ class Frame(abc.ABC):
         self.complete = False
         # Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
         self.recomputing = False
-        # Ends a region that was left before those within, once they have ended.
+        # Ends a region that was left before the regions within, once they have ended.
         self.late: Callable[[], None] | None = None
         self.watch: Watch | None = None
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
@@ -144,7 +144,7 @@ class Frame(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, packed: Any) -> Saved:
-        """Describes the saved tensor of one of this frame's handles."""
+        """Describes the saved tensor of a handle of this frame."""
 
     def note_inside(self, labels: Sequence[Label | None], path: RegionPath) -> Sequence[int]:
         """Notes tensors which a region inside hands to this frame; returns the places of those to save, in order."""
@@ -158,8 +158,8 @@ class Frame(abc.ABC):
         error: BaseException | None = None
         try:
             return recompute(*args)
-        except BaseException as found:
-            error = found
+        except BaseException as raised:
+            error = raised
             raise
         finally:
             watch.tell("recomputed", error)
@@ -199,8 +199,8 @@ def frame_of(packed: Any) -> Frame | None:
     return frame if isinstance(frame, Frame) else None
 
 
-# Autograd's own stack of hooks gives each saved tensor to the innermost frame (Rule 1); this one has the frame's parents. A
-# recompute exchanges the stack for its own, and runs as if no frame were active (Rule 3).
+# Autograd's stack of hooks gives each saved tensor to the innermost frame (Rule 1); this stack has the frame's parents. A
+# recompute exchanges the stack for another, and runs as if no frame were active (Rule 3).
 class FrameStack(threading.local):
     """A thread's open frames: the innermost frame, which links to the frame around, and so on."""
 

@@ -1,6 +1,6 @@
 """Saved tensors, tensors kept alive by a frame, and the reasons: one enum for frames and reports alike.
 
-A frame's holdings are found by going through its parts, for reports and never on a hot path.
+Reports walk a frame's parts to list its holdings, never on a hot path.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _forget(key: int, number: int, _: Any) -> None:
         observer.freed(number)
 
 
-def number_of(thing: Any) -> int:
-    found = _numbers.get(id(thing))
-    if found is not None:
-        return found[1]
+def number_of(target: Any) -> int:
+    numbered = _numbers.get(id(target))
+    if numbered is not None:
+        return numbered[1]
     number = _next_number()
-    _identities[number] = id(thing)
-    _numbers[id(thing)] = weakref.ref(thing, partial(_forget, id(thing), number)), number
+    _identities[number] = id(target)
+    _numbers[id(target)] = weakref.ref(target, partial(_forget, id(target), number)), number
     return number
 
 
@@ -69,8 +69,8 @@ def address_in(storage: Any) -> int:
 def address_of(storage: int | None) -> int:
     """Returns the address of the memory of a storage with a number; 0 if the storage is gone, or has no memory."""
     key = None if storage is None else _identities.get(storage)
-    found = None if key is None else _numbers[key][0]()
-    return 0 if found is None else address_in(found)
+    target = None if key is None else _numbers[key][0]()
+    return 0 if target is None else address_in(target)
 
 
 def tell_when_freed(storage: int, observers: Iterable[Any]) -> None:
@@ -113,7 +113,7 @@ class Reason(str, enum.Enum):
     GRADIENT = "gradient"
     #: Made by a running backward, and freed before its end.
     BACKWARD = "backward"
-    #: Freed with the graph, and found in no node: torch does not show all that C++ nodes hold.
+    #: Freed with the graph, and seen in no node: torch does not show all that C++ nodes hold.
     UNSEEN = "unseen"
     #: Dropped, and brought back in backward: takes no memory until then.
     DROPPED = "dropped"
@@ -167,13 +167,13 @@ class Holding(NamedTuple):
 def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
     """Yields each tensor in a part of a frame, once; leaves which require grad are not the frame's."""
     # ``seen`` has the identities of objects met before. Skipped are frames, with their handles, and what several frames share.
-    for value in _found_in(part, seen, skipped):
+    for value in _tensors_and_owners_in(part, seen, skipped):
         if isinstance(value, skipped):
             continue
         if not isinstance(value, torch.Tensor):  # it knows what it holds, though the tensor is elsewhere
-            if (found := value.holding(cause)) is not None:
-                yield found
-        elif value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
+            if (holding := value.holding(cause)) is not None:
+                yield holding
+        elif value.numel() and not is_kept_anyway(value):  # empty tensors tell of versions
             dtype, shape = dtype_and_shape(value)
             inner = dense_parts(value)
             is_dense = len(inner) == 1 and inner[0] is value
@@ -184,19 +184,19 @@ def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ..
 
 def owners_in(part: Any, kind: type[Any], skipped: tuple[type, ...] = ()) -> list[Any]:
     """Returns each object of a class in a part of a frame, as the owner of a handle too, without those inside others."""
-    found: dict[int, Any] = {}
+    owners: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [part]
     while todo:
-        for value in _found_in(todo.pop(), seen, (kind, *skipped)):
+        for value in _tensors_and_owners_in(todo.pop(), seen, (kind, *skipped)):
             if isinstance(value, kind):
-                found[id(value)] = value
+                owners[id(value)] = value
             elif not isinstance(value, (torch.Tensor, skipped)):
                 todo += _attributes(value)
-    return list(found.values())
+    return list(owners.values())
 
 
-def _found_in(part: Any, seen: set[int], skipped: tuple[type, ...]) -> Iterator[Any]:
+def _tensors_and_owners_in(part: Any, seen: set[int], skipped: tuple[type, ...]) -> Iterator[Any]:
     """Yields tensors, objects with a ``holding`` of their own, and objects of the skipped classes."""
     todo = [part]
     while todo:
@@ -240,8 +240,8 @@ def _attributes(value: Any) -> list[Any]:
 
 # Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
 # region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
-# any case; a tensor that nothing can be compared of, a nested one without a shape; or one that TorchScript saved.
-Kept = list[Any]
+# any case; a tensor that nothing can be compared of, say nested without a shape; or a tensor that TorchScript saved.
+KeptTensor = list[Any]
 
 
 class TrackedKept(list[Any]):
@@ -265,7 +265,7 @@ class Saved(NamedTuple):
     made_by: str | None = None  # the operator which returned the tensor; None where unknown
 
 
-def cause_of_kept(packed: Kept) -> Cause:
+def cause_of_kept(packed: KeptTensor) -> Cause:
     cause: Cause = getattr(packed, "cause", _INPUT)
     return _PARAMETER if is_kept_anyway(packed[0]) else cause
 

@@ -18,7 +18,7 @@ from ckpt_hooks.errors import CheckpointError
 
 from .descriptions import RegionPath, format_path
 from .frame import Frame, mutated_leaf, stack
-from .holdings import Kept
+from .holdings import KeptTensor
 from .modes import is_quiet, leave_modes
 
 
@@ -29,7 +29,7 @@ class StopRecompute(BaseException):
 class HandBack:
     """The unpack hook of the graph that a rerun makes, in which values stand by their numbers."""
 
-    # A result that escapes (to a global list, say) keeps its graph. If that graph held the values, one escaped tensor would
+    # A result that escapes (to a global list, say) keeps its graph. If that graph held the values, an escaped tensor would
     # keep all that the rerun has saved. So it holds numbers, and only a backward inside the function gets the values.
     __slots__ = ("_path", "_values")
 
@@ -52,10 +52,10 @@ class HandBack:
 
 
 @skipped
-def unpack_kept(kept: Kept) -> torch.Tensor:
-    tensor: torch.Tensor = kept[0]
-    if tensor._version != kept[1]:
-        raise mutated_leaf(kept)
+def unpack_kept(packed: KeptTensor) -> torch.Tensor:
+    tensor: torch.Tensor = packed[0]
+    if tensor._version != packed[1]:
+        raise mutated_leaf(packed)
     return tensor
 
 

@@ -91,16 +91,16 @@ class Misuse(enum.Enum):
         "they depend on each other, or on their place. Call it as a whole, or pass another dim, whose rows are independent."
     )
 
-    def error(self, given: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
-        return kind(self.value.format(given=described_as(given), **words))
+    def error(self, value: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
+        return kind(self.value.format(given=described_as(value), **words))
 
     def error_of(self, path: RegionPath, **words: Any) -> CheckpointError:
         region = format_path(path)
         return CheckpointError(self.value.format(region="/".join(region), **words), region=region)
 
 
-def wrong(given: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
-    return Misuse.WRONG.error(given, kind, name=name, wanted=wanted, advice=advice)
+def wrong(value: Any, name: str, wanted: str, advice: str, kind: type[Exception] = TypeError) -> Exception:
+    return Misuse.WRONG.error(value, kind, name=name, wanted=wanted, advice=advice)
 
 
 def name_of_callable(value: Any) -> str:
@@ -133,15 +133,15 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return None
 
 
-def slip(value: Any, name: str, found: str, near: str, options: Sequence[str], form: str = "checkpoint") -> Exception:
+def slip(value: Any, name: str, reason: str, near: str, options: Sequence[str], form: str = "checkpoint") -> Exception:
     """Returns the error for a keyword argument in the place of an option, which comes before the function."""
     first = f"checkpoint({near}=...)(function)"
     right = f"{first}(*args)" if form == "checkpoint" else f"{form}({first}, x)"
-    return Misuse.SLIP.error(value, form=form, name=name, found=found, near=near, right=right, known=", ".join(options))
+    return Misuse.SLIP.error(value, form=form, name=name, found=reason, near=near, right=right, known=", ".join(options))
 
 
 def is_swallowed(function: Any, name: str) -> bool:
-    """Whether a keyword argument would be one of a function's, or a forward's, ``**kwargs``."""
+    """Whether a keyword argument would be among a function's, or a forward's, ``**kwargs``."""
     code = getattr(function.forward if isinstance(function, Module) else function, "__code__", None)
     if code is not None and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return False  # as the signature says, too, in a thirtieth of the time
@@ -149,7 +149,7 @@ def is_swallowed(function: Any, name: str) -> bool:
         parameters = signature_of(function).parameters
     except (TypeError, ValueError):
         return False
-    return name not in parameters and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return name not in parameters and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def signature_of(function: Any) -> inspect.Signature:
@@ -160,7 +160,7 @@ def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, pa
     """Whether a function, or a module's forward, can be called so, or with more besides, as far as its signature is known."""
     try:
         signature = signature_of(function)
-    except (AttributeError, TypeError, ValueError):  # Python's own functions and operators have none; local ones in Dynamo
+    except (AttributeError, TypeError, ValueError):  # Python's own functions and operators have none, nor local ones in Dynamo
         return True
     try:
         (signature.bind_partial if partly else signature.bind)(*args, **kwargs)
@@ -171,8 +171,8 @@ def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, pa
 
 def check_signature(function: Any, name: str, parameters: str, args: Any = None, kwargs: Any = None) -> None:
     """Checks that a function of the user's takes what it is called with: parameters in words, or a call that failed."""
-    given = [one for one in parameters.split(", ") if one and not one.startswith("**")] if args is None else args
-    if not accepts(function, given, kwargs or {}):
+    values = [word for word in parameters.split(", ") if word and not word.startswith("**")] if args is None else args
+    if not accepts(function, values, kwargs or {}):
         raise Misuse.SIGNATURE.error(function, name=name, own=signature_of(function), parameters=parameters)
 
 
@@ -219,7 +219,7 @@ class OfThisProcess:
 def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Leave out others.") -> Exception:
     """Returns the error for keywords that a form does not take: with all that it takes, and the nearest to each."""
     names = [*map(str, names)]
-    near = [f"{found} for {name}" for name in names if (found := _nearest(name, known))]
+    near = [f"{option} for {name}" for name in names if (option := _nearest(name, known))]
     advice = f"Write {', '.join(near)}." if near else advice
     return Misuse.UNKNOWN.error(kind=ValueError, names=", ".join(names), form=form, known=", ".join(known), advice=advice)
 

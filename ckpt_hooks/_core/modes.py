@@ -211,33 +211,33 @@ def _active_function_modes() -> Iterator[Any]:
 
 
 def _set_modes(dispatch: Sequence[Any], functions: Sequence[Any]) -> None:
-    """Makes the modes of this thread these, whatever they are; torch's modes for tracing stay."""
-    now = _modes_to_leave()
-    same = _num_same(now, dispatch)
-    for _ in now[same:]:
+    """Makes these modes the modes of this thread; torch's modes for tracing stay."""
+    present = _modes_to_leave()
+    same = _num_same(present, dispatch)
+    for _ in present[same:]:
         pop_dispatch_mode(None)
     for mode in dispatch[same:]:
         push_dispatch_mode(mode)
-    now = list(_active_function_modes())
-    same = _num_same(now, functions)
-    for _ in now[same:]:
+    present = list(_active_function_modes())
+    same = _num_same(present, functions)
+    for _ in present[same:]:
         pop_function_mode()
     for mode in functions[same:]:
         push_function_mode(mode)
 
 
-def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a is not b)
-    return next(differ, min(len(one), len(other)))
+def _num_same(modes: Sequence[Any], others: Sequence[Any]) -> int:
+    differ = (at for at, (a, b) in enumerate(zip(modes, others, strict=False)) if a is not b)
+    return next(differ, min(len(modes), len(others)))
 
 
-def modes_in_words(forward: Collection[str], now: Collection[str]) -> str:
-    """Returns a sentence for an error on dispatch modes around one of two runs alone; nothing without a difference."""
-    if {*forward} == {*now}:
+def modes_in_words(forward: Collection[str], recompute: Collection[str]) -> str:
+    """Returns a sentence for an error on dispatch modes around forward or recompute alone; nothing without a difference."""
+    if {*forward} == {*recompute}:
         return ""
-    before, after = (f"dispatch mode {' and '.join(modes)}" if modes else "no mode" for modes in (forward, now))
+    around, during = (f"dispatch mode {' and '.join(modes)}" if modes else "no mode" for modes in (forward, recompute))
     return (
-        f" Forward ran under {before}, and the recompute under {after}: modes around the region are not entered again. One "
+        f" Forward ran under {around}, and the recompute under {during}: modes around the region are not entered again. One "
         "that changes results has to be entered inside the region, or around forward and backward."
     )
 

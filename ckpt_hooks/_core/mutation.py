@@ -14,7 +14,7 @@ from ckpt_hooks.errors import MutationError
 
 from .descriptions import describe_kind
 
-#: In place of a version: the tensor of forward is gone, and another one stands in its place.
+#: In place of a version: the tensor of forward is gone, and another tensor stands in its place.
 GONE = -1
 
 
@@ -91,11 +91,11 @@ def _change_of(tensor: torch.Tensor, expected: int | None) -> tuple[_Change, str
         return _Change.REPLACED, "that one is gone"
     if expected is None or is_freed(tensor):
         return _Change.FREED, ""
-    found = tensor._version
-    if found == expected:
+    version = tensor._version
+    if version == expected:
         return _Change.MODIFIED, "a step of a fused optimizer wrote to it, which its version does not tell"
-    change = _Change.REPLACED if found < expected else _Change.MODIFIED
-    return change, f"it is at version {found}; expected version {expected} instead"
+    change = _Change.REPLACED if version < expected else _Change.MODIFIED
+    return change, f"it is at version {version}; expected version {expected} instead"
 
 
 def mutated(
@@ -149,7 +149,7 @@ class _FusedSteps:
 fused_steps = _FusedSteps()  # read without a call, several times a region
 
 
-@functools.cache  # one hook is enough
+@functools.cache  # a single hook is enough
 def watch_fused_steps() -> None:
     register_optimizer_step_post_hook(_count_step)
 
@@ -170,4 +170,4 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             written = [parameter for parameter in group["params"] if parameter.grad is not None]
             _latest_steps.update(dict.fromkeys(map(id, written), fused_steps.count))
             _latest_steps.update(dict.fromkeys(map(storage_of, written), fused_steps.count))
-            _latest_steps.pop(None, None)  # of those without a storage
+            _latest_steps.pop(None, None)  # of parameters without a storage

@@ -1,6 +1,6 @@
 """Scopes: the life of recomputed values, by graph task, by group, or by the two parts of a split backward.
 
-A *pass* holds the values brought back for one frame by one backward. A pass belongs to a *scope*: a graph task of autograd, or
+A *pass* holds the values brought back for a frame by a backward. A pass belongs to a *scope*: a graph task of autograd, or
 a :class:`ckpt_hooks.GraphExecGroup`. The owner alone holds a scope: a graph task by way of its callbacks, which it runs at its
 end and drops on failure; a group as its attribute. A frame holds its passes, and with each pass a weak reference to the scope,
 whose callback removes the pass. So unclaimed values go when the backward ends or fails, also where the frame outlives the
@@ -8,7 +8,7 @@ backward (``retain_graph=True``). Where the frame goes first, as is usual, its p
 
 Roads not taken: a dictionary for each frame, by graph task, with weak handles as keys, as in torch. Unclaimed values live as
 long as the graph then, and each frame pays for a weak dictionary. And a list of frames in each scope: a loop in Python at the
-end of a backward, and 5 us more for a step of one region.
+end of a backward, and 5 us more for a step of a single region.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ MISSING: Any = _Missing()
 #: What every frame has until its first pass; never filled.
 NO_PASSES: dict[int, Any] = {}
 
-#: The key of the one pass of a frame with ``split_backward``, which belongs to no scope. No graph task and no group has it.
+#: The key of the only pass of a frame with ``split_backward``, which belongs to no scope. No graph task and no group has it.
 SPLIT = -1 << 62
 
 
 class Scope:
-    """One backward, or one group of backwards; dies when the last backward ends."""
+    """A backward, or a group of backwards; dies when the last backward ends."""
 
     __slots__ = ("__weakref__", "key")
 
@@ -129,7 +129,7 @@ def group_scope(group: Any) -> Scope:
     try:
         scope: Scope = group._ckpt_hooks_scope
     except AttributeError:
-        # Two threads may both come here; ``setdefault`` lets one of them win.
+        # Two threads may both come here; ``setdefault`` lets a single thread win.
         scope = vars(group).setdefault("_ckpt_hooks_scope", Scope(next(_group_keys)))
     return scope
 
@@ -138,7 +138,7 @@ def group_scope(group: Any) -> Scope:
 # stays until its handle was unpacked twice, or died (Rules 3 and 4). A backward which frees its graph unpacks each for the last
 # time. A value in memory which a backward wrote to is brought back anew, since the next must not see the write.
 class Uses:
-    """The uses of one frame's values by a backward in two parts (``split_backward=True``)."""
+    """The uses of a frame's values by a backward in two parts (``split_backward=True``)."""
 
     __slots__ = ("_handed_out", "_task", "_versions", "used")
 
@@ -147,10 +147,10 @@ class Uses:
         # A witness and the version of each tensor handed out, by the address of its storage. A view made by a replay does not
         # count versions with its base.
         self._handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        # The version of each tensor without a storage, such as a sparse one, by the index of its handle: a witness of such a
+        # The version of each tensor without a storage, such as a sparse tensor, by the index of its handle: a witness of such a
         # tensor is an alias, which would hold the memory.
         self._versions: dict[int, int] = {}
-        # Indices of the handles unpacked once, and kept for a second time.
+        # Indices of the handles unpacked once, whose values stay for a second time.
         self.used: set[int] = set()
 
     def is_next_part(self) -> bool:

@@ -21,7 +21,7 @@ Level = Literal["error", "warn", False]
 _LEVELS: dict[str, Level] = {"error": "error", "warn": "warn", "0": False}
 #: From this pass on a difference is a warning: a sample must not end a long run.
 LATE = 64
-#: Places of a function by the numbers and strings in its closure; with others the function is one place.
+#: Places of a function by the numbers and strings in its closure; with more the function is a single place.
 _MOST_PLACES = 64
 #: Of a place that many modules share, so many passes are compared in a row.
 _ALL_OF_SHARED = 16
@@ -34,11 +34,11 @@ def _from_environment() -> Level:
     return _LEVELS[value]
 
 
-class _Settings:
+class _SelfCheck:
     level: Level = _from_environment()
 
 
-settings = _Settings()
+settings = _SelfCheck()
 
 
 class set_self_check:  # noqa: N801 -- used like a function
@@ -79,8 +79,8 @@ class set_self_check:  # noqa: N801 -- used like a function
         settings.level = self._before
 
 
-class Place:
-    """The passes of one module, function or line, of which some are compared."""
+class CheckedPlace:
+    """The passes of a module, function or line, of which some are compared."""
 
     __slots__ = ("_due", "_is_shared", "has_warned", "num_parts", "number", "owner")
 
@@ -105,24 +105,24 @@ class Place:
             self._due = self.number + 1 if self.number < _ALL_OF_SHARED else self._due + bits
 
 
-Places = dict[Any, Place]
+Places = dict[Any, CheckedPlace]
 #: Of functions that reach no module, and of modules under policies, by their identity; and of lines.
 _places: Places = {}
 _lines: Places = {}
 
 
-def place_of(function: Any, places: Places | None) -> Place:
+def place_of(function: Any, places: Places | None) -> CheckedPlace:
     """Returns the place of a function, among the ``places`` of the first module that it reaches; None if it reaches none."""
     owner: Any = function
     is_shared = False
     if isinstance(function, Module):
         if places is not None:  # the module's own
-            return places.get(None) or places.setdefault(None, Place(None))
+            return places.get(None) or places.setdefault(None, CheckedPlace(None))
         key: Any = id(function)
     else:
         inner = getattr(function, "__func__", function)
         owner = getattr(inner, "__code__", None)
-        if owner is None:  # an object, maybe a new one each time
+        if owner is None:  # an object, maybe a new object each time
             owner, is_shared = type(inner), places is None
         key = id(owner)
         if (closure := getattr(inner, "__closure__", None)) is not None:
@@ -130,32 +130,32 @@ def place_of(function: Any, places: Places | None) -> Place:
     return _place_at(key, owner, _places if places is None else places, is_shared=is_shared)
 
 
-def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> Place:
+def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> CheckedPlace:
     """Returns the place of the innermost line of a stack, past the frames of the file with the globals ``inside``."""
     # Which module the line works for is in a variable, and to read the variables of a frame holds them.
     while frame is not None and frame.f_globals is inside:
         frame = frame.f_back
     if frame is None:
-        return Place(None)
+        return CheckedPlace(None)
     code = frame.f_code
     key = id(code), frame.f_lasti
     place = _lines.get(key)
     if place is None:
-        place = _lines[key] = Place(None, is_shared=True)
+        place = _lines[key] = CheckedPlace(None, is_shared=True)
         place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # which gets the reference as its default
     return place
 
 
-def _place_at(key: Any, owner: Any, places: Places, *, is_shared: bool) -> Place:
-    found = places.get(key)
-    if found is None or not found.is_of(owner):
+def _place_at(key: Any, owner: Any, places: Places, *, is_shared: bool) -> CheckedPlace:
+    place = places.get(key)
+    if place is None or not place.is_of(owner):
         if type(key) is tuple and not is_shared:
             whole = _place_at(key[0], owner, places, is_shared=False)
             if whole.num_parts >= _MOST_PLACES:
                 return whole
             whole.num_parts += 1
-        found = places[key] = Place(owner, is_shared=is_shared)
-    return found
+        place = places[key] = CheckedPlace(owner, is_shared=is_shared)
+    return place
 
 
 def _with_atoms(key: int, closure: Any) -> Any:

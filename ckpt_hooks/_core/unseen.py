@@ -24,7 +24,7 @@ class WatchesUnseen(QuietDispatchMode):
 
     # While an operator runs no mode is active, so what it does is its own business; torch's own functions are made of
     # operators.
-    is_in_function = False  # while a custom function runs, whose work counts as one
+    is_in_function = False  # while a custom function runs, whose work counts as one operator
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of a custom function; ``around`` are the watching modes around, outermost first."""
@@ -40,7 +40,7 @@ class WatchesUnseen(QuietDispatchMode):
 
     def __enter__(self) -> Any:
         _divert()
-        # Weakly: one that Ctrl-C keeps from the stack of modes is never told that it leaves.
+        # Weakly: a mode that Ctrl-C keeps off the stack of modes is never told that it leaves.
         AT_WORK.add(weakref.ref(self, AT_WORK.discard))
         return super().__enter__()
 

@@ -21,7 +21,7 @@ import torch
 
 from ckpt_hooks._ambient.streams import Position, Where, are_other_threads_alive, devices_between, where_streams_are
 from ckpt_hooks._core.descriptions import format_path
-from ckpt_hooks._core.frame import Mark
+from ckpt_hooks._core.frame import RegionMark
 from ckpt_hooks._core.hooks import StopRecompute
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.mutation import Why, mutated
@@ -67,7 +67,7 @@ class Collector:
         # A rerun in the middle of forward must not do what forward has not done yet.
         self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
-        self.marks: list[Mark] = []
+        self.marks: list[RegionMark] = []
         self._lent: set[int] = set()  # numbers of tensors with other memory during the rerun
         self._exchanged: frozenset[int | None] = frozenset()  # storages with another content
         # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.

@@ -21,14 +21,14 @@ from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.streams import Position, seed_masks_anew, where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.events import DEFAULTS, Settings
-from ckpt_hooks._core.frame import Frame, Label, Mark, is_drawn_anew, mutated_leaf, overlap_error, places_of, stack
-from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
+from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, mutated_leaf, overlap_error, places_of, stack
+from ckpt_hooks._core.holdings import Cause, Holding, KeptTensor, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame, unpack_kept
 from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
-from ckpt_hooks._core.self_check import Place, place_of
+from ckpt_hooks._core.self_check import CheckedPlace, place_of
 from ckpt_hooks._core.self_check import settings as self_check
 from ckpt_hooks._function.options import NOTHING, check_of
 from ckpt_hooks._torch.autograd import (
@@ -200,7 +200,7 @@ class FunctionFrame(Frame):
         self.state: Journal | None = None
         self.sampled: Any = None  # of the self-check, in the passes that it compares
         self.collector: Any = None  # of the running rerun
-        self.marks: list[Mark] = []  # of the regions inside, in forward
+        self.marks: list[RegionMark] = []  # of the regions inside, in forward
         # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether it works
         # on small tensors in the end.
         self.num_nodes, self.ends_small = -1, False
@@ -294,7 +294,7 @@ class FunctionFrame(Frame):
             self.options = dataclasses.replace(self.options, check=check)
         self.modes = None if check.fingerprint is None else modes
 
-    def _sample(self, place: Place) -> None:
+    def _sample(self, place: CheckedPlace) -> None:
         """Has the self-check compare the values of this pass."""
         from ckpt_hooks._tensors.samples import Sampled, sample_of
 
@@ -312,7 +312,7 @@ class FunctionFrame(Frame):
         if positions is not None:
             positions[-1] = position, where[1]
 
-        def pack(tensor: torch.Tensor) -> Handle | Kept:
+        def pack(tensor: torch.Tensor) -> Handle | KeptTensor:
             nonlocal latest, position
             number = next_number()
             append(number)
@@ -350,8 +350,8 @@ class FunctionFrame(Frame):
 
     @skipped
     def _watched(
-        self, pack: Callable[[torch.Tensor], Handle | Kept], fingerprint: Callable[[torch.Tensor], Any] | None
-    ) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
+        self, pack: Callable[[torch.Tensor], Handle | KeptTensor], fingerprint: Callable[[torch.Tensor], Any] | None
+    ) -> tuple[Callable[[torch.Tensor], Handle | KeptTensor], Callable[[Any], torch.Tensor]]:
         note, watch, numbers = None, self.watch, self.numbers
         if fingerprint is not None:
             from ckpt_hooks._tensors.determinism import Fingerprints
@@ -361,7 +361,7 @@ class FunctionFrame(Frame):
             fingerprints = Fingerprints(fingerprint, () if contents is None else contents.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
 
-        def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
+        def pack_watched(tensor: torch.Tensor) -> Handle | KeptTensor:
             packed = pack(tensor)
             if note is not None:
                 note(tensor, kept=type(packed) is list)
@@ -547,10 +547,10 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @skipped
-def _keeping(frame: Frame) -> Callable[[torch.Tensor], Kept]:
+def _keeping(frame: Frame) -> Callable[[torch.Tensor], KeptTensor]:
     path, watch = frame.path, frame.watch  # not the frame, which would live as long as the graph
 
-    def keep(tensor: torch.Tensor) -> Kept:
+    def keep(tensor: torch.Tensor) -> KeptTensor:
         kept = TrackedKept([_without_graph(tensor), tensor._version, path])
         kept.cause = _CAUSE
         return kept if watch is None else watch.kept(None, kept, tensor)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from ckpt_hooks._core.call_sites import Place, place_in_words, place_of, site_of
+from ckpt_hooks._core.call_sites import CallSite, place_in_words, place_of, site_of
 from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.events import Operator, info_of
 from ckpt_hooks._core.frame import Frame, is_recomputing, stack
@@ -53,7 +53,7 @@ class Entry:
     output: Any
     grad: bool  # whether a tensor among the positional arguments requires grad
     mark: int  # what the log counted when the operator began
-    place: Place
+    place: CallSite
 
     def kinds(self) -> tuple[Any, Any, Any]:
         return self.args, self.kwargs, self.output

@@ -33,18 +33,18 @@ from .values import Handle, Op, Tables, Value, flatten, read_by
 
 
 def check_shapes(frame: Any, op: Op, out: Any) -> None:
-    expected, found = op.shapes, shapes_of(out)
-    if expected is None or found is None or expected == found:
+    expected, actual = op.shapes, shapes_of(out)
+    if expected is None or actual is None or expected == actual:
         return
     region = format_path(frame.path)
     error = DeterminismError(
         f"region {'/'.join(region)!r}: the replay of {op.facts.operator} came to a result of another shape than forward.\n"
-        f"shape in forward: {_in_words(expected)}\nshape in the replay: {_in_words(found)}\n"
+        f"shape in forward: {_in_words(expected)}\nshape in the replay: {_in_words(actual)}\n"
         f"{routing_advice([op.facts.full_name]).strip()}",
         region=region,
         index=op.number,
         expected=f"{op.facts.operator} with a result of shape {_in_words(expected)}",
-        found=f"{op.facts.operator} with a result of shape {_in_words(found)}",
+        found=f"{op.facts.operator} with a result of shape {_in_words(actual)}",
     )
     error.routing = (op.facts.full_name,)
     if frame.lines is not None:
@@ -54,7 +54,7 @@ def check_shapes(frame: Any, op: Op, out: Any) -> None:
 
 def shapes_of(out: Any) -> list[tuple[int, ...]] | None:
     """Returns the shapes of results; None for sizes unknown while torch traces."""
-    shapes = [tuple(one.shape) for one in flatten(out) if isinstance(one, torch.Tensor) and not one.is_nested]
+    shapes = [tuple(output.shape) for output in flatten(out) if isinstance(output, torch.Tensor) and not output.is_nested]
     return shapes if all(type(size) is int for shape in shapes for size in shape) else None
 
 
@@ -62,10 +62,10 @@ def _in_words(shapes: list[tuple[int, ...]]) -> str:
     return " and ".join(str(list(shape)) for shape in shapes)
 
 
-class Lines:
+class OperatorLines:
     """The lines of the operators of an outermost region, and of those of the regions directly within."""
 
-    # The log counts values: an operator of the tape is the one during which its number was given.
+    # The log counts values: an operator of the tape is the operator during which its number was assigned.
     __slots__ = ("_entries", "_latest", "_log", "_places", "_root")
 
     def __init__(self, tables: Tables) -> None:
@@ -206,39 +206,39 @@ class ComparedValues:
             return
         node = current_node()
         with torch.no_grad():
-            found = past_modes(self._fingerprint, tensor)
+            actual = past_modes(self._fingerprint, tensor)
         if index in self._without_grad and may_be_unfilled(node, tensor):
             return
         error = partial(
             self._error, format_path(handle.frame.path), index, describe_tensor(tensor), None if node is None else node.name()
         )
         if sampled is None:
-            if past_modes(first_difference, [expected], [found]) is not None:
-                raise error(*map(_fingerprint_in_words, (expected, found)))
+            if past_modes(first_difference, [expected], [actual]) is not None:
+                raise error(*map(_fingerprint_in_words, (expected, actual)))
             return
         sampled.passed()
-        self._pending.append(((expected, found, tensor.dtype), error))
+        self._pending.append(((expected, actual, tensor.dtype), error))
         task = graph_task_id()
         if is_on_host(tensor) or task == -1:
             self._settle()
-        elif task != self._task:  # to wait for the device once, as the backward ends; one that fails calls nothing back
+        elif task != self._task:  # to wait for the device once, as the backward ends; a failing backward calls nothing back
             self._task = task
             queue_callback(self._settle)
 
     def _settle(self) -> None:
-        """Compares the values noted by now, in the self-check."""
+        """Compares the pending values, in the self-check."""
         assert self._sampled is not None
         pending, self._pending = self._pending, []
         for place in differing([row for row, _ in pending])[:1]:
             self._sampled.settle(pending[place][1]("", ""))
 
     def _error(
-        self, region: tuple[str, ...], index: int, what: str, saved_by: str | None, before: str, now: str
+        self, region: tuple[str, ...], index: int, what: str, saved_by: str | None, before: str, after: str
     ) -> DeterminismError:
         words = f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
         words += f"tensor at position {index}: {what}\n"
         if self._sampled is not None:
-            before, now = f"{what} of forward", "other values"
+            before, after = f"{what} of forward", "other values"
             words += (
                 "No operator wrote what has changed (NumPy, DLPack, `.data` or a kernel by pointer did), or an operator does "
                 "not do the same each time: have its output kept by a policy."
@@ -250,4 +250,4 @@ class ComparedValues:
             )
         words += "" if saved_by is None else f" It was saved by {saved_by}."
         words += "" if self._sampled is not None else modes_in_words(self.modes, users_modes())
-        return DeterminismError(words, region=region, index=index, expected=before, found=now, grad_fn=saved_by)
+        return DeterminismError(words, region=region, index=index, expected=before, found=after, grad_fn=saved_by)

@@ -15,13 +15,13 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import current_settings
 from ckpt_hooks._core.frame import Frame, is_drawn_anew, mutated_leaf, overlap_error, stack
-from ckpt_hooks._core.holdings import Cause, Holding, Kept, Reason, Saved, TrackedKept, holdings_in, owners_in
+from ckpt_hooks._core.holdings import Cause, Holding, KeptTensor, Reason, Saved, TrackedKept, holdings_in, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
-from ckpt_hooks._core.self_check import Place
+from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._tensors.samples import Sampled
@@ -35,7 +35,7 @@ from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 from ckpt_hooks.policies.ready_made import nothing_saveable
 
-from .explaining import ComparedValues, Lines
+from .explaining import ComparedValues, OperatorLines
 from .recorder import Recorder
 from .replay import Replay, Replayable, bring_back
 from .tape import Tape
@@ -50,7 +50,7 @@ Externals = list[weakref.ref[TrackedKept]]
 
 
 class SplitReplay(Replay):
-    """The tensors of one frame for the two parts of a backward. The frame owns this object, so the frame is held weakly."""
+    """The tensors of a frame for the two parts of a backward. The frame owns this object, so the frame is held weakly."""
 
     def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[Handle]) -> None:
         Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
@@ -72,7 +72,7 @@ class SplitReplay(Replay):
     def expects_handle(self, index: int) -> bool:
         """Whether a handle has uses left, and no backward has written to its memory."""
         if self.uses.is_next_part():
-            for dead in [one for one, (reference, _) in self.handles.items() if reference() is None]:
+            for dead in [position for position, (reference, _) in self.handles.items() if reference() is None]:
                 self._release(dead, 1 if dead in self.uses.used else 2)
         if index not in self.handles:
             return False
@@ -99,10 +99,10 @@ class SplitReplay(Replay):
 def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
     """Returns the tensors from outside that stand in the graph themselves, and need no frame."""
     return [
-        found._replace(why=f"saved, {found.why}")
+        holding._replace(why=f"saved, {holding.why}")
         for reference in externals
         if (external := reference()) is not None
-        for found in holdings_in(external[0], external.cause, seen)
+        for holding in holdings_in(external[0], external.cause, seen)
     ]
 
 
@@ -117,10 +117,10 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
 
 def fate_of(value: Value) -> Reason:
     """Returns the fate of a handle's tensor. A view of a tensor from outside is brought back, but its memory is not dropped."""
-    kept = value.saved
-    if kept is None:
+    saved = value.saved
+    if saved is None:
         return value.store.cause.reason if value.store.external else Reason.DROPPED
-    return Reason.OFFLOADED if kept.is_on_host else kept.cause.reason
+    return Reason.OFFLOADED if saved.is_on_host else saved.cause.reason
 
 
 class RecordedFrame(Replayable):
@@ -156,7 +156,7 @@ class RecordedFrame(Replayable):
         name: str,
         options: Any,
         *,
-        place: Place | None = None,
+        place: CheckedPlace | None = None,
         around_replays: AbstractContextManager[Any] | None = None,
         at_end: Callable[[Tape], None] | None = None,
         module: torch.nn.Module | None = None,
@@ -176,7 +176,7 @@ class RecordedFrame(Replayable):
         # Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
         self.is_split: bool = options.split_backward if outer is None else outer.is_split
         self._debug = options.debug if settings.debug is None else settings.debug
-        self._has_lines = False  # whether the lines of operators are this frame's own, and not the outer one's
+        self._has_lines = False  # whether the lines of operators are this frame's, and not the outer frame's
         self._compares_values, self._place = options.check.fingerprint is not None, place
         self.around_replays = around_replays
         self._at_end = at_end  # is called with the tape of an outermost frame before the tape is closed
@@ -220,7 +220,7 @@ class RecordedFrame(Replayable):
             outer._children.append(weakref.ref(self))
         self._has_lines = self._debug and self.lines is None
         if self._has_lines:
-            self.lines = Lines(tape.tables)
+            self.lines = OperatorLines(tape.tables)
             self.lines.enter()
         # Devices and streams as the outermost region began; None where no accelerator was in use.
         self.start, self.current = tape.tables.number, tape.current
@@ -295,14 +295,14 @@ class RecordedFrame(Replayable):
             self._decisions.finish()
 
     @skipped
-    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[], None]]:
+    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Handle | KeptTensor], Callable[[], None]]:
         """Returns the pack hook, and a function to drop this frame from the hook, which autograd keeps with each kept leaf."""
         get, handles = tape.tables.known.get, self.handles
         append = handles.append
         pack_other, watch = self._pack_other if self.watch is None else self._pack_watched, self.watch
         new, reference_to, frame = Handle, weakref.ref, self
 
-        def pack(tensor: torch.Tensor) -> Handle | Kept:
+        def pack(tensor: torch.Tensor) -> Handle | KeptTensor:
             value = get(id(tensor))
             if value is None or storage_address(tensor) != value.store.address or watch is not None:
                 return pack_other(tensor, value)
@@ -339,7 +339,7 @@ class RecordedFrame(Replayable):
         self.bytes += handle.nbytes
         return handle
 
-    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Handle | Kept:
+    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Handle | KeptTensor:
         """Packs a tensor which the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
@@ -352,8 +352,8 @@ class RecordedFrame(Replayable):
             if store.uninitialized:
                 value = tape.input_of(tensor, store)  # as it is after the writes
             elif store.external and tape.hooks is None and self.hooks_around is None and not is_value:
-                kept = counted_detach(tensor) if tensor.requires_grad else tensor
-                external = TrackedKept((kept, tensor._version, self.path))
+                alias = counted_detach(tensor) if tensor.requires_grad else tensor
+                external = TrackedKept((alias, tensor._version, self.path))
                 external.cause = store.cause
                 self.externals.append(weakref.ref(external))
                 return external
@@ -361,7 +361,7 @@ class RecordedFrame(Replayable):
                 value = tape.value_of(tensor, None)
         return self._handle_of(tensor, value)
 
-    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Handle | Kept:
+    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Handle | KeptTensor:
         watch, packed = self.watch, self._pack_other(tensor, value)
         assert watch is not None
         if not isinstance(packed, Handle):
@@ -386,17 +386,17 @@ class RecordedFrame(Replayable):
 
     def held(self) -> list[Holding]:
         seen: set[int] = set()
-        held = held_in_graph(self.externals, seen)
+        holdings = held_in_graph(self.externals, seen)
         for value in self._values():
             if value.saved is not None:
                 seen.add(id(value.saved.memory))  # a second face of the tensor
-                held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
+                holdings += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
             if value.op is not None:
-                held += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
+                holdings += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
         replays = [
             [*replay.tensors.values(), *replay.held.values(), *replay.early.values()] for replay in list(self.passes.values())
         ]
-        return held + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
+        return holdings + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
 
     def _values(self) -> list[Value]:
         """Returns the values needed by the living handles, in the order of their making."""
@@ -418,9 +418,9 @@ class RecordedFrame(Replayable):
 
     def replay_for(self, key: int) -> Replay:
         """Returns the replay of a scope. Makes a missing replay, and replays for the frames inside, which will ask it."""
-        found: Replay | None = self.passes.get(key)
-        if found is not None:
-            return found
+        replay: Replay | None = self.passes.get(key)
+        if replay is not None:
+            return replay
         group, scope = graph_exec_group(), None
         if key != SPLIT:
             scope = graph_task_scope(key) if group is None else group_scope(group)
@@ -486,7 +486,7 @@ class RecordedFrame(Replayable):
             yield frame
             todo += frame._living_children()
 
-    def own(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
+    def for_function(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory."""
         saved = handle.value.saved
         if not is_plain(tensor):  # whose memory no kernel gets
@@ -503,13 +503,13 @@ class RecordedFrame(Replayable):
         """Whether a running replay of the tape has a tensor in the memory of ``tensor``."""
         address = storage_of(tensor)
         for frame in self._frames_on_tape():
-            for replay in list(frame.passes.values()):  # those of other threads come and go
+            for replay in list(frame.passes.values()):  # replays of other threads come and go
                 if any(storage_of(other) == address for other in (*replay.tensors.values(), *replay.held.values())):
                     return True
         return False
 
     def alone(self, value: Value) -> torch.Tensor:
-        """Returns the tensor of a value by a replay of the caller's own."""
+        """Returns the tensor of a value by a replay for this call alone."""
         return take(Replay(self, (value,), None), value)
 
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
@@ -518,8 +518,8 @@ class RecordedFrame(Replayable):
         if replay.key is None:
             spare = Replay(outer, values, None)
             return [(spare, value) for value in values]
-        found = outer.replay_for(replay.key)
-        return [(found if found.expects(value) else Replay(outer, (value,), None), value) for value in values]
+        outer_replay = outer.replay_for(replay.key)
+        return [(outer_replay if outer_replay.expects(value) else Replay(outer, (value,), None), value) for value in values]
 
 
 def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
@@ -572,7 +572,7 @@ def unpack(packed: Any) -> torch.Tensor:
             else:
                 tensor = frame.bring_back(handle)
     if is_of_function:
-        tensor = frame.own(handle, tensor)
+        tensor = frame.for_function(handle, tensor)
     if frame.watch is not None:
         frame.watch.restored(handle.index, tensor)
     return tensor

@@ -1,7 +1,7 @@
 """Custom autograd functions as operators of a tape: the arguments of a call, and the rerun of forward.
 
 A function's kernels may write by pointer, so its operators do not tell its effects. Its results are what it returned, what it
-saved, and what it wrote of its arguments; a replay which needs one of these runs ``forward`` as a whole. Attributes of ``ctx``
+saved, and what it wrote of its arguments; a replay which needs any of them runs ``forward`` as a whole. Attributes of ``ctx``
 besides saved tensors stay with the node made by forward.
 """
 
@@ -88,11 +88,11 @@ _MOST_PARTS = 1000
 def parts_of(values: Iterable[Any]) -> list[Any] | None:
     """Returns all that objects consist of, in the order of a walk; None where they may change unseen, or lead to a graph."""
     # What is held leads to no graph that holds it: the garbage collector cannot see a ring through autograd.
-    todo, seen, found = list(values), set[int](), list[Any]()
+    todo, seen, parts = list(values), set[int](), list[Any]()
     while todo:
         value = todo.pop()
-        found.append(value)
-        if len(found) > _MOST_PARTS:
+        parts.append(value)
+        if len(parts) > _MOST_PARTS:
             return None
         kind = type(value)
         if kind in ATOMS or isinstance(value, _SINGLETONS) or id(value) in seen:
@@ -103,10 +103,10 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
             continue
         seen.add(id(value))
         if kind in (list, tuple):
-            found.append(len(value))
+            parts.append(len(value))
             todo += value
         elif kind is dict:
-            found.append(len(value))
+            parts.append(len(value))
             todo += itertools.chain.from_iterable(value.items())
         elif kind is types.FunctionType and is_without_state(value):
             continue
@@ -114,7 +114,7 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
             todo += [*(_content_of(slot, value) for slot in slots_of(kind)), getattr(value, "__dict__", None)]
         else:
             return None
-    return found
+    return parts
 
 
 def is_without_state(function: types.FunctionType) -> bool:
@@ -130,7 +130,7 @@ def _content_of(slot: Any, value: Any) -> Any:
 
 
 def memory_of(parts: Iterable[Any]) -> list[tuple[int | None, int]]:
-    return [(storage_of(one), version_of(one)) for one in parts if isinstance(one, torch.Tensor)]
+    return [(storage_of(part), version_of(part)) for part in parts if isinstance(part, torch.Tensor)]
 
 
 _lending = threading.RLock()
@@ -159,8 +159,8 @@ class _Lending:
             _lending.release()
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) in ATOMS and type(one) is type(other) and repr(one) == repr(other))
+def _same(part: Any, other: Any) -> bool:
+    return part is other or (type(part) in ATOMS and type(part) is type(other) and repr(part) == repr(other))
 
 
 class FunctionFacts(OpFacts):
@@ -227,18 +227,18 @@ class FunctionFacts(OpFacts):
         if self.objects and not self.are_as_noted():
             raise self.error(frame, "the objects of then among its arguments", "objects which have been changed since")
         # Behind the arguments come tensors in objects, which the objects have themselves.
-        given = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
-        inside = [one for one in self.parts if isinstance(one, torch.Tensor)]
-        first, lent = len(given) - len(inside), []
+        inputs = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
+        inside = [part for part in self.parts if isinstance(part, torch.Tensor)]
+        first, lent = len(inputs) - len(inside), []
         for place in self.lent:
             if place < first:
-                given[place] = copy_of(given[place])
+                inputs[place] = copy_of(inputs[place])
             else:
-                lent.append((inside[place - first], given[place]))
+                lent.append((inside[place - first], inputs[place]))
         built: dict[int, Any] = {}
-        args = [build(one, given, built) for one in self.args]
-        kwargs = {name: build(one, given, built) for name, one in self.kwargs.items()}
-        del given, built
+        args = [build(argument, inputs, built) for argument in self.args]
+        kwargs = {name: build(argument, inputs, built) for name, argument in self.kwargs.items()}
+        del inputs, built
         mode = nullcontext() if draws is None else _DrawsAgain(self, draws, frame, streams)
         innermost, recomputing = stack.innermost, frame.recomputing
         context.suspend()
@@ -274,12 +274,12 @@ class FunctionFacts(OpFacts):
 
     def _result(self, results: tuple[Any, Any], result: Result, frame: Frame) -> torch.Tensor:
         _, is_saved, place, shape, dtype = result
-        found = results[0] if is_saved else results[1]
-        tensor = found[place] if place < len(found) else None
+        values = results[0] if is_saved else results[1]
+        tensor = values[place] if place < len(values) else None
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype is not dtype:
             what = f"{'saved' if is_saved else 'returned'} {str(dtype).removeprefix('torch.')}{list(shape)} at place {place}"
-            now = describe_tensor(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
-            raise self.error(frame, what, now)
+            actual = describe_tensor(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
+            raise self.error(frame, what, actual)
         return tensor.detach() if tensor.requires_grad else tensor
 
     def are_as_noted(self) -> bool:
@@ -289,20 +289,20 @@ class FunctionFacts(OpFacts):
             return False
         first = len(self.grads) - len(self.memory)
         return all(
-            one[0] == other[0] and (one[1] == other[1] or place in self.lent)
-            for place, (one, other) in enumerate(zip(memory_of(self.parts), self.memory, strict=True), first)
+            after[0] == before[0] and (after[1] == before[1] or place in self.lent)
+            for place, (after, before) in enumerate(zip(memory_of(self.parts), self.memory, strict=True), first)
         )
 
-    def error(self, frame: Frame, expected: str, found: str) -> DeterminismError:
+    def error(self, frame: Frame, expected: str, other: str) -> DeterminismError:
         region = format_path(frame.path)
         return DeterminismError(
             f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` runs again for backward, where it "
-            f"came to {found}; in the first run it had {expected}. Its results must depend on its arguments, on random numbers "
+            f"came to {other}; in the first run it had {expected}. Its results must depend on its arguments, on random numbers "
             "of torch, and on nothing that changes between forward and backward. Pass what changes as an argument.",
             region=region,
             index=-1,
             expected=expected,
-            found=found,
+            found=other,
         )
 
 

@@ -1,9 +1,9 @@
-"""The recording of one call of a custom autograd function: arguments, operators, results, and the memory written to.
+"""The recording of a call of a custom autograd function: arguments, operators, results, and the memory written to.
 
-Kernels launched by pointer write unseen, so each call follows one rule, whatever the function is made of. It is taken to write
-to its arguments which require grad, are no leaves, and were made in the innermost region: a replay then runs it before anybody
-reads these again, which costs nothing where nothing was written. Memory from outside of the region, and arguments without
-gradients, are compared before and after. A write to memory from outside could not be repeated, so the results are kept
+Kernels launched by pointer write unseen, so each call follows the same rule, whatever the function is made of. It is taken to
+write to its arguments which require grad, are no leaves, and were made in the innermost region: a replay then runs it before
+anybody reads these again, which costs nothing where nothing was written. Memory from outside of the region, and arguments
+without gradients, are compared before and after. A write to memory from outside could not be repeated, so the results are kept
 instead; so are the results of a function which does what no replay should do again.
 
 The alternative not taken: to look for calls into foreign modules (``sys.setprofile``) in the first call of each function, and
@@ -21,6 +21,7 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_hooks._ambient import streams
 from ckpt_hooks._ambient.streams import TRACKED, find_devices, is_capturing, is_same_state
@@ -58,28 +59,28 @@ def taken_apart(
     arguments: list[Any] = []
     capture: Capture | None = None
     try:
-        for one in args:
-            if isinstance(one, torch.Tensor):
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
                 arguments.append(_tensor_at(len(tensors)))
-                needs.append(one.requires_grad)
-                tensors.append(one)
+                needs.append(argument.requires_grad)
+                tensors.append(argument)
                 continue
             needs.append(False)
-            if type(one) not in ATOMS:
+            if type(argument) not in ATOMS:
                 capture = capture or Capture(tensors)
-                one = capture.value(one, "")
-            arguments.append(one)
+                argument = capture.value(argument, "")
+            arguments.append(argument)
         if kwargs:
             capture = capture or Capture(tensors)
-            needs += [isinstance(one, torch.Tensor) and one.requires_grad for one in kwargs.values()]
-            kwargs = {name: capture.value(one, "") for name, one in kwargs.items()}
+            needs += [isinstance(argument, torch.Tensor) and argument.requires_grad for argument in kwargs.values()]
+            kwargs = {name: capture.value(argument, "") for name, argument in kwargs.items()}
     except TypeError:  # from an iterator, at whatever depth
-        tensors += [one for one in args[len(arguments) :] if isinstance(one, torch.Tensor)]
+        tensors += [argument for argument in args[len(arguments) :] if isinstance(argument, torch.Tensor)]
         return [], {}, tensors, (), [], "has an iterator among its arguments, which can be read once"
     objects = []
     if capture is not None:
         capture.finish()
-        objects = [one for one in capture.objects if not _is_plain(one)]
+        objects = [captured for captured in capture.objects if not _is_plain(captured)]
     return arguments, kwargs, tensors, tuple(needs), objects, None
 
 
@@ -102,18 +103,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def read_streams() -> streams.RandomStates:
-    """Returns the states of random streams other than the CPU's, whose draws are noted one by one."""
+    """Returns the states of random streams other than the CPU's, whose draws are noted call by call."""
     return None, streams.read_devices(), tuple((stream, stream.read()) for stream in streams.TRACKED)
 
 
 def has_moved(before: streams.RandomStates, after: streams.RandomStates) -> bool:
     """Whether a random stream other than the CPU's has moved."""
     return before[1] is not after[1] or any(
-        not is_same_state(state, now) for (_, state), (_, now) in zip(before[2], after[2], strict=True)
+        not is_same_state(earlier, later) for (_, earlier), (_, later) in zip(before[2], after[2], strict=True)
     )
 
 
-_Tensor = torch.Tensor
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
@@ -121,7 +121,7 @@ _NO_KWARGS: dict[str, Any] = {}
 _written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
 
 
-def _pack_saved(pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Any:
+def _pack_saved(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     """Packs a tensor which a custom function saved; ``pack`` may be the hook of another tape around, which has to know."""
     return pack(tensor)
 
@@ -130,21 +130,21 @@ def _pack_saved(pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Any:
 _CALLERS = (APPLY_CODE, _pack_saved.__code__)
 
 
-def _packing(call: FunctionCall, pack: Callable[[_Tensor], Any]) -> tuple[Callable[[_Tensor], Any], Callable[[], None]]:
+def _packing(call: FunctionCall, pack: Callable[[Tensor], Any]) -> tuple[Callable[[Tensor], Any], Callable[[], None]]:
     """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor."""
-    own: FunctionCall | None = call
+    open_call: FunctionCall | None = call
 
-    def pack_own(tensor: _Tensor) -> Any:
-        if own is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
+    def pack_in_call(tensor: Tensor) -> Any:
+        if open_call is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
             return pack(tensor)
-        return own.pack(tensor, pack)
+        return open_call.pack(tensor, pack)
 
     def release() -> None:
-        nonlocal own, pack
-        own = None
+        nonlocal open_call, pack
+        open_call = None
         del pack
 
-    return pack_own, release
+    return pack_in_call, release
 
 
 class FunctionCall:
@@ -158,12 +158,12 @@ class FunctionCall:
         facts = self._facts = FunctionFacts(function)
         self._op = Op()
         self._draws: list[Any] = []
-        self._states = NotedStates()  # a rerun draws in forward's order, so the series of one call is its own
+        self._states = NotedStates()  # a rerun draws in forward's order, so each call has a series
         self._born: set[int] = set()  # addresses of storages made in the function
         self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
         self._written: dict[int, Store] = {}  # storages taken as written to, by identity
         self._lent: dict[int, int] = {}  # places of arguments from outside to which a rerun writes, by identity of the storage
-        self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
+        self._looked: list[tuple[Tensor, Store, Image]] = []  # arguments to compare
         self._decisions: dict[int, int] = {}  # of the policy, on results of operators inside, by address
         self._made: list[Value] = []
         # Whether the policy keeps all results, also those that kernels have made.
@@ -177,7 +177,7 @@ class FunctionCall:
                 reason = "has an object among its arguments, which it may change"
             else:
                 facts.parts, facts.memory = parts, memory_of(parts)
-                self._tensors += [one for one in parts if isinstance(one, _Tensor)]
+                self._tensors += [part for part in parts if isinstance(part, Tensor)]
         if reason is not None:
             self.keep(reason)
         facts.casts = AUTOCAST.capture()
@@ -212,7 +212,7 @@ class FunctionCall:
             out, decision = self._run_any(func, facts, args, kwargs, record)
         if facts.is_view:
             return out
-        for tensor in (out,) if type(out) is _Tensor else instances_in(out, _Tensor):
+        for tensor in (out,) if type(out) is Tensor else instances_in(out, Tensor):
             address = storage_of(tensor) or 0
             if address and address not in stores:
                 born.add(address)
@@ -253,17 +253,17 @@ class FunctionCall:
             for position in facts.tensors[len(args)]:
                 self._look_at_read(args[position])
             if facts.lists or (kwargs and not facts.keywords.isdisjoint(kwargs)):
-                for tensor in instances_in(([args[at] for at in facts.lists if at < len(args)], kwargs), _Tensor):
+                for tensor in instances_in(([args[at] for at in facts.lists if at < len(args)], kwargs), Tensor):
                     self._look_at_read(tensor)
 
     def _look_at_read(self, tensor: Any) -> None:
-        if isinstance(tensor, _Tensor):
+        if isinstance(tensor, Tensor):
             address = storage_of(tensor)
             if address not in self._born and address not in self._stores and address is not None:
                 self.keep("reads a tensor which is not among its arguments, or which no operator made")
 
     def _is_foreign(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
-        """Whether an operator writes to anything besides memory of the function's own; notes a write to an argument."""
+        """Whether an operator writes to anything besides memory made in the function; notes a write to an argument."""
         targets = [args[0]] if facts.is_inplace_view else [tensor for tensor, _ in writes.targets_of(facts, args, kwargs)]
         for target in targets:
             address = storage_of(target)
@@ -292,7 +292,7 @@ class FunctionCall:
         places = [place for place, tensor in enumerate(self._tensors) if storage_of(tensor) == store.address]
         if store.external and not store.birth and len(looked) == len(places) == 1 and not looked[0][0].requires_grad:
             differing = is_seen and differs(*looked[0])  # by a kernel, before the write that is seen
-            if isinstance(differing, _Tensor):
+            if isinstance(differing, Tensor):
                 self._tape.unseen.append((differing, self._facts.name))
             if looked[0][0] is self._tensors[places[0]] and differing is not True:
                 self._lent[id(store)] = places[0]
@@ -356,7 +356,7 @@ class FunctionCall:
             if store.held is not None:
                 writes.copy_held(tape, (store,))
 
-    def _take_as_written(self, others: list[tuple[_Tensor, Store]]) -> None:
+    def _take_as_written(self, others: list[tuple[Tensor, Store]]) -> None:
         """Takes arguments as written to while a graph is captured, when no comparison can be waited for."""
         for tensor, store in others:
             if tensor.requires_grad and not is_kept_anyway(tensor):
@@ -385,7 +385,7 @@ class FunctionCall:
                 release()
         return out
 
-    def pack(self, tensor: _Tensor, pack: Callable[[_Tensor], Any]) -> Any:
+    def pack(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> Any:
         if not self._is_settled:
             self._settle()
         self._note(tensor, True, self._num_saved)
@@ -400,16 +400,16 @@ class FunctionCall:
             packed.__class__ = FunctionHandle
         return packed
 
-    def _look_at_others(self, tensor: _Tensor, store: Store) -> None:
+    def _look_at_others(self, tensor: Tensor, store: Store) -> None:
         """Notes the contents of other kept tensors in a storage: a kernel may write to a part, and a replay read all."""
         for reference in store.held or ():
             value = reference()
-            kept = None if value is None or value.saved is None else value.saved.tensor
-            if kept is not None and not writes.are_one_place(tensor, kept) and is_compared(kept, store):
-                self._looked.append((kept, store, image_of(kept)))
+            saved = None if value is None or value.saved is None else value.saved.tensor
+            if saved is not None and not writes.are_one_place(tensor, saved) and is_compared(saved, store):
+                self._looked.append((saved, store, image_of(saved)))
 
     def _look_at_held(self, store: Store) -> None:
-        """Looks whether a policy kept memory at one moment which was written to before: a replay could not write to both."""
+        """Looks whether a policy kept memory at a moment which was written to before: a replay could not write to both."""
         if store.written and any(holder() is not None for holder in store.held or ()):
             self.keep("writes to memory which a policy kept and which was written to before")
 
@@ -422,7 +422,7 @@ class FunctionCall:
         if not self._is_settled:
             self._settle()
         for place, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
-            if isinstance(tensor, _Tensor):
+            if isinstance(tensor, Tensor):
                 self._note(tensor, False, place)
         if self._decisions or self._keeps or not self._made:
             self._tape.cut(self._op, self._made)
@@ -439,7 +439,7 @@ class FunctionCall:
         for tensor, store, image in self._looked:
             if id(store) not in written:
                 differing = differs(tensor, image)
-                if isinstance(differing, _Tensor):
+                if isinstance(differing, Tensor):
                     tape.unseen.append((differing, facts.name))
                 elif differing:
                     written[id(store)] = store
@@ -481,7 +481,7 @@ class FunctionCall:
                 tape.tables.make_external(store, self.reason)
         writes.after_external(tape, stores, quiet)
 
-    def _note(self, tensor: _Tensor, is_saved: bool, place: int) -> None:
+    def _note(self, tensor: Tensor, is_saved: bool, place: int) -> None:
         """Puts a result on the tape, unless it is there."""
         tape, tables = self._tape, self._tape.tables
         address, is_born = storage_of(tensor), False

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from ckpt_hooks._ambient.current import capture as capture_current
@@ -38,7 +38,6 @@ from .functions import FunctionCall
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Surroundings, Value, flatten
 
-_Tensor = torch.Tensor
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
 _CAST = OpKind.CAST
@@ -50,7 +49,7 @@ _was_seen = False
 
 
 class Recorder(SelectiveCheckpointContext):
-    """Records for the outermost region of a thread, and for those directly within it (Rule 14)."""
+    """Records for the outermost region of a thread, and for regions directly within it (Rule 14)."""
 
     # Of the instructions of a small block's step, it saves a fifth that most operators do not come by way of :meth:`_record`, 3
     # to 5% that :meth:`Tape.put` is written out, and 5% under a policy that :meth:`_save` is.
@@ -151,14 +150,14 @@ class Recorder(SelectiveCheckpointContext):
         for position in present:
             tensor = recorded[position]
             value = get(id(tensor))
-            if value is None or storage_address(tensor) != value.store.address:  # given another one (``tensor.data = other``)
-                if not isinstance(tensor, _Tensor):
+            if value is None or storage_address(tensor) != value.store.address:  # given other memory (``tensor.data = other``)
+                if not isinstance(tensor, Tensor):
                     present = tuple(other for other in present if other != position)
                     continue
                 value = tape.value_of(tensor, facts, position)
             recorded[position] = value
             values.append(value)
-        op = Op()  # attributes one by one, here and below: half the cost of an ``__init__``
+        op = Op()  # attributes in turn, here and below: half the cost of an ``__init__``
         op.facts = facts
         op.args = recorded
         op.kwargs = kwargs or _NO_KWARGS
@@ -166,7 +165,7 @@ class Recorder(SelectiveCheckpointContext):
         op.draw = None
         op.surroundings = tape.surroundings
         op.is_plain = True
-        if not facts.single or type(out) is not _Tensor:
+        if not facts.single or type(out) is not Tensor:
             tape.note(op, values, out)
             return out
         # As ``put`` does it.
@@ -253,11 +252,11 @@ class Recorder(SelectiveCheckpointContext):
         return out
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        tape, given = self._tape, args
+        tape, arguments = self._tape, args
         if facts.is_compiled and self._call is None:
             if graph_task_id() != tape.task:  # a backward, which may overwrite what was saved for it
                 return facts.call(*args, **kwargs)
-            given = facts.arguments_of(args)
+            arguments = facts.arguments_of(args)
         elif self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and not facts.written and graph_task_id() != tape.task:
@@ -265,11 +264,11 @@ class Recorder(SelectiveCheckpointContext):
             # maybe and in forward not, so what it reads must not be handed to that frame.
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and facts.kind is _CAST and is_kept_anyway(args[0]):
-            # Autocast makes this one once and keeps it for a while, so a rerun may find it there already.
+            # Autocast makes this cast once and keeps it for a while, so a rerun may find it there already.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
             self._look_closely(facts)
-        if facts.is_opaque and (given is args or not writes.may_run_again(args, kwargs)):
+        if facts.is_opaque and (arguments is args or not writes.may_run_again(args, kwargs)):
             return writes.run_opaque(tape, func, facts, args, kwargs)
         if facts.is_silent:
             return writes.run_marking(tape, facts, args, kwargs) if facts.is_mark else facts.call(*args, **kwargs)
@@ -279,13 +278,13 @@ class Recorder(SelectiveCheckpointContext):
             return out
         if facts.written and not facts.is_inplace_view:
             return writes.run_writing(tape, func, facts, args, kwargs)
-        op, values = op_of(tape, facts, given, kwargs)
+        op, values = op_of(tape, facts, arguments, kwargs)
         if facts.is_inplace_view:
             return writes.run_inplace_view(tape, op, facts, args, kwargs)
         out = run(tape, op, func, facts, args, kwargs)
         if facts.has_shape_from_data:
             op.shapes = shapes_of(out)
-        decision = RECOMPUTE if facts.is_view and tape.decisions is None else decide(tape, facts, given, kwargs, out)
+        decision = RECOMPUTE if facts.is_view and tape.decisions is None else decide(tape, facts, arguments, kwargs, out)
         made = tape.note(op, values, out, decision)
         if decision != RECOMPUTE:
             if facts.has_effect or facts.is_compiled:

@@ -1,7 +1,7 @@
-"""Replays of a tape: bring back values of one frame for one backward, each operator at most once (Rule 13).
+"""Replays of a tape: bring back values of a frame for a backward, each operator at most once (Rule 13).
 
 The plan of a replay says which values backward needs, how many readers each has, and whether the order of requests matters. A
-lasting plan holds numbers, not values, which would stay alive after their handles, dropped by backward one by one. A replay
+lasting plan holds numbers, not values, which would stay alive after their handles, dropped by backward in turn. A replay
 drops a value after the last reader. A small region is replayed as a whole when backward asks for the first value, which is
 quicker. A larger region is replayed as far as the wanted value needs, which takes less memory. A region may choose between the
 two. A region which overwrites a value after an operator read it is replayed as a whole, in the order of recording.
@@ -35,7 +35,7 @@ from ckpt_hooks._operators.operator_log import watch_replay
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
-from ckpt_hooks._tensors.refilling import Loan, Owner, borrow, give_back, is_lent
+from ckpt_hooks._tensors.refilling import FilledMemory, Owner, borrow, give_back, is_lent
 from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import (
     PastFunctionModes,
@@ -49,7 +49,7 @@ from ckpt_hooks._torch.modes import (
 from ckpt_hooks._torch.tensors import BelowAutograd, is_freed, storage_address, storage_of
 from ckpt_hooks.errors import CheckpointError, MutationError
 
-from .explaining import Lines, check_shapes
+from .explaining import OperatorLines, check_shapes
 from .values import ANEW, Op, Surroundings, Value, flatten, read_by, rebuild, values_on_tape
 
 _NOTHING = nullcontext()  # to enter
@@ -67,8 +67,8 @@ class Work:
         self.crossing: list[Value] = []  # values of the frame around
 
 
-class Plan:
-    """The reads of a frame's values in one backward."""
+class ReplayPlan:
+    """The reads of a frame's values in a backward."""
 
     __slots__ = ("asked", "in_order", "readers", "written")
 
@@ -90,11 +90,11 @@ def _more(op: Op) -> list[Value]:
 
 def plan_for(
     roots: Iterable[Value], start: int, *, nested: bool, present: Collection[int] = (), ran: Collection[int] = ()
-) -> tuple[Plan, Work]:
-    """Returns the plan for some values, and the work to bring them back, given what is present and which operators ran."""
+) -> tuple[ReplayPlan, Work]:
+    """Returns the plan for some values, and the work to bring them back, past ``present`` values and operators that ``ran``."""
     # Values before ``start`` belong to the frame around, if there is one (``nested``). It brings back tensors packed by hooks,
     # so that the hooks are asked once. Each backward pays for this walk, so the step for each read value is written out.
-    plan, work = Plan(), Work()
+    plan, work = ReplayPlan(), Work()
     steps, readers = work.steps, plan.readers
     stack: list[Value] = []
     asked = list(roots)
@@ -170,7 +170,7 @@ def _read(op: Op) -> list[Value]:
     ]
 
 
-def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:
+def _look_at_writes(plan: ReplayPlan, ops: list[Op], asked: list[Value]) -> None:
     last: dict[int, int] = {}
     for op in ops:
         for written in op.facts.written:
@@ -183,7 +183,7 @@ def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:
 
 
 class Borrowing:
-    """Parts of one run, each with the memory that the part reads. Leaving the ``with`` block gives back the rest."""
+    """Parts of a run, each with the memory that the part reads. Leaving the ``with`` block gives back the rest."""
 
     __slots__ = ("_first", "_last", "_loans", "_steps")
 
@@ -191,7 +191,7 @@ class Borrowing:
         self, steps: Mapping[int, Op | Value], tensors: Mapping[int, torch.Tensor], owners: Mapping[int, Owner]
     ) -> None:
         self._steps = sorted(steps.items())
-        self._loans: dict[Owner, Loan | None] = {}
+        self._loans: dict[Owner, FilledMemory | None] = {}
         first: dict[Owner, int] = {}
         last: dict[Owner, int] = {}
         by_store: dict[int, Owner | None] = {}
@@ -203,7 +203,7 @@ class Borrowing:
                 key = id(value.store)
                 if key not in by_store:
                     tensor = tensors.get(value.number)
-                    if tensor is None:  # made in this run, from memory of its own or met already
+                    if tensor is None:  # made in this run, from new memory or memory met already
                         continue
                     owner = owners.get(storage_of(tensor) or 0)
                     by_store[key] = owner if owner is not None and (is_freed(tensor) or is_lent(owner)) else None
@@ -336,7 +336,7 @@ class Replayable(Frame):
 
     around_replays: AbstractContextManager[Any] | None  # a context manager of the user's around each replay
     bytes: int  # the size of all tensors saved in the frame
-    lines: Lines | None  # the lines of operators, in debug mode; else None
+    lines: OperatorLines | None  # the lines of operators, in debug mode; else None
     outer: Replayable | None  # the recorded frame directly around, on the same tape
     start: int  # the number of the latest value when the frame began
     # On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
@@ -350,7 +350,7 @@ class Replayable(Frame):
 
 
 class Replay:
-    """The tensors which one backward brings back of one frame."""
+    """The tensors which a backward brings back of a frame."""
 
     def __init__(self, frame: Replayable, roots: Iterable[Value], key: int | None) -> None:
         if frame.unseen:
@@ -472,7 +472,7 @@ class Replay:
                     self._let_go((op.before,))
                     continue
                 assert type(op) is Op
-                # Operators in a row share one object, so most compare an identity and change nothing.
+                # Operators in a row share an object, so most compare an identity and change nothing.
                 if op.surroundings is not surroundings:
                     surroundings = op.surroundings
                     context.under(surroundings, tensors)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape
@@ -51,7 +52,7 @@ _weakref = weakref.ref
 
 
 class TensorsHeld:
-    """The values of one tape whose tensors are kept."""
+    """The values of a tape whose tensors are kept."""
 
     __slots__ = ("_batch", "_for_frame", "_held", "_reads", "frame", "handles")
 
@@ -92,11 +93,11 @@ class TensorsHeld:
         value.saved = saved
         reference = _weakref(value)
         self.note(value, reference)
-        held = value.store.held
-        if held is None:
+        references = value.store.held
+        if references is None:
             value.store.held = [reference]
         else:
-            held.append(reference)
+            references.append(reference)
 
     def note_version_later(self, value: Value) -> None:
         """Notes the version of a kept tensor only at the end of the region, since the version moves without a write."""
@@ -116,17 +117,17 @@ class TensorsHeld:
 
     def close(self, hooks: Hooks | None, path: RegionPath, *, respect_hooks: bool) -> None:
         """Ends the recording: seals the kept tensors, by the hooks around if any."""
-        held, self._held = self._held, []
+        references, self._held = self._held, []
         if self.frame is not None and hooks is not None and are_of_frame(hooks):
             places = self.frame.note_inside(list(self._labels()), path)
-            self._seal([held[place] for place in places], hooks)
-            self._seal([held[place] for place in {*range(len(held))}.difference(places)], None)
+            self._seal([references[place] for place in places], hooks)
+            self._seal([references[place] for place in {*range(len(references))}.difference(places)], None)
         else:
-            self._seal(held, hooks, respect_hooks=respect_hooks)
+            self._seal(references, hooks, respect_hooks=respect_hooks)
         self._for_frame.clear()
 
-    def _seal(self, held: Iterable[weakref.ref[Value]], hooks: Hooks | None, *, respect_hooks: bool = True) -> None:
-        for reference in held:
+    def _seal(self, references: Iterable[weakref.ref[Value]], hooks: Hooks | None, *, respect_hooks: bool = True) -> None:
+        for reference in references:
             value = reference()
             if value is not None and value.saved is not None:
                 saved = value.saved
@@ -142,7 +143,6 @@ def _is_cast_of_leaf(value: Value) -> bool:
     return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)
 
 
-_Tensor = torch.Tensor
 _PLAIN, _STRIDED = (torch.Tensor, torch.nn.Parameter), torch.strided
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
@@ -177,7 +177,7 @@ class Tape:
         self.watched: Sequence[Watch] = ()  # the watches of frames which have ended
 
     def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
-        """Puts an output of a numbered operator on the tape; returns its value, if there is one."""
+        """Puts an output of a numbered operator on the tape; returns its value, or None."""
         facts = op.facts
         try:
             address = storage_address(tensor)
@@ -236,7 +236,7 @@ class Tape:
                         self.keep(value, tensor, decision, cause)
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
-            elif isinstance(tensor, _Tensor):
+            elif isinstance(tensor, Tensor):
                 self.note_external(tensor, _of_class(tensor))
         return made
 
@@ -260,7 +260,7 @@ class Tape:
             store.members.append(_weakref(tensor))
 
     def note_uninitialized(self, tensor: Any) -> None:
-        address = storage_of(tensor) if isinstance(tensor, _Tensor) and is_dense(tensor) else None
+        address = storage_of(tensor) if isinstance(tensor, Tensor) and is_dense(tensor) else None
         if address is None:
             return
         value = self._uninitialized_like(tensor, address)
@@ -278,14 +278,14 @@ class Tape:
             self.tables.make_external(uninitialized.store, "memory that was not written to as a whole")
         address, reference = storage_of(tensor), self.tables.inputs.get(key)
         if reference is not None:
-            found = reference()
-            # Where the forward of a frame around meets one tensor twice, its rerun may meet two tensors.
-            same = found is not None and found.saved is not None and found.saved.tensor is tensor
+            known = reference()
+            # Where the forward of a frame around meets the same tensor twice, its rerun may meet two tensors.
+            same = known is not None and known.saved is not None and known.saved.tensor is tensor
             same = same and (not self.is_in_frame or is_kept_anyway(tensor))
-            if found is not None and same and found.store.address == (address or 0):
-                memory = found.saved.memory  # type: ignore[union-attr]
+            if known is not None and same and known.store.address == (address or 0):
+                memory = known.saved.memory  # type: ignore[union-attr]
                 if memory is None or layout_of(tensor) == layout_of(memory):
-                    return found
+                    return known
         store = None if address is None else self.tables.stores.get(address)
         if store is None or not store.is_alive():
             store = self.tables.external_store(address)
@@ -351,8 +351,8 @@ class Tape:
 
     def parameters(self) -> list[HeldTensor]:
         values = [value for reference in self.tables.inputs.values() if (value := reference()) is not None]
-        found = [value.saved for value in values if type(value.saved) is HeldTensor]
-        return [saved for saved in found if type(saved.tensor) is torch.nn.Parameter]
+        held_tensors = [value.saved for value in values if type(value.saved) is HeldTensor]
+        return [saved for saved in held_tensors if type(saved.tensor) is torch.nn.Parameter]
 
     def close(self) -> None:
         """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
@@ -385,7 +385,7 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
         if facts.drops_from_buffer(args, kwargs):
             decision = SAVE
     elif facts.kind is OpKind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
-        decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it
+        decision = RECOMPUTE  # autocast makes this cast once and keeps it for a while, so that only some runs have it
     else:
         decision = tape.decisions.decide(tape.recorder, facts, args, kwargs, out)
     if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
@@ -401,7 +401,7 @@ def op_of(
     overwritten: frozenset[int] = frozenset(),
     unread: Sequence[int] = (),
 ) -> tuple[Op, list[Value]]:
-    """Returns an operator about to run, with values in place of tensors, and those values."""
+    """Returns an operator about to run, with values in place of tensors, and the values."""
     values: list[Value] = []
     record = partial(_recorded, tape, facts, overwritten, values)
     op = Op()
@@ -409,7 +409,7 @@ def op_of(
     if facts.is_like:
         unread = (0,)
     if unread:
-        op.args = [tape.shape_of(one) if at in unread and one is not None else record(one) for at, one in enumerate(args)]
+        op.args = [tape.shape_of(arg) if at in unread and arg is not None else record(arg) for at, arg in enumerate(args)]
     else:
         op.args = list(map(record, args))
     op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs
@@ -422,7 +422,7 @@ def op_of(
 
 def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: list[Value], argument: Any) -> Any:
     """Returns an argument with values in place of tensors; adds the values to ``values``."""
-    if isinstance(argument, _Tensor):
+    if isinstance(argument, Tensor):
         key = id(argument)
         value = tape.tables.uninitialized.get(key) if key in overwritten else None
         if value is None:
@@ -431,6 +431,6 @@ def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: l
             value = tape.value_of(argument, facts, len(values))
         values.append(value)
         return value
-    if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):
-        return [_recorded(tape, facts, overwritten, values, one) for one in argument]
+    if isinstance(argument, (list, tuple)) and any(isinstance(element, Tensor) for element in argument):
+        return [_recorded(tape, facts, overwritten, values, element) for element in argument]
     return argument

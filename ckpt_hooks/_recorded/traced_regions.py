@@ -3,7 +3,7 @@
 Dynamo marks the nodes of a region's block with a number (``torch.fx.traceback.annotate``). AOTAutograd hands the marks on to
 the operators of the joint graph of forward and backward. There a pass, the config ``joint_custom_pass`` of functorch, tells the
 partitioner which operators run again in backward, and which outputs the region's policy keeps. The partitioner keeps the
-tensors which go from one region to another, as it does for ``torch.utils.checkpoint``.
+tensors which go from region to region, as it does for ``torch.utils.checkpoint``.
 
 The key of the compile cache knows neither of marks nor of the pass. So the places of regions in the graph, with their policies,
 go into the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and set back
@@ -39,8 +39,8 @@ _REGION, _NAME = "ckpt_hooks_region", "ckpt_hooks_name"
 
 
 @dataclasses.dataclass
-class _Region:
-    outermost: int  # the number of the outermost region around, or of this one
+class _TracedRegion:
+    outermost: int  # the number of the outermost region around, or of this region
     policy: Policy | None  # the policy; None keeps nothing
     start: int  # the number of nodes of Dynamo's graph before the region
 
@@ -49,12 +49,12 @@ class _Compilation:
     """The regions traced in the present compilation, and the configs as they were before."""
 
     def __init__(self) -> None:
-        self.regions: dict[int, _Region] = {}
+        self.regions: dict[int, _TracedRegion] = {}
         self.places: list[str] = []
         self.before: tuple[Any, str] = None, ""
 
 
-_now = _Compilation()
+_compilation = _Compilation()
 _next_number = itertools.count(1).__next__
 
 
@@ -87,36 +87,36 @@ def _begin(policy: Any) -> int:
     """Notes a region, and sets the configs; returns the region's number."""
     number = _next_number()
     around = torch.fx.traceback.current_meta.get("custom", {}).get(_REGION)
-    outermost = number if around not in _now.regions else _now.regions[around].outermost
-    if not _now.regions:
-        _now.before = set_compile_configs(_mark, torch.compiler.config.cache_key_tag)
+    outermost = number if around not in _compilation.regions else _compilation.regions[around].outermost
+    if not _compilation.regions:
+        _compilation.before = set_compile_configs(_mark, torch.compiler.config.cache_key_tag)
         at_end_of_compilation(_restore)
-    _now.regions[number] = _Region(outermost, None if policy is None else policy_from(policy), num_traced_nodes())
+    _compilation.regions[number] = _TracedRegion(outermost, None if policy is None else policy_from(policy), num_traced_nodes())
     return number
 
 
 @while_tracing
 def _end(number: int) -> None:
     """Adds the region's place and policy to the key of the compile cache."""
-    region = _now.regions.get(number)
+    region = _compilation.regions.get(number)
     if region is not None:
-        _now.places.append(f"{region.start}:{num_traced_nodes()}:{_key_of(region.policy)}")
-        digest = hashlib.sha256("|".join(_now.places).encode()).hexdigest()
-        set_compile_configs(_mark, f"{_now.before[1]}ckpt_hooks:{digest}")
+        _compilation.places.append(f"{region.start}:{num_traced_nodes()}:{_key_of(region.policy)}")
+        digest = hashlib.sha256("|".join(_compilation.places).encode()).hexdigest()
+        set_compile_configs(_mark, f"{_compilation.before[1]}ckpt_hooks:{digest}")
 
 
 def _restore() -> None:
-    set_compile_configs(*_now.before)
-    _now.regions.clear()
-    _now.places.clear()
+    set_compile_configs(*_compilation.before)
+    _compilation.regions.clear()
+    _compilation.places.clear()
 
 
 def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
     """Says of each forward operator of a region whether backward computes it again; a pass on the joint graph."""
-    decisions: dict[int, Decisions] = {}
+    by_region: dict[int, Decisions] = {}
     for node in graph.graph.nodes:
         marks = node.meta.get("custom") or {}
-        region = _now.regions.get(marks.get(_REGION, 0))
+        region = _compilation.regions.get(marks.get(_REGION, 0))
         if region is None or node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
         if "ac_graph_id" in node.meta:  # of a function frame, which decides
@@ -124,15 +124,15 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
         node.meta["ac_graph_id"] = region.outermost
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         if region.policy is not None:
-            own = decisions.get(marks[_REGION])
-            if own is None:
-                own = decisions[marks[_REGION]] = Decisions(region.policy)
+            decisions = by_region.get(marks[_REGION])
+            if decisions is None:
+                decisions = by_region[marks[_REGION]] = Decisions(region.policy)
             if _NAME in marks:
-                if own.of_name(marks[_NAME]) != RECOMPUTE:
+                if decisions.of_name(marks[_NAME]) != RECOMPUTE:
                     node.args[0].meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            elif _is_kept(own, node):
+            elif _is_kept(decisions, node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    before = _now.before[0]
+    before = _compilation.before[0]
     return before(graph, inputs) if callable(before) else graph
 
 
@@ -142,7 +142,7 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
         return isinstance(whole, Node) and whole.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     if not isinstance(node.target, OVERLOAD):
         return False
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
     # Without gradients operators are taken for those of compiled code at work. A policy may ask for the node's modules.
     with torch.enable_grad(), preserve_node_meta(), set_current_meta(node):
         facts, output = facts_of(node.target), node.meta.get("val")

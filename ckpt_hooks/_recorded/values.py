@@ -4,11 +4,11 @@ A tape has no list of its parts. A handle in autograd's graph owns a value, a va
 the values read. So values on which no live handle depends are gone, by reference counting alone (Rule 17), and there is no
 list to prune. While a region is open, a value is also owned by its tensor, through a table.
 
-Writes meet in a storage: a write through one view changes all views. So a write makes a new value of every live tensor in the
+Writes meet in a storage: a write through any view changes all views. So a write makes a new value of every live tensor in the
 storage: the old value, after the operator. A value is thus a tensor at a moment, and a read refers to the value of its moment
 (Rule 15).
 
-The tables go by the identity of tensors. An entry goes when the tensor dies, so a found identity is never a dead tensor's.
+The tables go by the identity of tensors. An entry goes when the tensor dies, so no identity in a table is a dead tensor's.
 Tensors from outside are not owned by a table, but by the operators which read them, as long as these may be needed.
 """
 
@@ -106,13 +106,13 @@ class Op:
 class Value:
     """A tensor at a moment."""
 
-    # There are three kinds. A result is an output of an operator (``op``). A value after a write is what another one
+    # There are three kinds. A result is an output of an operator (``op``). A value after a write is what another value
     # (``before``) has become by an operator (``op``). An input has neither; it is kept.
     __slots__ = ("__weakref__", "before", "counter", "number", "op", "saved", "store", "tensor")
 
-    number: int  # larger than that of any value that existed when this one came to be
+    number: int  # larger than the number of any earlier value
     op: Op | None  # what made it; None for an input
-    before: Value | None  # what it was before ``op`` wrote to it; None for one that ``op`` returned
+    before: Value | None  # what it was before ``op`` wrote to it; None for a value that ``op`` returned
     store: Store  # the storage that it is in
     # Stands for its version counter: the same object for all tensors that have a version in common. One storage may have
     # several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
@@ -122,7 +122,7 @@ class Value:
 
 
 class Handle:
-    """The handle of a recorded frame: stands in autograd's graph for one saved tensor."""
+    """The handle of a recorded frame: stands in autograd's graph for a saved tensor."""
 
     __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
 
@@ -159,12 +159,12 @@ def new_value(number: int, store: Store, counter: object, op: Op | None = None, 
 
 
 def _holders(reference: weakref.ref[Any]) -> int:
-    held = reference()
-    return sys.getrefcount(held)
+    target = reference()
+    return sys.getrefcount(target)
 
 
 _probe = Value()
-# How many holders ``_holders`` counts of a value that has one.
+# How many holders ``_holders`` counts of a value that has a single holder.
 _ONE_HOLDER = _holders(weakref.ref(_probe))
 
 
@@ -192,18 +192,18 @@ def read_by(op: Op) -> list[Value]:
 
 
 def values_below(values: list[Value]) -> list[Value]:
-    """Returns the given values and all values below, each once."""
-    todo, found = list(values), {}
+    """Returns ``values`` and all values below, each once."""
+    todo, reached = list(values), {}
     while todo:
         value = todo.pop()
-        if id(value) in found:
+        if id(value) in reached:
             continue
-        found[id(value)] = value
+        reached[id(value)] = value
         if value.before is not None:
             todo.append(value.before)
         if (op := value.op) is not None:
             todo += read_by(op)
-    return list(found.values())
+    return list(reached.values())
 
 
 def rebuild(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:
@@ -218,7 +218,7 @@ _weakref = weakref.ref
 
 
 class Tables:
-    """The tensors and storages of one tape."""
+    """The tensors and storages of a tape."""
 
     __slots__ = ("inputs", "known", "number", "shared", "stores", "uninitialized")
 
@@ -231,7 +231,7 @@ class Tables:
         self.stores: dict[int, Store] = {}  # storages, by address
 
     def another_counter(self, store: Store) -> object:
-        """Returns what stands for one more version counter of a storage."""
+        """Returns what stands for another version counter of a storage."""
         self.shared.append(store)
         return object()
 
@@ -275,7 +275,7 @@ class Tables:
         return self.known.get(id(tensor)) or self.uninitialized.get(id(tensor)) or self.input(tensor)
 
     def input(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value which keeps a tensor as it is now, if there is one."""
+        """Returns the value which keeps a tensor as it is at present, or None."""
         reference = self.inputs.get(id(tensor))
         value = None if reference is None else reference()
         return value if value is not None and value.saved is not None and value.saved.tensor is tensor else None
@@ -305,8 +305,8 @@ class Tables:
                 value = reference()
                 if value is None or type(value.saved) is not HeldTensor or not value.saved.is_in(store.address):
                     continue
-                others = [(one, self.value_now(one)) for one in self.live_members(store) if not one.is_inference()]
-                faces = [one for one, other in others if other is not None and other.counter is not value.counter]
+                others = [(member, self.value_now(member)) for member in self.live_members(store) if not member.is_inference()]
+                faces = [face for face, other in others if other is not None and other.counter is not value.counter]
                 if faces:
                     yield value, faces
 
@@ -327,21 +327,21 @@ def _gone() -> None:
 _AS_STRIDED = torch.ops.aten.as_strided.default
 
 
-def _share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a write to one tensor counts as a write to the other."""
-    if one is other:
+def _share_versions(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to a tensor counts as a write to the other."""
+    if tensor is other:
         return True
-    if one.is_inference() or other.is_inference():
+    if tensor.is_inference() or other.is_inference():
         return False
-    before, version = one._version, other._version
-    torch.autograd.graph.increment_version(one)
+    before, version = tensor._version, other._version
+    torch.autograd.graph.increment_version(tensor)
     shared = other._version != version
-    set_versions((one,), (before,))
+    set_versions((tensor,), (before,))
     return shared
 
 
 def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
-    """Returns the version counter of a tensor, as found on another tensor of the storage which shares it."""
+    """Returns the version counter of a tensor, from another tensor of the storage which shares it."""
     for member in tables.live_members(store):
         value = tables.value_now(member)
         if value is not None and _share_versions(tensor, member):

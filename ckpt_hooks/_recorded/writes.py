@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.holdings import Cause, Reason
@@ -35,13 +36,12 @@ from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Value, counter_of, is_held_twice, new_value
 
-_Tensor = torch.Tensor
-# How many hold a value that a table and one variable have, as ``getrefcount`` counts.
+# How many hold a value that a table and a variable have, as ``getrefcount`` counts.
 _IN_TABLE = 3
 
 
 def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
-    return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), _Tensor)]
+    return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), Tensor)]
 
 
 def _covers(tensor: torch.Tensor) -> bool:
@@ -138,7 +138,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
     recorded[0] = before
     for position in facts.tensors[len(recorded)][1:]:  # as ``op_of`` does it, written out: 1% of a small block with dropouts
         tensor = recorded[position]
-        if isinstance(tensor, _Tensor):
+        if isinstance(tensor, Tensor):
             value = tables.known.get(id(tensor))
             if value is None or storage_of(tensor) != value.store.address:
                 value = tape.value_of(tensor, facts)
@@ -174,9 +174,9 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
             continue
         if store.external and len(store.members) > 1:
             _forget_views(tape, store)
-        held, store.held = store.held, None
+        references, store.held = store.held, None
         clones: Clones = {}
-        for reference in held or ():
+        for reference in references or ():
             value = reference()
             if value is None or value.saved is None:
                 continue
@@ -185,8 +185,8 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
             others = 1 - (not in_table)
             del value
             if saved.tensor is not None and saved.tensor.nbytes > _SMALL:
-                for result, found in _readers_of(tape, reference, others, saved.tensor.nbytes):
-                    tape.held.keep(result, found, SAVE, tape.path, _READ_BEFORE)
+                for result, output in _readers_of(tape, reference, others, saved.tensor.nbytes):
+                    tape.held.keep(result, output, SAVE, tape.path, _READ_BEFORE)
             if is_held_twice(reference, others):
                 saved.copy(clones)
 
@@ -212,13 +212,13 @@ def _readers_of(tape: Tape, reference: weakref.ref[Value], others: int, most: in
     value, results, nbytes, reads = reference(), [], 0, 0
     for result in tape.tables.known.values():
         op = result.op
-        if op is None or result.before is not None or not any(one is value for one in op.args):
+        if op is None or result.before is not None or not any(argument is value for argument in op.args):
             continue
         tensor, store = result.tensor(), result.store
         if tensor is None or not op.facts.single or store.birth != result.number or store.written:
             return ()
         results.append((result, tensor))
-        reads += sum(one is value for one in op.args)
+        reads += sum(argument is value for argument in op.args)
         nbytes += tensor.nbytes
     del value
     return results if nbytes < most and not is_held_twice(reference, others + reads) else ()
@@ -226,23 +226,23 @@ def _readers_of(tape: Tape, reference: weakref.ref[Value], others: int, most: in
 
 def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], name: str, path: RegionPath) -> None:
     """Puts copies in the place of kept tensors of a storage which was written to unseen."""
-    held, store.held = store.held, None
-    for reference in held or ():
+    references, store.held = store.held, None
+    for reference in references or ():
         value = reference()
         if value is None or value.saved is None:
             continue
-        kept = value.saved.tensor
-        if kept is None:  # on the host
+        saved = value.saved.tensor
+        if saved is None:  # on the host
             continue
-        found = [copy for tensor, copy in copies if are_one_place(tensor, kept)]
-        if found:
-            value.saved.tensor, value.saved.memory, value.saved.version = found[0], None, None
+        replacements = [copy for tensor, copy in copies if are_one_place(tensor, saved)]
+        if replacements:
+            value.saved.tensor, value.saved.memory, value.saved.version = replacements[0], None, None
         else:
             value.saved = Lost(Why.OVERWRITTEN, path, name)
 
 
-def are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return same_layout(one, other) and one.storage_offset() == other.storage_offset()
+def are_one_place(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return same_layout(tensor, other) and tensor.storage_offset() == other.storage_offset()
 
 
 def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
@@ -277,11 +277,11 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
     store.handles = None
     for handle in quiet:
         tensor = handle.value.tensor()
-        now = None if tensor is None else tables.known.get(id(tensor))
-        if now is None:
-            now = _after(tape, op, handle.value)
-            made.append(now)
-        handle.value = now
+        successor = None if tensor is None else tables.known.get(id(tensor))
+        if successor is None:
+            successor = _after(tape, op, handle.value)
+            made.append(successor)
+        handle.value = successor
         store.handles = [*(store.handles or ()), weakref.ref(handle)]
     return made
 
@@ -324,8 +324,8 @@ def look_at_handles(
             if handle.value.counter in bumped:
                 handle.value = _overwritten(handle.value, name, handle.frame.path)
                 continue
-            kept = None if handle.value.saved is None else handle.value.saved.tensor
-            tensor = handle.value.tensor() if kept is None else kept
+            saved = None if handle.value.saved is None else handle.value.saved.tensor
+            tensor = handle.value.tensor() if saved is None else saved
             if tensor is None:
                 tensor = _face_of(store, handle.frame.alone(handle.value), targets)
             if tensor is None:
@@ -358,27 +358,27 @@ def after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, t
 
 
 def may_run_again(args: Any, kwargs: Any) -> bool:
-    """Whether a run of code of Inductor's can be repeated: it writes to no input, and draws on one device at most."""
+    """Whether a run of code of Inductor's can be repeated: it writes to no input, and draws on a single device at most."""
     code = facts_of_code(args[0])
-    devices = {device_of(args, kwargs), *code.devices, *(one.device for one in args[1] if isinstance(one, _Tensor))}
+    devices = {device_of(args, kwargs), *code.devices, *(source.device for source in args[1] if isinstance(source, Tensor))}
     return code.written == frozenset() and len(devices) == 1
 
 
 def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator with unknown effects: any of its arguments may be written to, and its results are kept."""
-    given = facts.arguments_of(args)
-    inputs = tensors = tensors_in((given, kwargs))
+    arguments = facts.arguments_of(args)
+    inputs = tensors = tensors_in((arguments, kwargs))
     if facts.is_compiled and (places := facts_of_code(args[0]).written) is not None:
-        tensors = [given[1][place] for place in places]
+        tensors = [arguments[1][place] for place in places]
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
     if facts.kind is OpKind.SAVEABLE:  # it only reads
         out = facts.call(*args, **kwargs)
     else:
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
-        decide(tape, facts, given, kwargs, out)  # which changes nothing: it is kept in any case
-    for tensor in instances_in(out, _Tensor):
-        if not (facts.is_compiled and any(tensor is one for one in inputs)):
+        decide(tape, facts, arguments, kwargs, out)  # which changes nothing: it is kept in any case
+    for tensor in instances_in(out, Tensor):
+        if not (facts.is_compiled and any(tensor is source for source in inputs)):
             tape.note_external(tensor, f"returned by {func}")
     return out
 
@@ -427,9 +427,9 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     if tape.decisions is not None:
         decide(tape, facts, args, kwargs, out)  # which changes nothing: a view is never kept
     for holder in store.held or ():
-        held = holder()
-        if held is not None and held.saved is not None and held.saved.version is not None:
-            tape.held.note_version_later(held)
+        value = holder()
+        if value is not None and value.saved is not None and value.saved.version is not None:
+            tape.held.note_version_later(value)
     for reference in store.handles or ():
         handle = reference()
         if handle is not None and handle.value.counter in bumped:

@@ -83,7 +83,7 @@ def slots_of(kind: type[Any]) -> list[Any]:
 
 def new_frozen(kind: Any, content: list[Any]) -> Any:
     """Returns a tuple or frozenset of a kind, past constructors of subclasses."""
-    if hasattr(kind, "n_sequence_fields"):  # torch's named results take one sequence
+    if hasattr(kind, "n_sequence_fields"):  # torch's named results take a sequence
         return kind(content)
     return frozenset.__new__(kind, content) if issubclass(kind, frozenset) else tuple.__new__(kind, content)
 
@@ -103,14 +103,14 @@ def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any])
 
 
 class Capture:
-    """A walk over the arguments of one call."""
+    """A walk over the arguments of a call."""
 
     __slots__ = ("_containers", "_seen", "objects", "paths", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
         self.tensors: list[torch.Tensor] = [] if tensors is None else tensors
         self.paths: list[str] = []  # of the tensors
-        self.objects: list[Any] = []  # those not taken apart
+        self.objects: list[Any] = []  # objects not taken apart
         self._seen: dict[int, Any] = {}
         self._containers: list[Container] = []
 
@@ -176,13 +176,13 @@ class Capture:
         if variables is value:
             container.is_namespace = True
         elif variables:
-            container.variables = [(name, self.value(one, f"{path}.{name}")) for name, one in variables.items()]
+            container.variables = [(name, self.value(variable, f"{path}.{name}")) for name, variable in variables.items()]
         for slot in slots_of(container.kind):
             try:
-                one = slot.__get__(value)
+                content = slot.__get__(value)
             except AttributeError:  # an empty slot
                 continue
-            container.slots.append((slot, self.value(one, f"{path}.{slot.__name__}")))
+            container.slots.append((slot, self.value(content, f"{path}.{slot.__name__}")))
         return container
 
     def _unless_empty(self, container: Container) -> Any:
@@ -197,31 +197,31 @@ class Capture:
 
 
 def instances_in(value: Any, kind: type[T]) -> list[T]:
-    found: list[T] = []
-    _gather(value, kind, found)
-    return found
+    instances: list[T] = []
+    _gather(value, kind, instances)
+    return instances
 
 
-def _gather(value: Any, kind: type[T], found: list[T]) -> None:
+def _gather(value: Any, kind: type[T], instances: list[T]) -> None:
     if isinstance(value, kind):
-        found.append(value)
+        instances.append(value)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            _gather(one, kind, found)
+        for element in value:
+            _gather(element, kind, instances)
     elif isinstance(value, dict):
-        for one in value.values():
-            _gather(one, kind, found)
+        for element in value.values():
+            _gather(element, kind, instances)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Returns every tensor in a value in order, then the inner tensors of wrapper subclasses at any depth."""
     if type(value) is torch.Tensor:
         return [value]
-    found = instances_in(value, torch.Tensor)
-    for tensor in found:  # including tensors added in the loop
+    tensors = instances_in(value, torch.Tensor)
+    for tensor in tensors:  # including tensors added in the loop
         if type(tensor) is not torch.Tensor:
-            found += inner_tensors(tensor)
-    return found
+            tensors += inner_tensors(tensor)
+    return tensors
 
 
 def replaced_in(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
@@ -229,5 +229,5 @@ def replaced_in(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([replaced_in(one, kind, function) for one in value])
+        return type(value)([replaced_in(element, kind, function) for element in value])
     return value

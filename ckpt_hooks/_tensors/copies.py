@@ -1,7 +1,7 @@
 """Copies of tensors, and the restoring of content, strides and version.
 
 Hooks which copy (``save_on_cpu``) bring back a dense tensor at version 0, whatever was packed. A rerun does mind: a transposed
-input takes other kernels than a dense one, and versions tell whether a saved tensor was modified since.
+input takes other kernels than a dense input, and versions tell whether a saved tensor was modified since.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Returns a copy of a strided tensor with the same strides, or the given strides: others may mean another kernel."""
+    """Returns a copy of a strided tensor with the same strides, or with ``strides``: other strides may mean another kernel."""
     # Past dispatch modes: a mode which reuses outputs would take the copy for an operator of the region.
     copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
     return copy
@@ -102,12 +102,12 @@ def _copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
     if not is_plain(tensor):
         return tensor.detach().clone()
     address = storage_address(tensor)
-    found = clones.get(address)
-    if found is None:
+    clone = clones.get(address)
+    if clone is None:
         original = tensor.untyped_storage()
-        found = clones[address] = original, original.clone()  # type: ignore[no-untyped-call]
+        clone = clones[address] = original, original.clone()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        return _put_in(found[1], layout_of(tensor))
+        return _put_in(clone[1], layout_of(tensor))
 
 
 def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -128,7 +128,7 @@ def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 def alias_with_history(tensor: torch.Tensor, version: int, base: Base | None = None) -> torch.Tensor:
     """Returns an alias which requires grad and is no leaf, and a view if there is a base: a stand-in for a result."""
-    # Frames keep leaves apart: a leaf in the place of a result would mean one saved tensor less in the rerun. Two operators
+    # Frames keep leaves apart: a leaf in the place of a result would mean a saved tensor less in the rerun. Two operators
     # make the alias, in a fifth of the time of a ``torch.autograd.Function``.
     alias: torch.Tensor = past_all_modes(tensor, _alias, tensor, base)
     if version > 0:
@@ -221,7 +221,7 @@ def _copy_or_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
-    """Returns the stored part of a tensor: one element in each expanded dimension (of stride 0)."""
+    """Returns the stored part of a tensor: a single element in each expanded dimension (of stride 0)."""
     for dimension, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -256,21 +256,21 @@ def _needed(tensor: torch.Tensor) -> int:
     return (tensor.storage_offset() + count) * tensor.element_size() if count else 0  # type: ignore[return-value]
 
 
-def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
+def same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return _kind_of(tensor) == _kind_of(other) and tensor.stride() == other.stride()
 
 
 #: An integer of each size. Floating-point numbers would compare by value: -0.0 as 0.0, and not-a-number as unlike itself.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits. True for two of a class without accessible bits: sparse, quantised, fake."""
-    if not (is_plain(one) and is_plain(other)):
-        return type(one) is type(other) and one.is_nested is other.is_nested
-    if one.shape != other.shape or one.dtype is not other.dtype:
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits. True for tensors of a class without accessible bits: sparse, quantised, fake."""
+    if not (is_plain(tensor) and is_plain(other)):
+        return type(tensor) is type(other) and tensor.is_nested is other.is_nested
+    if tensor.shape != other.shape or tensor.dtype is not other.dtype:
         return False
-    return one.is_meta or bool(past_all_modes(one, lambda: torch.equal(bits_of(one), bits_of(other))))
+    return tensor.is_meta or bool(past_all_modes(tensor, lambda: torch.equal(bits_of(tensor), bits_of(other))))
 
 
 #: The content of a tensor at a moment: of contiguous memory of the host as bytes, else a copy.
@@ -292,9 +292,9 @@ def differs(tensor: torch.Tensor, image: Image) -> bool | torch.Tensor:
     return differing
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
-    differing = bits_of(one).ne(bits_of(other)).any()
-    return bool(differing) if one.is_cpu else differing
+def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
+    differing = bits_of(tensor).ne(bits_of(other)).any()
+    return bool(differing) if tensor.is_cpu else differing
 
 
 def copy_from(image: Image, tensor: torch.Tensor) -> torch.Tensor:
@@ -359,11 +359,11 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *, is_inference: bool) -> torch.Tensor | None:
     """Returns a tensor on a storage, without history; None if the storage is gone."""
-    found = storage_from(storage) if isinstance(storage, StorageWeakRef) else storage
-    if found is None:
+    memory = storage_from(storage) if isinstance(storage, StorageWeakRef) else storage
+    if memory is None:
         return None
     with torch.inference_mode(is_inference):
-        made: torch.Tensor = past_all_modes(torch.empty(0), _put_in, found, layout)
+        made: torch.Tensor = past_all_modes(torch.empty(0), _put_in, memory, layout)
     return made
 
 

@@ -113,7 +113,7 @@ def hash_of(tensor: torch.Tensor) -> Any:
     if count == 0:
         return None
     row = tensor.shape[-1] if tensor.dim() and not tensor.is_complex() else 1
-    # Its own rows, or others where its own are long, or are many for their bytes: the same ones for any layout.
+    # The tensor's rows, or other rows where the tensor's are long, or are many for their bytes: the same for any layout.
     if row * width <= _COPIED and count <= row * max(_ROWS, count * width // _ROW):
         is_split = width == 8 and not tensor.is_complex()
         is_copied = tensor.is_conj() or tensor.is_neg() or (is_split and tensor.stride()[-1:] != (1,))
@@ -121,13 +121,13 @@ def hash_of(tensor: torch.Tensor) -> Any:
             return _hash_of_rows(bits_of(tensor))
     else:
         row = _ROW // width
-    found: Any = 0
+    total: Any = 0
     for piece in _pieces(tensor.detach(), _COPIED // (row * width) * row):
         whole = len(piece) // row * row
         for rows in (piece[:whole].view(-1, row), piece[whole:]):
             if rows.numel():
-                found = found + _hash_of_rows(bits_of(rows).flatten(-2) if rows.is_complex() else bits_of(rows))
-    return found
+                total = total + _hash_of_rows(bits_of(rows).flatten(-2) if rows.is_complex() else bits_of(rows))
+    return total
 
 
 _PART = 1 << 20  # numbers, to each of which a weight is made
@@ -142,11 +142,11 @@ def hash_in_order(tensor: torch.Tensor) -> torch.Tensor:
     for factor in (-0x61C8864680B583EB, -0x3B314601E57A13AD):  # of xxHash, and of MurmurHash's last step
         weights *= factor
         weights ^= weights >> 29
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(integers), _PART):
         part = integers[start : start + _PART]
-        found = found * _ODD + (part * weights[: len(part)]).sum()
-    return found
+        total = total * _ODD + (part * weights[: len(part)]).sum()
+    return total
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:
@@ -250,15 +250,15 @@ def projections_of(tensor: torch.Tensor) -> Any:
     per = 2 if tensor.is_complex() else 1
     at_once = _PROJECTED if is_on_host(tensor) else 4 * _PROJECTED  # most time there is spent starting kernels
     size = at_once // max(per, tensor.itemsize // 4)
-    signs, found, start = past_all_modes(tensor, _signs, tensor.device, at_once + _PROJECTED), [], 0
+    signs, projections, start = past_all_modes(tensor, _signs, tensor.device, at_once + _PROJECTED), [], 0
     for piece in _pieces(tensor, size):
         reals = torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
         for numbers in reals.split(size * per):  # type: ignore[no-untyped-call]
-            found.append(_project(numbers, start, signs))
+            projections.append(_project(numbers, start, signs))
             start += len(numbers)
-    if len(found) == 1:
-        return found[0]
-    pieces = torch.stack(found)
+    if len(projections) == 1:
+        return projections[0]
+    pieces = torch.stack(projections)
     unit = pieces[:, 7:].amax(0)
     shares = (pieces[:, 7:] / unit).nan_to_num_()
     pieces[:, :1] *= shares
@@ -269,61 +269,61 @@ def projections_of(tensor: torch.Tensor) -> Any:
 # Comparing
 
 
-def are_close(expected: Any, found: Any, dtype: torch.dtype) -> bool:
+def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
     """Whether two results of :func:`projections_of`, as numbers, differ by no more than another order of adding makes."""
-    if isinstance(expected, list) and isinstance(found, list):
-        return len(expected) == len(found) and all(map(are_close, expected, found, [dtype] * len(found)))
-    if not (isinstance(expected, tuple) and isinstance(found, tuple)):
-        return expected is None or found is None or bool(expected == found)
-    one, other = expected, found
-    if len(one) != len(other):
+    if isinstance(expected, list) and isinstance(recomputed, list):
+        return len(expected) == len(recomputed) and all(map(are_close, expected, recomputed, [dtype] * len(recomputed)))
+    if not (isinstance(expected, tuple) and isinstance(recomputed, tuple)):
+        return expected is None or recomputed is None or bool(expected == recomputed)
+    numbers, other = expected, recomputed
+    if len(numbers) != len(other):
         return True  # by now another way to compare is asked for
-    if len(one) == 1:  # a hash
-        return one == other
-    if one[5:7] != other[5:7]:
+    if len(numbers) == 1:  # a hash
+        return numbers == other
+    if numbers[5:7] != other[5:7]:
         return False
-    unit = max(one[7], other[7]) or 1.0
-    (norm, *ones), (other_norm, *others) = (
+    unit = max(numbers[7], other[7]) or 1.0
+    (norm, *projections), (other_norm, *others) = (
         [value * share for value in (math.sqrt(values[0]), *values[1:5])]
-        for values, share in ((one, one[7] / unit), (other, other[7] / unit))
+        for values, share in ((numbers, numbers[7] / unit), (other, other[7] / unit))
     )
     tolerance = 5e-2
     if dtype in _NUMBERS and (dtype.is_floating_point or dtype.is_complex):
         tolerance = min(max(1e-3, 4 * torch.finfo(dtype).eps), 0.5)  # beyond, nothing would differ
     tolerance *= max(norm, other_norm)
-    return all(abs(a - b) <= tolerance for a, b in zip((norm, *ones), (other_norm, *others), strict=True))
+    return all(abs(a - b) <= tolerance for a, b in zip((norm, *projections), (other_norm, *others), strict=True))
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(fingerprint: Any, other: Any) -> bool:
     """Whether two results of a user's fingerprint function are equal, or both not-a-number, in containers too."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return first_difference([one], [other]) is None
-    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
-        return all(map(_equal, one, other))
-    if isinstance(one, dict) and type(one) is type(other):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    same: Any = (one == other) | ((one != one) & (other != other))
+    if isinstance(fingerprint, torch.Tensor) and isinstance(other, torch.Tensor):
+        return first_difference([fingerprint], [other]) is None
+    if isinstance(fingerprint, (list, tuple)) and type(fingerprint) is type(other) and len(fingerprint) == len(other):
+        return all(map(_equal, fingerprint, other))
+    if isinstance(fingerprint, dict) and type(fingerprint) is type(other):
+        return fingerprint.keys() == other.keys() and all(_equal(value, other[key]) for key, value in fingerprint.items())
+    same: Any = (fingerprint == other) | ((fingerprint != fingerprint) & (other != other))
     return bool(same.all() if hasattr(same, "all") else same)  # of arrays of NumPy
 
 
-def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
+def first_difference(expected: Sequence[Any], actual: Sequence[Any]) -> int | None:
     """Returns the position of the first differing fingerprint, or None; waits for each device once."""
     differs: list[int] = []
     tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-        if one is None or other is None:  # no fingerprint in one of the runs
+    for index, (before, after) in enumerate(zip(expected, actual, strict=True)):
+        if before is None or after is None:  # a run took no fingerprint
             continue
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-            if not _equal(one, other):
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+            if not _equal(before, after):
                 differs.append(index)
-        elif (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        elif (before.shape, before.dtype, before.device) != (after.shape, after.dtype, after.device):
             differs.append(index)
-        elif one.numel():
-            tensors.setdefault((one.device, one.dtype), []).append(index)
+        elif before.numel():
+            tensors.setdefault((before.device, before.dtype), []).append(index)
     for indices in tensors.values():
-        one, other = (bits_of(torch.cat([values[index].reshape(-1) for index in indices])) for values in (expected, found))
-        if not torch.equal(one, other):
-            differs.append(next(i for i in indices if not torch.equal(bits_of(expected[i]), bits_of(found[i]))))
+        before, after = (bits_of(torch.cat([values[index].reshape(-1) for index in indices])) for values in (expected, actual))
+        if not torch.equal(before, after):
+            differs.append(next(i for i in indices if not torch.equal(bits_of(expected[i]), bits_of(actual[i]))))
     return min(differs, default=None)
 
 
@@ -335,7 +335,7 @@ def _is_any(tensor: torch.Tensor) -> bool:
 
 
 def _is_random_state(tensor: torch.Tensor) -> bool:
-    # Two integers of 64 bits, or one number each for seed and offset. Lengths of sequences, saved as well, have 32 bits.
+    # Two integers of 64 bits, or a number each for seed and offset. Lengths of sequences, saved as well, have 32 bits.
     return tensor.dtype in (torch.int64, torch.uint64) or tensor.dim() == 0
 
 

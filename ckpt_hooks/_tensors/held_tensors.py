@@ -31,7 +31,7 @@ from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in
 from .copies import Clones, copy_in, layout_of, stand_in_for
-from .refilling import Origin
+from .refilling import RefillSource
 from .transfers import Batch, Moved, Transfers
 
 _LOST = Cause(Reason.LOST)
@@ -43,7 +43,7 @@ class HeldTensor:
     __slots__ = ("cause", "faces", "is_fickle", "memory", "path", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None  # None where hooks or the host have it
-    memory: torch.Tensor | None  # an alias in the memory of forward, if the tensor may get another one; counts writes apart
+    memory: torch.Tensor | None  # an alias in the memory of forward, if the tensor may get other memory; counts writes apart
     version: int | None  # when sealed; None before, and where writes are not counted
     cause: Cause
     path: RegionPath
@@ -66,7 +66,7 @@ class HeldTensor:
         return tensor is not None and (storage_of(tensor) or 0) == address
 
     def find(self) -> torch.Tensor:
-        """Returns the tensor; another one in the memory of forward, if the tensor was given other memory since."""
+        """Returns the tensor; another tensor in the memory of forward, if the tensor was given other memory since."""
         tensor, memory = self.tensor, self.memory
         assert tensor is not None
         if memory is None:
@@ -91,11 +91,11 @@ class HeldTensor:
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
         # When the outermost region of a recorded frame ends.
-        found, tensor = self.find(), self.tensor
+        alias, tensor = self.find(), self.tensor
         assert tensor is not None
-        if tensor is not found and not is_kept_anyway(tensor) and layout_of(tensor) != layout_of(found):
-            self.leave(found)
-            tensor = found
+        if tensor is not alias and not is_kept_anyway(tensor) and layout_of(tensor) != layout_of(alias):
+            self.leave(alias)
+            tensor = alias
         if version_of(tensor) < 0:
             return self
         if self.is_fickle and not is_freed(tensor):
@@ -125,10 +125,10 @@ class HeldTensor:
             tensor._version != self.version or (fused_steps.count > self.steps and stepped_since(tensor, self.steps))
         ):
             raise self._mutated(tensor, self.version)
-        found = self.find()
-        if is_freed(found):
-            raise self._mutated(found, None)
-        return found
+        alias = self.find()
+        if is_freed(alias):
+            raise self._mutated(alias, None)
+        return alias
 
     def _check_faces(self) -> None:
         for face, version in self.faces:
@@ -144,7 +144,7 @@ class HeldRefilled(HeldTensor):
 
     __slots__ = ("owner", "source", "source_steps", "source_version")
 
-    def __init__(self, tensor: torch.Tensor, origin: Origin, path: RegionPath, cause: Cause) -> None:
+    def __init__(self, tensor: torch.Tensor, origin: RefillSource, path: RegionPath, cause: Cause) -> None:
         super().__init__(tensor, path, cause)
         self.version, (self.owner, self.source) = _version_of(tensor), origin
         self.steps = self.source_steps = fused_steps.count
@@ -185,8 +185,8 @@ class HeldRefilled(HeldTensor):
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
-    found = version_of(tensor)
-    return None if found < 0 else found
+    version = version_of(tensor)
+    return None if version < 0 else version
 
 
 class HeldByHooks(HeldTensor):
@@ -210,15 +210,15 @@ class HeldByHooks(HeldTensor):
             return None
         if type(self._packed) is Moved:
             return self._packed.holding(cause)
-        found = _holding(Reason.HOOKS, cause, self._kind, None)
+        holding = _holding(Reason.HOOKS, cause, self._kind, None)
         packed = instances_in(self._packed, torch.Tensor)
         if not packed:  # the size of the held tensor has to do
-            return found
-        sizes = tuple(storage_and_size(part) for one in packed for part in dense_parts(one))
+            return holding
+        sizes = tuple(storage_and_size(part) for tensor in packed for part in dense_parts(tensor))
         nbytes = sum(map(size_of, packed))
         if len(sizes) == 1:
-            return found._replace(nbytes=nbytes, storage=sizes[0][0], storage_nbytes=sizes[0][1])
-        return found._replace(nbytes=nbytes, parts=sizes)
+            return holding._replace(nbytes=nbytes, storage=sizes[0][0], storage_nbytes=sizes[0][1])
+        return holding._replace(nbytes=nbytes, parts=sizes)
 
     @property
     def is_on_host(self) -> bool:  # type: ignore[override]
@@ -230,7 +230,7 @@ class HeldByHooks(HeldTensor):
     @unseen
     def get(self) -> torch.Tensor:
         tensor: torch.Tensor = self._unpack(self._packed)
-        if not recomputes(self._unpack):  # those of a frame check versions themselves
+        if not recomputes(self._unpack):  # hooks of a frame check versions themselves
             if is_freed(tensor):
                 raise self._mutated(tensor, None)
             if storage_of(tensor) == self._storage:

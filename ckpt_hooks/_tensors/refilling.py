@@ -16,7 +16,7 @@ import torch
 
 
 class Owner(Protocol):
-    """The owner of some tensors' memory. Equal owners are one."""
+    """The owner of some tensors' memory. Equal owners count as the same owner."""
 
     def __hash__(self) -> int: ...
 
@@ -26,7 +26,7 @@ class Owner(Protocol):
         """Fills the memory; returns a function that frees it again, None where nothing was filled."""
 
 
-class Origin(NamedTuple):
+class RefillSource(NamedTuple):
     """The owner of a tensor's memory, and the tensor from which the owner fills it."""
 
     owner: Owner
@@ -34,7 +34,7 @@ class Origin(NamedTuple):
 
 
 #: Returns where the contents of a tensor come from; None for memory which is not the framework's.
-Finder = Callable[[torch.Tensor], Origin | None]
+Finder = Callable[[torch.Tensor], RefillSource | None]
 
 
 _registered: list[tuple[str, Callable[[], Finder]]] = []
@@ -45,7 +45,7 @@ def register_finder(framework: str, load: Callable[[], Finder]) -> None:
     _registered.append((framework, functools.cache(load)))
 
 
-def owner_of(tensor: torch.Tensor) -> Origin | None:
+def owner_of(tensor: torch.Tensor) -> RefillSource | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
     for framework, finder in _registered:
         # While nobody has imported the framework, a question costs no more than a look-up.
@@ -54,7 +54,7 @@ def owner_of(tensor: torch.Tensor) -> Origin | None:
     return None
 
 
-class Loan:
+class FilledMemory:
     """Filled memory, as long as somebody uses it."""
 
     __slots__ = ("free", "users")
@@ -63,7 +63,7 @@ class Loan:
         self.free, self.users = free, 0
 
 
-_loans: dict[Any, Loan] = {}
+_loans: dict[Any, FilledMemory] = {}
 _lock = threading.RLock()
 
 
@@ -72,21 +72,21 @@ def is_lent(owner: Owner) -> bool:
     return owner in _loans
 
 
-def borrow(owner: Owner) -> Loan | None:
+def borrow(owner: Owner) -> FilledMemory | None:
     """Has the memory of an owner filled until :func:`give_back`; returns None if it was there without a loan, and so stays."""
     with _lock:
         free, loan = owner.fill(), _loans.get(owner)
         if loan is None:
             if free is None:
                 return None
-            loan = _loans[owner] = Loan(free)
+            loan = _loans[owner] = FilledMemory(free)
         elif free is not None:  # the owner had freed the memory since
             loan.free = free
         loan.users += 1
         return loan
 
 
-def give_back(owner: Owner, loan: Loan) -> None:
+def give_back(owner: Owner, loan: FilledMemory) -> None:
     """Ends a use of borrowed memory; the last user has it freed."""
     with _lock:
         loan.users -= 1

@@ -11,7 +11,7 @@ from ckpt_hooks._ambient.streams import is_capturing
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.self_check import LATE, Place, settings
+from ckpt_hooks._core.self_check import LATE, CheckedPlace, settings
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .determinism import are_close, is_on_host, is_opaque, ordered_hash_of, projections_of
@@ -28,7 +28,7 @@ class Sampled:
 
     __slots__ = ("_place", "may_be_unfilled", "number")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckedPlace) -> None:
         self._place, self.number = place, place.number
         # An operator may leave memory unfilled: what is there differs from run to run, and means nothing.
         self.may_be_unfilled = False
@@ -56,10 +56,10 @@ def sample_of(tensor: torch.Tensor) -> Any:
     on_host = is_on_host(tensor)
     if is_opaque(tensor) or (not (on_host or tensor.is_meta) and is_capturing(tensor.device.type)):
         return None
-    found = ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor)
+    sample = ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor)
     if not on_host:
-        return found
-    return tuple(found.reshape(-1).tolist()) if isinstance(found, torch.Tensor) else numbers_of([found])[0]
+        return sample
+    return tuple(sample.reshape(-1).tolist()) if isinstance(sample, torch.Tensor) else numbers_of([sample])[0]
 
 
 def numbers_of(samples: Sequence[Any]) -> list[Any]:
@@ -73,22 +73,22 @@ def numbers_of(samples: Sequence[Any]) -> list[Any]:
             tensors.setdefault((sample.device, sample.dtype), []).append(sample)
     numbers: dict[int, tuple[Any, ...]] = {}
     for group in tensors.values():
-        flat = group[0].reshape(-1).tolist() if len(group) == 1 else torch.cat([one.reshape(-1) for one in group]).tolist()
-        for one in group:
-            numbers[id(one)], flat = tuple(flat[: one.numel()]), flat[one.numel() :]
+        flat = group[0].reshape(-1).tolist() if len(group) == 1 else torch.cat([part.reshape(-1) for part in group]).tolist()
+        for part in group:
+            numbers[id(part)], flat = tuple(flat[: part.numel()]), flat[part.numel() :]
     return [_in_numbers(sample, numbers) for sample in samples]
 
 
 def _in_numbers(sample: Any, numbers: dict[int, tuple[Any, ...]]) -> Any:
-    return [_in_numbers(one, numbers) for one in sample] if isinstance(sample, list) else numbers.get(id(sample), sample)
+    return [_in_numbers(part, numbers) for part in sample] if isinstance(sample, list) else numbers.get(id(sample), sample)
 
 
 def others(samples: Sequence[Any], values: Sequence[Any]) -> list[int]:
     """Returns the indices of values that differ from the noted samples by more than the order of additions explains."""
     pairs = enumerate(zip(samples, values, strict=False))  # a rerun may end before the last
     indices = [index for index, (sample, value) in pairs if sample is not None and value is not MISSING]
-    found = [past_modes(sample_of, values[index]) for index in indices]
-    rows = [(samples[index], sample, values[index].dtype) for index, sample in zip(indices, found, strict=True)]
+    recomputed = [past_modes(sample_of, values[index]) for index in indices]
+    rows = [(samples[index], sample, values[index].dtype) for index, sample in zip(indices, recomputed, strict=True)]
     return [indices[row] for row in differing(rows)]
 
 
@@ -96,4 +96,4 @@ def differing(rows: Sequence[tuple[Any, Any, torch.dtype]]) -> list[int]:
     """Returns the places of pairs of samples that differ; waits for each device once."""
     numbers = past_modes(numbers_of, [sample for pair in rows for sample in pair[:2]])
     pairs = zip(numbers[::2], numbers[1::2], rows, strict=True)
-    return [place for place, (one, other, row) in enumerate(pairs) if not are_close(one, other, row[2])]
+    return [place for place, (expected, recomputed, row) in enumerate(pairs) if not are_close(expected, recomputed, row[2])]

@@ -1,7 +1,7 @@
 """Tensors on the host until backward: copies from a device and back, on a stream for each direction, single and in batches.
 
-Tensors which move together form a *batch*: what one region's policy keeps, a region's inputs, or a single saved tensor. A
-backward which reaches one fetches it, and some of those sent before, which come next.
+Tensors which move together form a *batch*: what a region's policy keeps, a region's inputs, or a single saved tensor. A
+backward which reaches a batch fetches it, and some batches sent before, which come next.
 
 The copies overlap with computing. The memory in use never depends on the progress of the device, since the host never asks for
 it. Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
@@ -83,7 +83,7 @@ class Arrival:
 # Road not taken: ``Tensor.record_stream`` gives memory back when the host finds a copy complete. A host ahead of its device
 # finds none, and allocates more. So it is called only where a tensor is used on another stream than that of its fetch.
 class Transfers:
-    """The copies between one device and the host, in both directions."""
+    """The copies between a device and the host, in both directions."""
 
     def __init__(self, device: torch.device) -> None:
         # Streams and events come from the device's module in torch: ``torch.cuda``, ``torch.xpu``, or another.
@@ -105,7 +105,7 @@ class Transfers:
         return self._module.current_stream(self._device)
 
     def send(self, tensor: torch.Tensor, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE) -> Sent:
-        """Starts a copy to the host, once a stream is done with the tensor: the present one, if None."""
+        """Starts a copy to the host, once a stream is done with the tensor: the present stream, if None."""
         with self.lock:
             while len(self._stash) >= max_stash_size:
                 self.leave_behind(next(iter(self._stash)))
@@ -194,10 +194,10 @@ def transfers_for(tensor: torch.Tensor, min_offload_size: int | None = None) -> 
         or _is_weight(tensor)
     ):
         return None
-    found = _transfers.get(device)
-    if found is None:
-        found = _transfers.setdefault(device, Transfers(device))
-    return found
+    transfers = _transfers.get(device)
+    if transfers is None:
+        transfers = _transfers.setdefault(device, Transfers(device))
+    return transfers
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
@@ -245,7 +245,7 @@ class Offloaded:
         max_stash_size: int = MAX_STASH_SIZE,
     ) -> None:
         self.batch = batch
-        # Its users, if several. Each takes it once in a backward, and all share one fetch.
+        # Its users, if several. Each takes it once in a backward, and all share a single fetch.
         self.takers: list[weakref.ref[Moved]] = []
         self._transfers = transfers
         self._version = tensor._version
@@ -391,12 +391,12 @@ class Moved:
         tensor: torch.Tensor,
         transfers: Transfers,
         max_stash_size: int = MAX_STASH_SIZE,
-        batch: Batch | None = None,  # None for one of its own
+        batch: Batch | None = None,  # None for a batch of this tensor alone
         path: RegionPath | None = None,  # None outside of regions
     ) -> None:
         self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
         self._stream, self._max_stash_size = transfers.present_stream(), max_stash_size
-        # How many batches a backward fetches ahead of this: where each is one tensor, as many as may be on their way.
+        # How many batches a backward fetches ahead of this: where each is a single tensor, as many as may be on their way.
         self._ahead = max_stash_size if batch is None else 1
         self._sent: Offloaded | None = None
         self.batch, self.path = batch, path
@@ -441,16 +441,16 @@ class Moved:
         return self._sent.get(self if self._sent.takers else None)
 
 
-# Copies shared by takers of one tensor
+# Copies shared by takers of the same tensor
 
 
 def _key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns a key, equal for two tensors of one storage only if the tensors are the same."""
+    """Returns a key, equal for two tensors of a storage only if the tensors are the same."""
     return storage_address(tensor), layout_of(tensor), tensor._version
 
 
 class Shared:
-    """Sent tensors, as long as their graph lives, to be found when another operator or region saves the same tensor."""
+    """Sent tensors, as long as their graph lives, for when another operator or region saves the same tensor."""
 
     # A tensor without gradient is not looked for: an operator may write to such a tensor without counting the version.
 
@@ -459,10 +459,10 @@ class Shared:
 
     def find(self, tensor: torch.Tensor, batch: Batch | None = None, path: RegionPath | None = None) -> Moved | None:
         identity = _key_of(tensor)
-        found = self._sent.get(identity)
-        if found is None or found.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
+        moved = self._sent.get(identity)
+        if moved is None or moved.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
             return None
-        again = self._sent[identity] = found.again(batch, path)
+        again = self._sent[identity] = moved.again(batch, path)
         return again
 
     def add(self, tensor: torch.Tensor, saved: Moved) -> None:
@@ -476,7 +476,7 @@ _inputs = Shared()
 
 
 def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Hooks:
-    """Returns saved-tensor hooks for the inputs of one region (``offload_inputs=True``), which are one batch."""
+    """Returns saved-tensor hooks for the inputs of a region (``offload_inputs=True``), which are a batch."""
     batch = Batch(watch)
 
     def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:

@@ -2,7 +2,7 @@
 
 Each is of torch 2.11 to 2.15, and goes when there is a public way, where nothing else is said.
 
-The check of a new release of torch is to read these modules and to run the suite. Timings: torch 2.13, one x86-64 core.
+The check of a new release of torch is to read these modules and to run the suite. Timings: torch 2.13, an x86-64 core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 _VERSIONS = "torch 2.11 to 2.15"
-_found = tuple(map(int, torch.__version__.split(".")[:2]))
+_release = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def hook_points() -> Iterator[None]:
 
 
 with hook_points():
-    if _found < (2, 11):
+    if _release < (2, 11):
         raise ImportError("saved-tensor hooks as they are since 2.11")
     from . import autograd as autograd
     from . import compiling as compiling
@@ -39,7 +39,7 @@ with hook_points():
     from . import profiling as profiling
     from . import tensors as tensors
 
-if _found > (2, 15):
+if _release > (2, 15):
     warnings.warn(
         f"ckpt_hooks is tested with {_VERSIONS}, and this is torch {torch.__version__}: all that it stands on is there, but "
         "compare losses with and without it, or look for a later ckpt_hooks.",

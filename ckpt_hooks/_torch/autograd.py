@@ -24,7 +24,7 @@ pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tens
 # trace. There is no public way to ask whether hooks are active.
 top_saved_tensors_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
-# Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one.
+# Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of ``backward``.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 # The node that ``backward`` is running on this thread, or None.
@@ -39,8 +39,8 @@ def is_called_by_engine(frame: FrameType | None) -> bool:
 
 
 # Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
-# which is what recomputed values hang on. FSDP and DDP rely on the same call. Torch 2.15 has made it public; the engine's own
-# goes when 2.14 does.
+# which is what recomputed values hang on. FSDP and DDP rely on the same call. Torch 2.15 has made it public; the engine's
+# private call goes when 2.14 does.
 queue_callback: Callable[[Callable[[], None]], None] = getattr(
     torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback
 )
@@ -53,7 +53,7 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 graph_exec_group: Callable[[], object | None] = torch._C._get_graph_exec_group
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 
-# The number that the next autograd node created on this thread will get. Tensors that one operator saves are packed after its
+# The number that the next autograd node created on this thread will get. Tensors that an operator saves are packed after its
 # node was made and before the next one's, so equal numbers mean the same operator.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -117,7 +117,7 @@ _functions: Any = torch._C._functions
 #: The classes of the nodes of casts, and of the nodes which accumulate the gradients of leaves.
 CAST_NODE, LEAF_NODE = _functions.ToCopyBackward0, _functions.AccumulateGrad
 
-# The attributes which hold saved tensors, by the class of nodes, one for each operator.
+# The attributes which hold saved tensors, by the class of nodes; each operator has a class.
 _fields: dict[type, tuple[str, ...]] = {}
 
 
@@ -130,17 +130,17 @@ def saved_in(node: Any) -> Sequence[Any]:
         fields = ("_raw_saved_tensors",)  # the class of a custom function may go
     elif fields is None:
         fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    found: list[Any] = []
+    tensors: list[Any] = []
     for field in fields:
         try:
             saved = getattr(node, field)
         except RuntimeError:  # freed by a backward
             continue
         if isinstance(saved, (list, tuple)):
-            found += saved
+            tensors += saved
         elif saved is not None:
-            found.append(saved)
-    return found
+            tensors.append(saved)
+    return tensors
 
 
 def packed_of(saved: Any) -> Any:

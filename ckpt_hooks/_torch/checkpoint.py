@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 #: A generator function that opens a region, yields for the call of the function, and closes the region:
 #: ``region(function, args, kwargs, **options)``, with the options of ``torch.utils.checkpoint.checkpoint``.
-Region = Callable[..., Iterator[None]]
+Diversion = Callable[..., Iterator[None]]
 
 _torchs: Any = torch.utils.checkpoint
 
@@ -36,12 +36,12 @@ class _Engine:
 
     # The function object of torch stays where it is and gets other code. So calls by names imported at any time are diverted,
     # and what Dynamo knows by identity is what it was.
-    __slots__ = ("_before", "_choose", "_function", "_own")
+    __slots__ = ("_before", "_choose", "_function", "_original")
 
     def __init__(self) -> None:
         self._before: tuple[Any, Any, Any] | None = None
 
-    def divert(self, choose: Callable[[], Region | None]) -> None:
+    def divert(self, choose: Callable[[], Diversion | None]) -> None:
         """Sends calls to the region that ``choose`` returns for each call; None leaves a call to torch."""
         if self._before is not None:
             return
@@ -53,8 +53,8 @@ class _Engine:
                 "ckpt_hooks.checkpoint."
             )
         self._function, self._choose = function, choose
-        self._own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-        self._own.__kwdefaults__ = function.__kwdefaults__
+        self._original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+        self._original.__kwdefaults__ = function.__kwdefaults__
         self._before = function.__code__, function.__defaults__, function.__kwdefaults__
         _set_code(function, _called.__code__, None, None)
 
@@ -67,7 +67,7 @@ class _Engine:
     def called(self, *args: Any, **kwargs: Any) -> Any:
         region = self._choose()
         if region is None:
-            return self._own(*args, **kwargs)
+            return self._original(*args, **kwargs)
         return _arguments_first(region, *args, **kwargs) if _ARGUMENTS_LAST else region(*args, **kwargs)
 
 
@@ -82,7 +82,7 @@ def _set_code(function: Any, code: Any, defaults: Any, named_defaults: Any) -> N
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
-def _arguments_first(region: Region, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[None]:
+def _arguments_first(region: Diversion, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Calls a region as torch 2.14 does."""
     return region(function, args[len(_OPTIONS) :], kwargs, **dict(zip(_OPTIONS, args, strict=False)))
 
@@ -90,22 +90,22 @@ def _arguments_first(region: Region, function: Callable[..., Any], /, *args: Any
 class _ReentrantEngine:
     """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
 
-    # The class gets an attribute of its own in front of the inherited one. Goes with the reentrant engine.
-    __slots__ = ("_before", "_class", "_own", "_set")
+    # The class gets its own attribute in front of the inherited attribute. Goes with the reentrant engine.
+    __slots__ = ("_before", "_class", "_original", "_set")
 
     def __init__(self) -> None:
         self._class: Any = None
 
-    def divert(self, choose: Callable[[], Region | None]) -> None:
+    def divert(self, choose: Callable[[], Diversion | None]) -> None:
         if self._class is not None:
             return
         kind: Any = torch.utils.checkpoint.CheckpointFunction
-        own = kind.apply
+        original = kind.apply
 
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             region = choose()
             if region is None:
-                return own(function, preserve_rng_state, *args)
+                return original(function, preserve_rng_state, *args)
             with contextlib.contextmanager(region)(function, args, {}, preserve_rng_state=preserve_rng_state):
                 return function(*args)
 

@@ -28,9 +28,9 @@ _BLOCK = 512  # bytes, which the allocators of accelerators round up to
 
 class _AskedByTorch(type):
     # Programs which ask whether a tensor is fake take another path then, as Transformers to its masks of attention.
-    def __instancecheck__(cls, one: object) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         name = sys._getframe(1).f_globals.get("__name__", "")
-        return name.partition(".")[0] == "torch" and isinstance(one, FakeTensor)
+        return name.partition(".")[0] == "torch" and isinstance(instance, FakeTensor)
 
 
 class _Fake(metaclass=_AskedByTorch):
@@ -51,7 +51,7 @@ class DryMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else calls go through torch._dynamo, whose frames are between this one and the caller's
+        return False  # else calls go through torch._dynamo, whose frames are between this frame and the caller's
 
     def listen(self, tell: Callable[..., object]) -> None:
         """Calls a function with each change of memory from now on: address, bytes, device, and the device's bytes then."""
@@ -63,29 +63,29 @@ class DryMode(FakeTensorMode):
         if func._schema.name in _UNKNOWN:
             raise _unknown(func)
         args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
-        given = _tensors_in((args, kwargs))
-        known = {one.untyped_storage()._cdata for one in given}
+        inputs = _tensors_in((args, kwargs))
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._is_inside = True
         try:
-            found = self.dispatch(func, types, args, kwargs)
+            returned = self.dispatch(func, types, args, kwargs)
         except _DEPENDS as error:
             raise _unknown(func) from error
         finally:
             self._is_inside = False
-        made = _tensors_in(found)
+        outputs = _tensors_in(returned)
         if func is torch.ops.aten.add.Tensor and is_called_by_engine(sys._getframe(1)):
-            # Where gradients meet, the engine adds in place to one that it alone has, but not for subclasses.
-            alone = next((one.untyped_storage() for one in given if num_holders(one) == 1), None)
+            # Where gradients meet, the engine adds in place to a gradient that it alone has, but not for subclasses.
+            alone = next((tensor.untyped_storage() for tensor in inputs if num_holders(tensor) == 1), None)
             if alone is not None:
                 self._end(alone._cdata, alone.nbytes())
-        if any(one.alias_info is None for one in func._schema.returns):
-            for one in made:
-                if (storage := one.untyped_storage())._cdata not in known:
-                    self._begin(storage, one.device)
-        if temporary := _temporary_of(func, given, made):
-            self._change(-1, temporary, made[0].device)
-            self._change(-1, -temporary, made[0].device)
-        return found
+        if any(declared.alias_info is None for declared in func._schema.returns):
+            for output in outputs:
+                if (storage := output.untyped_storage())._cdata not in known:
+                    self._begin(storage, output.device)
+        if temporary := _temporary_of(func, inputs, outputs):
+            self._change(-1, temporary, outputs[0].device)
+            self._change(-1, -temporary, outputs[0].device)
+        return returned
 
     def _begin(self, storage: Any, device: torch.device) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -120,11 +120,11 @@ class DryMode(FakeTensorMode):
             return self.like(tensor)
         # A single number stays known, as the number of steps of an optimizer, on a copy.
         is_known = tensor.numel() == 1 and tensor.device.type == "cpu"
-        one = tensor.detach().clone() if is_known else tensor
-        return self.fake_tensor_converter.from_real_tensor(self, one, make_constant=is_known)
+        constant = tensor.detach().clone() if is_known else tensor
+        return self.fake_tensor_converter.from_real_tensor(self, constant, make_constant=is_known)
 
     def like(self, tensor: torch.Tensor) -> Any:
-        """Returns a fake tensor like one of the meta device, on the default device."""
+        """Returns a fake tensor like a meta tensor, on the default device."""
         with self:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.get_default_device())
 
@@ -142,7 +142,7 @@ class DryMode(FakeTensorMode):
 
 
 def _tensors_in(values: Any) -> list[Any]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _unknown(func: Any) -> ValueError:
@@ -156,39 +156,39 @@ def _unknown(func: Any) -> ValueError:
 _LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8  # floats in a register
 
 
-def _temporary_of(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+def _temporary_of(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
     """Returns the most bytes that a kernel of the host takes besides its results, by shapes; 0 where there is no rule."""
-    if not made or made[0].device.type != "cpu":
+    if not outputs or outputs[0].device.type != "cpu":
         return 0
     name = func._schema.name.removeprefix("aten::")
     if name in ("convolution", "convolution_backward"):
-        return _of_convolution(given, made, is_backward=name == "convolution_backward")
+        return _of_convolution(inputs, outputs, is_backward=name == "convolution_backward")
     if name == "native_batch_norm_backward":
-        return made[0].nbytes if given[0].is_contiguous() else 0
+        return outputs[0].nbytes if inputs[0].is_contiguous() else 0
     if name.startswith("upsample_") and name.endswith("_backward"):
-        return 0 if given[0].is_contiguous() else given[0].nbytes
+        return 0 if inputs[0].is_contiguous() else inputs[0].nbytes
     if name.startswith("upsample_"):  # channels last, for small pictures
-        is_copied = given[0].is_contiguous() and given[0].dim() == 4 and sum(made[0].shape[2:]) <= 128
-        return given[0].nbytes + made[0].nbytes if is_copied else 0
+        is_copied = inputs[0].is_contiguous() and inputs[0].dim() == 4 and sum(outputs[0].shape[2:]) <= 128
+        return inputs[0].nbytes + outputs[0].nbytes if is_copied else 0
     if torch.Tag.pointwise in func.tags:  # in the dtype of the result
-        casts = [one for one in given if one.dim() and one.dtype != made[0].dtype and one.is_floating_point()]
-        return sum(one.numel() for one in casts) * made[0].itemsize if made[0].is_floating_point() else 0
+        casts = [cast for cast in inputs if cast.dim() and cast.dtype != outputs[0].dtype and cast.is_floating_point()]
+        return sum(cast.numel() for cast in casts) * outputs[0].itemsize if outputs[0].is_floating_point() else 0
     return 0
 
 
-def _of_convolution(given: list[torch.Tensor], made: list[torch.Tensor], *, is_backward: bool) -> int:
-    # oneDNN copies tensors to a form in which channels lie in groups, one for each lane of a register, and results back.
-    y, x, weight = (given[0], *given[1:3]) if is_backward else (made[0], *given[:2])
+def _of_convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, is_backward: bool) -> int:
+    # oneDNN copies tensors to a form in which channels lie in groups, a channel for each lane of a register, and results back.
+    y, x, weight = (inputs[0], *inputs[1:3]) if is_backward else (outputs[0], *inputs[:2])
     step = x.shape[-1] / y.shape[-1]  # the stride, or a part of one where convolutions are transposed
     if max(weight.shape[2:]) == 1 and step == 1 and x.shape[0] < 16 and torch.get_num_threads() == 1:
         return 0  # a product of matrices
-    if not x.is_contiguous() or x.dtype is not torch.float32:  # channels last, and others which are not copied as a whole
+    if not x.is_contiguous() or x.dtype is not torch.float32:  # channels last, and layouts which are not copied as a whole
         return (1 + is_backward + weight.is_contiguous()) * weight.nbytes
     of_x = _in_lanes(x, _LANES, 1) if x.shape[1] >= _LANES else 0
     of_y, of_weight = _in_lanes(y, _LANES, 1), _in_lanes(weight, _LANES, 0)
     if not is_backward:
         return max(of_x + of_weight + of_y - y.nbytes, of_y + (y.nbytes if step < 0.75 else 0))
-    gradient, total = (x.nbytes if made[0].shape == x.shape else 0), sum(one.nbytes for one in made)
+    gradient, total = (x.nbytes if outputs[0].shape == x.shape else 0), sum(output.nbytes for output in outputs)
     lanes = 8 if 8 <= x.shape[1] < 16 else _LANES
     of_weights = gradient + of_weight + _in_lanes(y, lanes, 1) + (_in_lanes(x, lanes, 1) if x.shape[1] >= 8 else 0)
     if not gradient:

@@ -41,8 +41,8 @@ def addresses_of(parameter: Any) -> set[int]:
         *getattr(parameter, "all_gather_outputs", ()),
         *getattr(parameter, "_unsharded_inner_tensors", ()),
     ]
-    found = {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
-    return {address for address in found if address}
+    addresses = {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    return {address for address in addresses if address}
 
 
 def shard_of(parameter: Any) -> torch.Tensor:
@@ -55,9 +55,9 @@ def gather(group: Any) -> Callable[[], None] | None:
     """Gathers the parameters of a group; returns what brings back the shards, None if FSDP itself is gathering."""
     if group.is_unsharded:
         return None
-    found = group._training_state
+    state = group._training_state
     # A prefetch, after which FSDP uses and frees the parameters; not so after the backward of the group.
-    is_begun = group._all_gather_result is not None and found != TrainingState.POST_BACKWARD
+    is_begun = group._all_gather_result is not None and state != TrainingState.POST_BACKWARD
     between = TrainingState.FORWARD if group.is_sharded_post_forward else TrainingState.IDLE
     with group.use_training_state(TrainingState.IDLE):  # in which nothing is passed over, on the current stream
         group.lazy_init()
@@ -67,7 +67,7 @@ def gather(group: Any) -> Callable[[], None] | None:
         return None
 
     def free() -> None:
-        if group._training_state == found:  # else FSDP uses the parameters by now
+        if group._training_state == state:  # else FSDP uses the parameters by now
             with group.use_training_state(between):
                 group.reshard()
 

@@ -1,7 +1,7 @@
 """What programs run: operators, custom functions and TorchScript, whose calls are diverted to a watcher of the package.
 
 A handler is set once, at the first region that watches, and stays: attributes set and deleted often on a base class slow
-every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for one look.
+every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for a single look.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from .compiling import skipped
 
-# What operators are: overloads, and operators of operators; several overloads of one name are a packet. Goes when these classes
+# What operators are: overloads, and operators of operators; several overloads of a name are a packet. Goes when these classes
 # are public.
 OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
-# Whether an operator has an effect that must not be repeated: one registered by ``torch.library``, or that of an object of
+# Whether an operator has an effect that must not be repeated: registered by ``torch.library``, or of an object of
 # TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15.
 has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
 
@@ -38,8 +38,8 @@ wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
 # Custom functions, diverted. Goes when dispatch modes are told of custom functions.
-# 2.11 to 2.14: ``Function.apply`` calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
-# 2.15: ``Function.apply`` is this one, and binds defaults of arguments itself. Names bound before the first region end here.
+# 2.11 to 2.14: ``Function.apply`` calls this base method, so that ``apply = F.apply``, bound early, is diverted too.
+# 2.15: ``Function.apply`` is this method, and binds defaults of arguments itself. Names bound before the first region end here.
 IS_BOUND_EARLY = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
 _apply: Callable[[None, Any], Callable[..., Any]] = torch._C._FunctionBase.__dict__["apply"].__get__
 
@@ -71,9 +71,9 @@ def bound(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the arguments of a call with defaults, where forward gets no ``ctx``, as torch binds them."""
     if not (IS_BOUND_EARLY and has_setup_context(function)):
         return args, kwargs
-    found = inspect.signature(function.forward).bind(*args, **kwargs)
-    found.apply_defaults()
-    return found.args, found.kwargs
+    arguments = inspect.signature(function.forward).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return arguments.args, arguments.kwargs
 
 
 class _Apply:

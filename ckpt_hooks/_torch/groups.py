@@ -30,7 +30,7 @@ def patience_of(group: Any) -> float:
 
 def close_groups() -> None:
     """Ends all collectives of this process that wait, with an error; the groups are of no use afterwards."""
-    for group in [one for one in c10d._world.pg_map if isinstance(one, c10d.ProcessGroup) and one.size() > 1]:
+    for group in [group for group in c10d._world.pg_map if isinstance(group, c10d.ProcessGroup) and group.size() > 1]:
         # gloo has no ``abort`` (https://github.com/pytorch/pytorch/issues/130345). A receive that gives up closes the
         # connections of a group, and all that waits on these ends.
         with contextlib.suppress(RuntimeError):

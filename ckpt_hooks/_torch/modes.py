@@ -14,7 +14,7 @@ import torch
 R = TypeVar("R")
 
 # The dispatch modes that are active on this thread, from the outermost. Goes when the public way is as quick. Entering a mode
-# by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under one.
+# by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under a mode.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
@@ -79,8 +79,8 @@ def set_global_device_mode(mode: object | None) -> None:
         GLOBAL_DEVICE.device_context = mode
 
 
-# Whether a ``torch.func`` transform (grad, vjp, ...) is running. To ask for the innermost one makes a stack of them for this
-# thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us.
+# Whether a ``torch.func`` transform (grad, vjp, ...) is running. Asking for the innermost transform makes a stack for
+# this thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # Transforms call it; an error of theirs has no class of its own, and is known by this code.
@@ -112,7 +112,7 @@ _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_s
 
 
 # ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
-# nothing is batched. Its level can only be read by moving it.
+# nothing is batched. Its level can be read only by moving it.
 _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
 is_mapped: Callable[[], bool] = partial(_is_included, torch._C._dispatch_key_parse("VmapMode"))
 
@@ -137,7 +137,7 @@ def resume_transforms(suspended: tuple[list[object], int]) -> None:
         _enter_batched_grads()
 
 
-# 0.06 us for a question that takes one public call a device type. Goes when the public way is as quick.
+# 0.06 us for a question that takes a public call for each device type. Goes when the public way is as quick.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # A generator's address.

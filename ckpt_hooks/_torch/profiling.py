@@ -19,25 +19,25 @@ IS_ALLOCATION: Any = torch._C._profiler._EventType.Allocation
 #: The scopes of ranges that are no operators.
 NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._profiler.RecordScope.BACKWARD_FUNCTION})
 
-# Whether a profiler runs on this thread: a second one is an error.
+# Whether a profiler runs on this thread: a second profiler is an error.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 #: What ends the profile of a step, by thread, for a ledger that the program takes within that step.
 giving_way: dict[int, Callable[[], object]] = {}
 
-# Two profilers on two threads end the process in torch's own code (2.11 to 2.15).
-_ONE = threading.Lock()
+# Two profilers on two threads end the process in torch's code (2.11 to 2.15).
+_PROFILER_LOCK = threading.Lock()
 
 
 class profile_memory:  # noqa: N801  # a context manager, as torch's own
-    # The public profiler gives allocations without addresses, and not in one order with ranges: the tree of events has both.
+    # The public profiler gives allocations without addresses, and not in the same order as ranges: the tree of events has both.
     def __init__(self) -> None:
         # On an accelerator too its allocator reports to the CPU's part of the profiler; kernels are of no use here.
         self._profile = profile(use_cpu=True, profile_memory=True, use_kineto=True)
 
     def __enter__(self) -> profile_memory:
-        if not _ONE.acquire(blocking=False):
+        if not _PROFILER_LOCK.acquire(blocking=False):
             raise RuntimeError(
                 "A ledger or a plan is being taken on another thread, and torch profiles one thread at a time. Take one after "
                 "the other."
@@ -45,7 +45,7 @@ class profile_memory:  # noqa: N801  # a context manager, as torch's own
         try:
             self._profile.__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
-            _ONE.release()
+            _PROFILER_LOCK.release()
             raise
         return self
 
@@ -53,7 +53,7 @@ class profile_memory:  # noqa: N801  # a context manager, as torch's own
         try:
             self._profile.__exit__(*exc_info)  # type: ignore[no-untyped-call]
         finally:
-            _ONE.release()
+            _PROFILER_LOCK.release()
 
     def events(self) -> list[Any]:
         """Returns the roots of the tree of events, once the block has ended."""

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
-# ``NotImplementedError`` for tensors without one. Goes when the public way is as quick.
+# ``NotImplementedError`` for tensors without a storage. Goes when the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 # What a class of tensors has for ``__torch_dispatch__`` that does not take operators itself.
@@ -27,10 +27,10 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 # Whether the operator that a dispatch mode sees came past the key that ties versions of views to bases: ``detach()`` did, the
-# one of ``.data`` did not.
+# ``detach`` of ``.data`` did not.
 is_below_counting: Callable[[], bool] = functools.partial(is_key_excluded, _COUNTING)
 
-# As long as there is one, this thread's dispatch modes are not asked: whatever ends the function that has it, Ctrl-C too, they
+# While a guard exists, this thread's dispatch modes are not asked: whatever ends the function that has it, Ctrl-C too, they
 # are asked again.
 _ModesNotAsked: Callable[[], object] = torch._C._DisableTorchDispatch
 
@@ -58,7 +58,7 @@ def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function past dispatch modes, torch's modes for tracing included, given one of the tensors it works on."""
+    """Calls a function past dispatch modes, torch's modes for tracing included, given a tensor that it works on."""
     if not num_dispatch_modes():
         return function(*args)
     if type(tensor) in _PLAIN:
@@ -95,7 +95,7 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # What a nested tensor of the strided kind is made of: all of its numbers, and the sizes of its parts. What is public goes
-# through the parts one by one. Goes when the public way is as quick.
+# through the parts in turn. Goes when the public way is as quick.
 nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor.contiguous().values(),
     tensor._nested_tensor_size().tolist(),
@@ -116,7 +116,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns a tensor's version; -1 if it counts no writes, as one made in inference mode, whatever memory it got since."""
+    """Returns a tensor's version; -1 if it counts no writes, made in inference mode, whatever memory it got since."""
     try:
         return -1 if tensor.is_inference() else tensor._version
     except RuntimeError:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._core.modes import past_modes
-from ckpt_hooks._tensors.refilling import Origin
+from ckpt_hooks._tensors.refilling import RefillSource
 from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
 from ckpt_hooks._torch.tensors import storage_of
 
@@ -37,7 +37,7 @@ _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
-def unit_of(tensor: torch.Tensor) -> Origin | None:
+def unit_of(tensor: torch.Tensor) -> RefillSource | None:
     """Returns the unit that gathers a tensor, and the shard in this process; None for memory which FSDP2 does not free."""
     if not num_units() or (address := storage_of(tensor)) is None:
         return None
@@ -57,7 +57,7 @@ def unit_of(tensor: torch.Tensor) -> Origin | None:
     return origin
 
 
-def _origin_at(address: int) -> Origin | None:
+def _origin_at(address: int) -> RefillSource | None:
     references = _by_address.get(address)
     if references is None:
         return None
@@ -65,7 +65,7 @@ def _origin_at(address: int) -> Origin | None:
     if group is None or parameter is None or address not in addresses_of(parameter):
         del _by_address[address]
         return None
-    return Origin(Unit(group), shard_of(parameter))
+    return RefillSource(Unit(group), shard_of(parameter))
 
 
 def _index() -> None:

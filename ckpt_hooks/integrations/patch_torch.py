@@ -28,7 +28,7 @@ from ckpt_hooks._function.options import (
     noop_context_fn,
     options_from,
 )
-from ckpt_hooks._torch.checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
+from ckpt_hooks._torch.checkpoint import Diversion, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.selective import policy_among
@@ -214,7 +214,7 @@ def _divert(patches: tuple[TorchPatch, ...]) -> None:
         reentrant_engine.restore()
 
 
-def _choose() -> Region | None:
+def _choose() -> Diversion | None:
     """Returns the region of the latest patch; None where torch runs the call."""
     if is_compiled() or is_any_transform_active():
         return None
@@ -224,7 +224,7 @@ def _choose() -> Region | None:
     return active[-1]._region if active else None
 
 
-def _choose_reentrant() -> Region | None:
+def _choose_reentrant() -> Diversion | None:
     active = _active
     latest = active[-1] if active else None
     if latest is None or latest._reentrant is False:
