@@ -42,7 +42,7 @@ R = TypeVar("R")
 _OPTIONS = options_of(Form.RECORDED)
 
 
-class _Entry(weakref.ref[Any]):
+class _Entrance(weakref.ref[Any]):
     """An entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement."""
 
     # That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else tells.
@@ -51,7 +51,7 @@ class _Entry(weakref.ref[Any]):
     frame: RecordedFrame | None  # what the region does; None where it runs plainly, and when it has ended
     is_left: bool  # whether the region was left, maybe before regions within have ended
     mark: ThreadMark  # how the thread was before
-    opened: list[_Entry] | None  # the open regions of the thread that entered; None before
+    opened: list[_Entrance] | None  # the open regions of the thread that entered; None before
     region: checkpoint_region  # the region
 
     def is_open(self) -> bool:
@@ -60,15 +60,15 @@ class _Entry(weakref.ref[Any]):
 
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.open: list[_Entry] = []
-        self.next: _Entry | None = None
+        self.open: list[_Entrance] = []
+        self.next: _Entrance | None = None
 
 
 _entered = _Entered()
 
 
 @skipped
-def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+def _leave(entries: list[_Entrance], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
     entry, opened = entries[0], _entered.open
     if entry.opened is None:  # it is left by hand
         entry = next((other for other in reversed(opened) if other.region is entry.region and not other.is_left), entry)
@@ -85,7 +85,7 @@ def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseE
             close(error, _leave_late)
 
 
-def _leave_wrongly(entry: _Entry, error: BaseException | None) -> None:
+def _leave_wrongly(entry: _Entrance, error: BaseException | None) -> None:
     frame, wrong = entry.frame, Misuse.NOT_OPEN
     if entry.opened is not None and not entry.is_left:
         entry.is_left, wrong = True, Misuse.OTHER_THREAD
@@ -103,7 +103,7 @@ def _leave_late() -> None:
         _end(entry, None, None, None)
 
 
-def _end(entry: _Entry, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+def _end(entry: _Entrance, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
     frame, opened = entry.frame, entry.opened
     assert opened is not None
     try:
@@ -124,19 +124,19 @@ def _end(entry: _Entry, kind: type[BaseException] | None, error: BaseException |
         _drop(entry)
 
 
-def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
+def _abandon(entry: _Entrance, error: BaseException | None = None) -> None:
     """Ends a region which is still open on this thread, and the regions within, without their ``__exit__``."""
     if any(other is entry for other in _entered.open):
         rewind(entry.mark, error)
         _drop(entry)
 
 
-def _died(entry: _Entry) -> None:
+def _died(entry: _Entrance) -> None:
     if not entry.is_left:
         _abandon(entry)
 
 
-def _drop(entry: _Entry) -> None:
+def _drop(entry: _Entrance) -> None:
     """Takes a region off this thread's open ones, with regions within: they run plainly, or have ended with a region around."""
     opened = _entered.open
     position = next((position for position, other in enumerate(opened) if other is entry), len(opened))
@@ -172,9 +172,9 @@ class _Exit:
     def __get__(self, region: checkpoint_region | None, owner: type) -> Callable[..., None]:
         if region is None:
             return _leave_by_hand
-        entries: list[_Entry] = []
+        entries: list[_Entrance] = []
         leave = _Leave(_leave, entries)
-        entry = _Entry(leave, _died)
+        entry = _Entrance(leave, _died)
         entry.region, entry.frame, entry.opened, entry.is_left = region, None, None, False
         entries.append(entry)
         _entered.next = entry
@@ -314,7 +314,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
             return self
         entry, _entered.next = _entered.next, None
         if entry is None or entry.region is not self or entry() is None:
-            entry = _Entry(self, _died)  # entered by hand
+            entry = _Entrance(self, _died)  # entered by hand
             entry.region, entry.frame, entry.is_left = self, None, False
         opened = entry.opened = _entered.open
         if opened and opened[-1].is_left:  # by another thread

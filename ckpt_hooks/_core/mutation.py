@@ -66,7 +66,7 @@ class Why(enum.Enum):
     )
 
 
-class _Change(enum.Enum):
+class _HowChanged(enum.Enum):
     """How a tensor has changed: a predicate, and advice."""
 
     MODIFIED = (
@@ -84,17 +84,17 @@ class _Change(enum.Enum):
     )
 
 
-def _change_of(tensor: torch.Tensor, expected: int | None) -> tuple[_Change, str]:
+def _change_of(tensor: torch.Tensor, expected: int | None) -> tuple[_HowChanged, str]:
     # A version counter rises with each operation in place, ``set_`` and ``resize_`` among them, and never falls. So a higher
     # version is a write, or another tensor with more writes. A lower version is another tensor for sure.
     if expected == GONE:
-        return _Change.REPLACED, "that one is gone"
+        return _HowChanged.REPLACED, "that one is gone"
     if expected is None or is_freed(tensor):
-        return _Change.FREED, ""
+        return _HowChanged.FREED, ""
     version = tensor._version
     if version == expected:
-        return _Change.MODIFIED, "a step of a fused optimizer wrote to it, which its version does not tell"
-    change = _Change.REPLACED if version < expected else _Change.MODIFIED
+        return _HowChanged.MODIFIED, "a step of a fused optimizer wrote to it, which its version does not tell"
+    change = _HowChanged.REPLACED if version < expected else _HowChanged.MODIFIED
     return change, f"it is at version {version}; expected version {expected} instead"
 
 
@@ -116,7 +116,7 @@ def mutated(
     else:
         change, slots["versions"] = _change_of(tensor, expected)
         slots["change"], slots["advice"] = (words.format(**slots) for words in change.value)
-        if change is _Change.MODIFIED and is_kept_anyway(tensor):
+        if change is _HowChanged.MODIFIED and is_kept_anyway(tensor):
             slots["advice"] += " Usual causes: an optimizer's step before backward, and a hook of forward which writes to it."
         from .call_sites import name_in_models
 

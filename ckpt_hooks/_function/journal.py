@@ -32,7 +32,7 @@ from .trees import Tree, dicts_of, is_of_framework, tree_of
 _version: Callable[[Any], int] = attrgetter("_version")
 _storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 
-_Changed = list[tuple[torch.Tensor, int]]
+_ChangedTensors = list[tuple[torch.Tensor, int]]
 #: Dictionaries of hooks for all modules.
 _GLOBAL_HOOKS = tuple(
     value for name, value in vars(torch_module).items() if name.startswith("_global_forward") and isinstance(value, dict)
@@ -124,7 +124,7 @@ class Journal:
         self.kept, self._storages, self._parameters = kept, (), ()
         return late
 
-    def changed(self, loan: JournalLoan) -> _Changed:
+    def changed(self, loan: JournalLoan) -> _ChangedTensors:
         """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
         steps = self._steps if self._steps != fused_steps.count else None
         pairs = [*self._outside]
@@ -221,8 +221,8 @@ class JournalLoan:
         self.held: dict[int, Any] = {}
         self.made: dict[int, Any] = {}
         self.met: dict[int, Any] = {}
-        self.changed: _Changed = []
-        self.lost: _Changed = []  # parameters which stand in the places of forward's, which are gone
+        self.changed: _ChangedTensors = []
+        self.lost: _ChangedTensors = []  # parameters which stand in the places of forward's, which are gone
         self.names: list[str] = []  # for which forward's parameter is gone, and nothing stands in its place
         self.storages: frozenset[int | None] = frozenset()  # with another content in the rerun
         self.flats: list[tuple[Any, ...] | None] = []

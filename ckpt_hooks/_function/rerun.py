@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()  # to enter
 
 #: Tensors written to since forward, with their versions then.
-Changed = Sequence[tuple[torch.Tensor, int]]
-_UNCHANGED: Changed = ()
+ChangedTensors = Sequence[tuple[torch.Tensor, int]]
+_UNCHANGED: ChangedTensors = ()
 
 
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
@@ -182,7 +182,7 @@ def _call(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     hook: PackHook,
-    changed: Changed,
+    changed: ChangedTensors,
     checked: AbstractContextManager[Any],
 ) -> None:
     """Calls the function with a pack hook, with forward's context variables, in context managers of the region's own."""

@@ -26,7 +26,7 @@ from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
 
 from .ranks import Ranks
-from .restoring import Before, trainers_of
+from .restoring import StateBeforeStep, trainers_of
 
 T = TypeVar("T")
 _logger = logging.getLogger("ckpt_hooks")
@@ -85,7 +85,7 @@ class Guard(OfThisProcess):
     def _run(self, step: Callable[..., T], args: Any, kwargs: Any) -> T:
         has_ledger = self._limit is not None
         while True:
-            before = Before(self._model, self._trainers, is_late=True)
+            before = StateBeforeStep(self._model, self._trainers, is_late=True)
             ledger = memory_ledger() if has_ledger else contextlib.nullcontext()
             try:
                 with self._copying(before), ledger as measured:
@@ -133,7 +133,7 @@ class Guard(OfThisProcess):
         )
 
     @contextlib.contextmanager
-    def _copying(self, before: Before) -> Iterator[None]:
+    def _copying(self, before: StateBeforeStep) -> Iterator[None]:
         """Has the state of each optimizer of the model copied before a step of the optimizer."""
 
         def copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -33,7 +33,7 @@ from ckpt_hooks.report.entries import Table, count_of, format_bytes
 from .blocks import Blocks, blocks_of, selected_blocks
 from .plan import Plan, plan_of
 from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
-from .profiling import Hook, OpenStep, Profile
+from .profiling import ModelHook, OpenStep, Profile
 from .ranks import Ranks
 from .restoring import trainers_of
 from .searching import Room, Search, accelerator_of, check_cost, check_model, cost_per_second, parsed, too_small
@@ -159,7 +159,7 @@ class Machine:
         blocks = Blocks(model, self.names)
         inside = {id(submodule) for name in blocks.members for submodule in model.get_submodule(name).modules()}
         tops = {id(root) for name, root in blocks.roots.items() if name not in blocks.spans}
-        begins, ends = Hook(self._begins), Hook(self._ends)
+        begins, ends = ModelHook(self._begins), ModelHook(self._ends)
         for module in model.modules():
             if id(module) in tops or id(module) not in inside:
                 for hook in (

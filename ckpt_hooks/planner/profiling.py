@@ -256,7 +256,7 @@ def _count(operator: Operator) -> float:
     return float((_DRAW if operator.draws_on_host else 1) * sum(shape.numel() for shape in outputs))
 
 
-class Hook:
+class ModelHook:
     """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
 
     def __init__(self, method: Callable[..., Any] | None = None) -> None:
@@ -267,7 +267,7 @@ class Hook:
             self._method(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, ()
+        return ModelHook, ()
 
 
 def _parts_of(blocks: Mapping[str, Module]) -> Iterator[tuple[str, str, Module]]:
@@ -299,8 +299,8 @@ class OpenStep:
     def _hooked(self, blocks: Mapping[str, Module]) -> Iterator[Any]:
         for block, name, module in _parts_of(blocks):
             begins, ends = (functools.partial(self._mark, event, block, name) for event in ("part_begins", "part_ends"))
-            yield module.register_forward_pre_hook(Hook(begins))
-            yield module.register_forward_hook(Hook(ends), always_call=True)
+            yield module.register_forward_pre_hook(ModelHook(begins))
+            yield module.register_forward_hook(ModelHook(ends), always_call=True)
 
     def _mark(self, event: str, block: str, name: str, *args: Any) -> None:
         self._marks.add(event, block, name)

@@ -35,14 +35,14 @@ def as_before(model: Module) -> Iterator[None]:
     """Restores a model at the end of a block, an exception included."""
     gc.collect()  # garbage from before would be freed in a step, and make its peak lower
     with dry_mode.get() or contextlib.nullcontext():
-        before = Before(model, trainers_of(model))
+        before = StateBeforeStep(model, trainers_of(model))
         try:
             yield
         finally:
             before.put_back()
 
 
-class Before:
+class StateBeforeStep:
     """What a step may change, as it is before: a model, what trains the model, and random streams."""
 
     # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
@@ -51,13 +51,13 @@ class Before:
     # are copied by ``copy_for`` alone.
 
     def __init__(self, model: Module, trainers: Sequence[Any], *, is_late: bool = False) -> None:
-        self._contents = _Contents()
+        self._contents = _TensorContents()
         for parameter in model.parameters():
             self._contents.add(parameter, is_late)
         for buffer in model.buffers():
             self._contents.add(buffer)
         self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        self._gradients = [(leaf, leaf.grad, None if leaf.grad is None else _Copy(leaf.grad)) for leaf in model.parameters()]
+        self._gradients = [(leaf, leaf.grad, None if leaf.grad is None else _HostCopy(leaf.grad)) for leaf in model.parameters()]
         for trainer in trainers:  # rates of learning that are tensors: schedulers write to them, before any optimizer does
             for name, value in [pair for group in getattr(trainer, "param_groups", ()) for pair in group.items()]:
                 if name != "params":
@@ -90,7 +90,7 @@ class Before:
             )
 
 
-class _Copy:
+class _HostCopy:
     """The content of a tensor, on the host."""
 
     def __init__(self, tensor: torch.Tensor, is_late: bool = False) -> None:
@@ -129,13 +129,13 @@ class _Copy:
             self.tensor._coalesced_(self._data.is_coalesced())
 
 
-class _Contents:
+class _TensorContents:
     """The contents of objects, and of objects in them, each once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is used again
         self._undo: list[Callable[[], object]] = []
-        self._late: dict[int, _Copy] = {}
+        self._late: dict[int, _HostCopy] = {}
 
     def add(self, value: Any, is_late: bool = False) -> None:
         todo, is_tensor = [value], isinstance(value, torch.Tensor)
@@ -146,7 +146,7 @@ class _Contents:
             self._seen[id(value)] = value
             if isinstance(value, torch.Tensor):
                 if not (value.is_meta or value.is_inference()):
-                    copy = _Copy(value, is_late)
+                    copy = _HostCopy(value, is_late)
                     if is_late:
                         self._late[id(value)] = copy
                     self._undo.append(copy.put_back if is_tensor or is_late else copy.put_back_if_written)

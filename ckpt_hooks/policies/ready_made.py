@@ -262,7 +262,7 @@ def _stronger(first_answer: Any, second_answer: Any) -> CheckpointPolicy:
     return first if _STRENGTH.get(first.name, 1) >= _STRENGTH.get(second.name, 1) else second
 
 
-class _Both(Policy):
+class _EitherPolicy(Policy):
     """Asks two policies; both see every operator."""
 
     title = "save_from_both_policies"
@@ -309,7 +309,7 @@ def save_from_both_policies(one: Any, other: Any) -> Policy:
     Raises:
         TypeError: If an argument is not a policy.
     """
-    return _Both(policy_from(one, "one"), policy_from(other, "other"))
+    return _EitherPolicy(policy_from(one, "one"), policy_from(other, "other"))
 
 
 class _Names(Policy):

@@ -41,7 +41,7 @@ class Band(NamedTuple):
     nbytes: Sequence[int]  # at each moment
 
 
-def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
+def bands_of(ledger: LedgerData, number: int, blocks: ModelBlocks, most: int) -> tuple[list[int], list[Band]]:
     """Returns about ``most`` moments of a ledger, as indices of changes, and its bands from the bottom up."""
     keys = [band_of(allocation, block) for allocation, block in zip(ledger.allocations, blocks.numbers[number], strict=True)]
     before = BandKind.OLDER, None
@@ -88,7 +88,7 @@ def _moments_of(ledger: LedgerData, most: int) -> list[int]:
     return sorted(moments)
 
 
-class Blocks:
+class ModelBlocks:
     """The blocks of some ledgers: the part of the model to which an allocation belongs, the same in all of the ledgers."""
 
     # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number.
@@ -237,7 +237,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
     if path is not None:
         check_path(path, "step.png")
     drawn = [*ledgers.values()]
-    blocks = Blocks(drawn, _MOST_BLOCKS)
+    blocks = ModelBlocks(drawn, _MOST_BLOCKS)
     figure = figure_of(10, 1.3 + 2.6 * len(drawn))
     all_axes = figure.subplots(len(drawn), 2, sharey=True, squeeze=False, width_ratios=(20, 1))
     width = max(1, *(len(ledger.changes) for ledger in drawn))
@@ -376,7 +376,7 @@ def _draw_bar(axes: Any, bands: list[Band], at: int, labels: list[str], colours:
 
 
 def _legend(
-    shown: Mapping[tuple[BandKind, int | None], None], blocks: Blocks, colours: list[tuple[float, ...]], cut_off: str
+    shown: Mapping[tuple[BandKind, int | None], None], blocks: ModelBlocks, colours: list[tuple[float, ...]], cut_off: str
 ) -> Iterator[Any]:
     from matplotlib.patches import Patch
 
