@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
 
     from . import errors as errors
     from . import policies as policies
-    from ._ambient.named_random_sources import track_rng
+    from ._ambient.tracking import track_rng
     from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
     from ._checkpoint.chunks import checkpoint_chunks
     from ._checkpoint.sequential import checkpoint_loop, checkpoint_sequential
@@ -102,7 +102,7 @@ _register_finder("torch.distributed.fsdp", lambda: _import_module(".integrations
 _PLACES = {
     name: module
     for module, names in {
-        "._ambient.named_random_sources": "track_rng",
+        "._ambient.tracking": "track_rng",
         "._checkpoint.checkpoint": "checkpoint set_checkpoint_early_stop",
         "._checkpoint.chunks": "checkpoint_chunks",
         "._checkpoint.sequential": "checkpoint_loop checkpoint_sequential",

@@ -1,6 +1,6 @@
 """Random state of devices, under the names of ``torch.utils.checkpoint``.
 
-The engine captures every generator, whatever the arguments (:mod:`ckpt_hooks._ambient.streams`), and needs none of these
+The engine captures every generator, whatever the arguments (:mod:`ckpt_hooks._ambient.random`), and needs none of these
 functions. They serve code which manages device state by hand.
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._ambient import streams
+from ckpt_hooks._ambient import random as sources
 from tests.measure import Log, as_library, leaf
 
 
@@ -48,13 +48,13 @@ def install(monkeypatch):
 
     def put(name, module):
         monkeypatch.setattr(torch, name, module, raising=False)
-        monkeypatch.setattr(streams, "_DEVICE_TYPES", [*streams._DEVICE_TYPES, name])
-        monkeypatch.setattr(streams, "_modules_known_for", -1)
+        monkeypatch.setattr(sources, "_DEVICE_TYPES", [*sources._DEVICE_TYPES, name])
+        monkeypatch.setattr(sources, "_modules_known_for", -1)
         return module
 
     yield put
     monkeypatch.undo()  # first, since it would put back for how many names the modules are known, and the fakes with it
-    streams._modules_known_for = -1
+    sources._modules_known_for = -1
 
 
 @pytest.mark.parametrize("generators", [True, False], ids=["default_generators", "get_rng_state"])
@@ -88,8 +88,8 @@ def test_an_uninitialised_device_is_not_touched(install):
 
 def test_a_backend_registered_later_is_found(install, monkeypatch):
     """Backends outside of torch rename ``privateuseone``, which may happen after this package was imported."""
-    streams.capture()
+    sources.capture()
     fake = FakeDevice(1)
     monkeypatch.setattr(torch, "late_backend", fake, raising=False)
-    monkeypatch.setattr(streams, "private_backend_name", lambda: "late_backend")
-    assert len(streams.capture()[1]) == 1
+    monkeypatch.setattr(sources, "private_backend_name", lambda: "late_backend")
+    assert len(sources.capture()[1]) == 1

@@ -8,7 +8,8 @@ import torch.utils.flop_counter
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._ambient import current, streams
+from ckpt_hooks._ambient import devices as devices_in_use
+from ckpt_hooks._ambient import random as sources
 from tests.fake_streams import FakeAccelerator, Order
 from tests.measure import Log, leaf
 
@@ -32,10 +33,10 @@ def install(monkeypatch):
     def put(*args, **kwargs):
         device = FakeAccelerator(*args, **kwargs)
         monkeypatch.setattr(torch, "cpu", device)
-        monkeypatch.setattr(streams, "_DEVICE_TYPES", [*streams._DEVICE_TYPES, "cpu"])
-        monkeypatch.setattr(streams, "_modules_known_for", -1)
-        monkeypatch.setattr(streams, "names_without_devices", -1)
-        monkeypatch.setattr(current, "mark_used", lambda tensor, stream: used.append((tensor, stream)))
+        monkeypatch.setattr(sources, "_DEVICE_TYPES", [*sources._DEVICE_TYPES, "cpu"])
+        monkeypatch.setattr(sources, "_modules_known_for", -1)
+        monkeypatch.setattr(sources, "names_without_devices", -1)
+        monkeypatch.setattr(devices_in_use, "mark_used", lambda tensor, stream: used.append((tensor, stream)))
         torch.get_device_module.cache_clear()
         DEVICE[:] = [device]
         device.used = used
@@ -43,7 +44,7 @@ def install(monkeypatch):
 
     yield put
     monkeypatch.undo()
-    streams._modules_known_for = -1
+    sources._modules_known_for = -1
     torch.get_device_module.cache_clear()
 
 
@@ -106,7 +107,7 @@ def test_memory_is_marked_of_what_a_tensor_is_made_of(monkeypatch, layout):
     marked = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: marked.append(args))
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        current.mark_used(tensor, "stream")
+        devices_in_use.mark_used(tensor, "stream")
     assert len(marked) == count
     assert all(type(part) is torch.Tensor and part.layout is torch.strided for part, _ in marked)
 

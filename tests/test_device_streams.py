@@ -102,7 +102,7 @@ def test_an_interrupt_while_a_device_is_set_leaves_no_device_set(install):  # no
 
     two.set_state = interrupted
     # Streams have the method that was there when they were made.
-    stream = next(stream for stream, _ in _ambient.streams.read_devices() if stream.generator is two)
+    stream = next(stream for stream, _ in _ambient.random.read_devices() if stream.generator is two)
     write, stream.write = stream.write, interrupted
     try:
         with pytest.raises(KeyboardInterrupt):

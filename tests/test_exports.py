@@ -190,7 +190,8 @@ def traced(x):
 def compare():
     """Steps of a module with weights, buffers and random numbers are what they are without regions."""
     from ckpt_hooks import checkpoint, checkpoint_region
-    from ckpt_hooks._ambient import streams, switches
+    from ckpt_hooks._ambient import random as sources
+    from ckpt_hooks._ambient import switches
     from ckpt_hooks._torch.tensors import num_holders
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.BatchNorm1d(4))
     found = []
@@ -199,7 +200,7 @@ def compare():
         x = torch.ones(4, 4, requires_grad=True)
         found.append([*torch.autograd.grad(form(x).pow(2).sum(), [x, *module.parameters()])])
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
-    assert streams.CPU.look is not None and num_holders(torch.empty(3)) == 1
+    assert sources.CPU.look is not None and num_holders(torch.empty(3)) == 1
     assert dict(zip(switches._TYPES, switches._OFF))["cpu"] == torch.bfloat16
 
 def loaded():

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, patch_torch, region
-from ckpt_hooks._ambient.streams import default_generators_lock
+from ckpt_hooks._ambient.random import default_generators_lock
 from ckpt_hooks._core.events import Observer, observe
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode
@@ -228,9 +228,9 @@ class Moving(nn.Module):
 @pytest.mark.parametrize(
     ("within", "dtype"),
     [
-        ("_ambient/streams.py:enter", torch.float32),
+        ("_ambient/random.py:enter", torch.float32),
         ("_ambient/__init__.py:leave", torch.float32),
-        ("_ambient/streams.py:leave", torch.float32),
+        ("_ambient/random.py:leave", torch.float32),
         ("_ambient/switches.py:is_set", torch.float64),
         ("_ambient/switches.py:write", torch.float64),
         ("_function/journal.py:_fill", torch.float32),

@@ -59,7 +59,7 @@ from ckpt_hooks import (
     trace,
 )
 from ckpt_hooks._core.misuse import Misuse
-from ckpt_hooks._core.mutation import Why, _Change
+from ckpt_hooks._core.mutation import Why, _HowChanged
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function import frame, words
 from ckpt_hooks._recorded import frame as recorded
@@ -1342,7 +1342,7 @@ def messages():
                     found.update((parts_of(argument), f"{path}:{node.lineno}") for argument in node.args[:2])
                 if called == "wrong" or called.startswith("check"):
                     found.update((parts_of(argument), f"{path}:{node.lineno}") for argument in node.args[1:])
-    for row in (*Why, *_Change, *Misuse):
+    for row in (*Why, *_HowChanged, *Misuse):
         text = row.value if isinstance(row, Misuse) else "{}".join(row.value[:2])
         found[tuple(re.split(r"\{[^}]*\}", text))] = str(row)
     return {parts: place for parts, place in found.items() if len("".join(parts)) >= 20}

@@ -13,7 +13,8 @@ import torch.backends.xnnpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._ambient import streams, switches
+from ckpt_hooks._ambient import random as sources
+from ckpt_hooks._ambient import switches
 from ckpt_hooks._operators.facts import facts_of
 from tests.behaviours.test_ambient import AUTOCAST_CACHE, PRECISIONS, SETTINGS, attribute, written
 from tests.measure import Log, leaf
@@ -252,7 +253,7 @@ def device_flags():
 def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
     """Where a device is in use; this one is made up."""
     monkeypatch.setattr(switches, "are_devices_in_use", lambda: True)
-    monkeypatch.setattr(streams, "names_without_devices", -1)
+    monkeypatch.setattr(sources, "names_without_devices", -1)
     read = getattr(torch._C, setter.replace("_set_", "_get_"))
     setting = read, getattr(torch._C, setter), other()
     x, seen = leaf(3, 3), Log()

@@ -1,6 +1,6 @@
 """The state a function sees besides its arguments: captured at forward, restored around each recompute (Rule 7).
 
-Random streams, switches, autocast and function modes have a ``capture``, an ``enter``, which returns the undo, and a ``leave``.
+Random random, switches, autocast and function modes have a ``capture``, an ``enter``, which returns the undo, and a ``leave``.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ckpt_hooks._torch import hook_points
 from ckpt_hooks._torch.modes import GLOBAL_DEVICE, num_function_modes
 
 with hook_points():
-    from . import streams, switches
-    from .streams import CPU, HEAD, TAIL, TORCH_NAMES, TRACKED
+    from . import random, switches
+    from .random import CPU, HEAD, TAIL, TORCH_NAMES, TRACKED
     from .switches import AUTOCAST, FUNCTION_MODES
 
 
 class Ambient:
-    __slots__ = ("casts", "has_streams", "is_simple", "modes", "streams", "switches")
+    __slots__ = ("casts", "has_sources", "is_simple", "modes", "random", "switches")
 
     def __init__(
-        self, states: streams.RandomStates, values: switches.SwitchValues, casts: Any = None, modes: Any = None
+        self, states: random.RandomStates, values: switches.SwitchValues, casts: Any = None, modes: Any = None
     ) -> None:
-        self.streams, self.switches, self.casts, self.modes = states, values, casts, modes
-        #: Whether a recompute will restore random streams other than torch's default streams.
-        self.has_streams = bool(states[2])
+        self.random, self.switches, self.casts, self.modes = states, values, casts, modes
+        #: Whether a recompute will restore random random other than torch's default random.
+        self.has_sources = bool(states[2])
         #: Whether the state is only switches of the process and states of torch's default generators.
-        self.is_simple = states[0] is not None and not self.has_streams and casts is modes is None
+        self.is_simple = states[0] is not None and not self.has_sources and casts is modes is None
 
 
 _latest: Ambient | None = None
@@ -46,11 +46,11 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     ):
         if image != (HEAD.raw, TAIL.raw):
             state = CPU.state()
-        devices = () if len(TORCH_NAMES) == streams.names_without_devices else streams.read_devices()
-        if latest.streams[0] is not state or latest.streams[1] is not devices:
+        devices = () if len(TORCH_NAMES) == random.names_without_devices else random.read_devices()
+        if latest.random[0] is not state or latest.random[1] is not devices:
             _latest = latest = Ambient((state, devices, ()), latest.switches)
         return latest
-    states = streams.capture(generators, preserve=preserve_rng_state)
+    states = random.capture(generators, preserve=preserve_rng_state)
     ambient = Ambient(states, switches.capture(), AUTOCAST.capture(), FUNCTION_MODES.capture())
     if ambient.is_simple:
         _latest = ambient
@@ -66,13 +66,13 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Ambient | lis
         and not (num_function_modes() or GLOBAL_DEVICE.__dict__.get("device_context"))
         and ambient.switches.is_set()
     )
-    if is_around and default_generators and not TRACKED and len(TORCH_NAMES) == streams.names_without_devices:
+    if is_around and default_generators and not TRACKED and len(TORCH_NAMES) == random.names_without_devices:
         image, state = CPU.seen
-        if ambient.streams[0] is state and image == (HEAD.raw, TAIL.raw):
+        if ambient.random[0] is state and image == (HEAD.raw, TAIL.raw):
             return ambient  # nothing has to be restored
     undo: list[Any] = []
     try:
-        undo.append(streams.enter(ambient.streams, defaults=default_generators))
+        undo.append(random.enter(ambient.random, defaults=default_generators))
         undo.append((ambient.switches, None) if is_around else switches.enter(ambient.switches))
         if not is_around:
             undo.append(AUTOCAST.enter(ambient.casts))
@@ -83,15 +83,15 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Ambient | lis
     return undo
 
 
-_STATES: Sequence[Any] = (streams, switches, AUTOCAST, FUNCTION_MODES)
+_STATES: Sequence[Any] = (random, switches, AUTOCAST, FUNCTION_MODES)
 
 
 def leave(undo: Ambient | list[Any]) -> None:
     """Restores the state of this thread before :func:`enter`, whatever happened since."""
     if isinstance(undo, Ambient):
         image, state = CPU.seen
-        if undo.streams[0] is not state or image != (HEAD.raw, TAIL.raw):
-            CPU.write(undo.streams[0])
+        if undo.random[0] is not state or image != (HEAD.raw, TAIL.raw):
+            CPU.write(undo.random[0])
         if not undo.switches.guard.check():
             undo.switches.write()
         return

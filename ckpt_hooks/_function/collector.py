@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.streams import Position, Where, are_other_threads_alive, devices_between, where_streams_are
+from ckpt_hooks._ambient.random import Position, Where, are_other_threads_alive, devices_between, position_of_generators
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import RegionMark
 from ckpt_hooks._core.hooks import StopRecompute
@@ -104,7 +104,7 @@ class Collector:
         next_is_wanted = chain(asked, repeat(None)).__next__
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
         positions = frame.positions if watches_draws else None
-        where = where_streams_are(watched=positions is not None, begin=positions and positions[-1][0])
+        where = position_of_generators(watched=positions is not None, begin=positions and positions[-1][0])
         position = where[0]
 
         def fill(tensor: torch.Tensor) -> int | torch.Tensor:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.streams import Position, seed_masks_anew, where_streams_are
+from ckpt_hooks._ambient.devices import capture as capture_current
+from ckpt_hooks._ambient.random import Position, position_of_generators, seed_masks_anew
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.events import DEFAULTS, Settings
 from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, mutated_leaf, overlap_error, places_of, stack
@@ -307,7 +307,7 @@ class FunctionFrame(Frame):
         next_number, append = count(_FIRST).__next__, self.numbers.append
         path, without_grad, positions = self.path, self.without_grad, self.positions
         latest = missing = facts(MISSING)
-        where = where_streams_are(watched=positions is not None)
+        where = position_of_generators(watched=positions is not None)
         position = where[0]
         if positions is not None:
             positions[-1] = position, where[1]

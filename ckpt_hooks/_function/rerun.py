@@ -15,13 +15,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.streams import (
+from ckpt_hooks._ambient.random import (
     are_other_threads_alive,
     default_generators_lock,
     devices_between,
     have_several_drawn,
     moves_by_itself,
-    where_streams_are,
+    position_of_generators,
 )
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
@@ -152,19 +152,19 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
 
 
 def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrows: bool) -> Callable[[], object]:
-    if borrows and watch is None and not ambient.has_streams:
+    if borrows and watch is None and not ambient.has_sources:
         return functools.partial(_ambient.leave, _ambient.enter(ambient))
-    from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_streams_lock
+    from ckpt_hooks._ambient.tracking import hold_sources, shared_sources_lock
     from ckpt_hooks._operators.draws import OwnDraws
 
     with ExitStack() as undone:  # with explicit streams, or beside another recompute with the generators
-        if ambient.has_streams:
-            undone.enter_context(shared_streams_lock)
+        if ambient.has_sources:
+            undone.enter_context(shared_sources_lock)
         undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=borrows))
-        if ambient.has_streams:
-            undone.enter_context(hold_sources(stream for stream, _ in ambient.streams[2]))
+        if ambient.has_sources:
+            undone.enter_context(hold_sources(source for source, _ in ambient.random[2]))
         if not borrows:
-            undone.enter_context(OwnDraws(ambient.streams))
+            undone.enter_context(OwnDraws(ambient.random))
         if watch is not None:
             undone.enter_context(watch)
         return undone.pop_all().close
@@ -235,7 +235,7 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
         raise draws_error(region, f" The region runs {watch.unknown or watch.first_draw}.")
     # The rerun in question may have drawn what a later rerun reads (a table that was gone from its cache).
     positions = frame.positions or {}
-    begin, where = positions.get(-1), where_streams_are()
+    begin, where = positions.get(-1), position_of_generators()
     in_forward: set[torch.device] = set().union(*(devices_between(begin, position, where) for position in positions.values()))
     if not (is_proven or moved <= in_forward or moves_by_itself(moved)):
         raise draws_error(region)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.streams import are_other_threads_alive
+from ckpt_hooks._ambient.random import are_other_threads_alive
 from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError

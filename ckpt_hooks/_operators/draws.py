@@ -15,32 +15,32 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.streams import CPU, RandomStates, default_generator, is_capturing, is_same_state
+from ckpt_hooks._ambient.random import CPU, RandomStates, default_generator, is_capturing, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import FAKE, address_of_generator
 
 from .facts import facts_of
 
-_DrawArguments = tuple[Any, int]
-_NO_DRAW: _DrawArguments = (None, -1)
+_DrawSignature = tuple[Any, int]
+_NO_DRAW: _DrawSignature = (None, -1)
 
 #: Generators, by identity, with the generators which replace them in a replay.
-OwnStreams = dict[int, tuple[torch.Generator, torch.Generator]]
+ReplacedGenerators = dict[int, tuple[torch.Generator, torch.Generator]]
 
 
-_draw_arguments: dict[int, tuple[Any, _DrawArguments]] = {}  # by identity: operators hash by a Python function
+_signatures: dict[int, tuple[Any, _DrawSignature]] = {}  # by identity: operators hash by a Python function
 
 
-def _draw_arguments_of(operator: Any) -> _DrawArguments:
+def _signature_of(operator: Any) -> _DrawSignature:
     """Returns an operator's overload with a generator argument and that argument's position, or the operator and -1."""
-    known = _draw_arguments.get(id(operator))
+    known = _signatures.get(id(operator))
     if known is None:
-        known = _draw_arguments[id(operator)] = operator, _find_draw_arguments(operator)
+        known = _signatures[id(operator)] = operator, _find_signature(operator)
     return known[1]
 
 
-def _find_draw_arguments(operator: Any) -> _DrawArguments:
+def _find_signature(operator: Any) -> _DrawSignature:
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # operators of operators have none
         return _NO_DRAW
     names = [argument.name for argument in operator._schema.arguments]
@@ -66,7 +66,7 @@ def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
 
 
 def _explicit_generator(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
-    overload, position = _draw_arguments_of(operator)
+    overload, position = _signature_of(operator)
     if overload is not operator or position < 0:
         return None
     generator: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
@@ -122,14 +122,14 @@ _one_draw = threading.Lock()
 
 def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator, *, is_draw: bool) -> Any:
     """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
-    form, position = _draw_arguments_of(operator)
+    form, position = _signature_of(operator)
     if position >= 0 and (not _is_for_subclass(args) or _explicit_generator(operator, args, kwargs) is not None):
         return form(*args[:position], **{**kwargs, "generator": generator})
     default = default_generator(generator.device)
     # An operator that is not known to draw may wait for others, collectives among them: no lock.
     with _one_draw if is_draw else nullcontext():
         before, wanted = default.get_state(), generator.get_state()
-        if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.streams`
+        if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.random`
             default.set_state(wanted)
         try:
             return operator(*args, **kwargs)
@@ -247,7 +247,7 @@ def draw_noting(
         return states.draw(operator, args, kwargs, number, frame)
     before = generator.get_state()
     result = operator(*args, **kwargs)
-    if _draw_arguments_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
+    if _signature_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
         return result, None
     return result, before
 
@@ -300,18 +300,18 @@ def _draw_on_the_way(calls: Any, generator: torch.Generator, keep: Callable[[int
             keep(number, result)
 
 
-def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
+def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], replaced: ReplacedGenerators) -> Any:
     """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
     explicit, device = _source_of(operator, args, kwargs)
     # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
     if device.type == "meta" or (device.type != "cpu" and is_capturing(device.type)):
         return operator(*args, **kwargs)
     generator = _generator_at(explicit, device)
-    if id(generator) not in streams:
+    if id(generator) not in replaced:
         fresh = torch.Generator(generator.device)
         fresh.set_state(generator.get_state())
-        streams[id(generator)] = generator, fresh
-    return _call_with(operator, args, kwargs, streams[id(generator)][1], is_draw=_draw_arguments_of(operator) is not _NO_DRAW)
+        replaced[id(generator)] = generator, fresh
+    return _call_with(operator, args, kwargs, replaced[id(generator)][1], is_draw=_signature_of(operator) is not _NO_DRAW)
 
 
 # Function regions
@@ -344,7 +344,7 @@ class OwnDraws(QuietDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_draw = not self.paused and _draw_arguments_of(func) is not _NO_DRAW and _explicit_generator(func, args, kwargs) is None
+        is_draw = not self.paused and _signature_of(func) is not _NO_DRAW and _explicit_generator(func, args, kwargs) is None
         if not is_draw or drops_nothing(func, args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
         return _call_with(func, args, kwargs, self.generator_for(default_generator(device_of(args, kwargs))), is_draw=True)
@@ -370,7 +370,7 @@ class DrawWatch(WatchesUnseen):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         may_draw = not (self.paused or facts_of(func).may_be_left_out or drops_nothing(func, args, kwargs))
-        if may_draw and _draw_arguments_of(func) is _NO_DRAW:
+        if may_draw and _signature_of(func) is _NO_DRAW:
             self.unknown = f"{func}, which may draw"
         elif may_draw and _explicit_generator(func, args, kwargs) is None:
             self.devices.add(default_generator(device_of(args, kwargs)).device)

@@ -20,12 +20,12 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module
 
-from ckpt_hooks._ambient import streams as random_streams
+from ckpt_hooks._ambient import random
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.descriptions import describe_tensor, format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
+from ckpt_hooks._operators.draws import ReplacedGenerators, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of
 from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
@@ -59,9 +59,9 @@ class _Ctx(FunctionCtx):
 class _DrawsAgain(QuietDispatchMode):
     """Lets the operators of a rerun draw the numbers of forward."""
 
-    def __init__(self, facts: FunctionFacts, draws: Draws, frame: Frame, streams: OwnStreams) -> None:
+    def __init__(self, facts: FunctionFacts, draws: Draws, frame: Frame, generators: ReplacedGenerators) -> None:
         super().__init__()
-        self._facts, self._frame, self._streams = facts, frame, streams
+        self._facts, self._frame, self._replaced = facts, frame, generators
         self._states = None if draws is ANEW else iter(draws)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,12 +71,12 @@ class _DrawsAgain(QuietDispatchMode):
             count_writes(func, args)
             return out
         if self._states is None:
-            return draw_anew(func, args, kwargs, self._streams)
+            return draw_anew(func, args, kwargs, self._replaced)
         try:
             state = next(self._states)
         except StopIteration:
             raise self._facts.error(self._frame, "fewer random draws", f"another draw by {func}") from None
-        if state is None or (self._facts.streams is not None and device_of(args, kwargs).type != "cpu"):
+        if state is None or (self._facts.sources is not None and device_of(args, kwargs).type != "cpu"):
             return func(*args, **kwargs)  # on a device whose stream is where forward's was
         return draw_again(func, list(args), kwargs, state)
 
@@ -180,7 +180,7 @@ class FunctionFacts(OpFacts):
         "objects",
         "parts",
         "results",
-        "streams",
+        "sources",
         "written",
     )
 
@@ -208,8 +208,8 @@ class FunctionFacts(OpFacts):
         self.memory: list[tuple[int | None, int]] = []  # of the tensors among these
         self.lent: list[int] = []  # places of tensors from outside to which forward wrote, and each rerun does
         self.results: list[Result] = []  # the results on the tape, in order of noting
-        # Random streams before forward, other than the CPU's, which unseen draws moved; None where none did.
-        self.streams: random_streams.RandomStates | None = None
+        # Random generators before forward, other than the CPU's, which unseen draws moved; None where none did.
+        self.sources: random.RandomStates | None = None
         self.fake_mode: Any = None  # the mode of fake tensors among the arguments; None for others
 
     @property
@@ -222,7 +222,9 @@ class FunctionFacts(OpFacts):
     def numbers(self, first: int) -> list[int]:
         return [result[0] for result in self.results]
 
-    def rerun(self, tensors: list[torch.Tensor], draws: Draws, frame: Frame, context: ReplayContext, streams: Any) -> list[Any]:
+    def rerun(
+        self, tensors: list[torch.Tensor], draws: Draws, frame: Frame, context: ReplayContext, generators: Any
+    ) -> list[Any]:
         """Runs forward again; returns the results in the order of :attr:`results`."""
         if self.objects and not self.are_as_noted():
             raise self.error(frame, "the objects of then among its arguments", "objects which have been changed since")
@@ -239,20 +241,20 @@ class FunctionFacts(OpFacts):
         args = [build(argument, inputs, built) for argument in self.args]
         kwargs = {name: build(argument, inputs, built) for name, argument in self.kwargs.items()}
         del inputs, built
-        mode = nullcontext() if draws is None else _DrawsAgain(self, draws, frame, streams)
+        mode = nullcontext() if draws is None else _DrawsAgain(self, draws, frame, generators)
         innermost, recomputing = stack.innermost, frame.recomputing
         context.suspend()
         try:
             stack.innermost, frame.recomputing = frame, True
             casts = AUTOCAST.enter(self.casts)
             modes = FUNCTION_MODES.enter(self.modes)
-            drawn = None if self.streams is None else random_streams.enter(self.streams)
+            drawn = None if self.sources is None else random.enter(self.sources)
             try:
                 with self.fake_mode or nullcontext(), _Lending(lent) if lent else nullcontext(), mode:
                     results = self.context.copy().run(self._run, args, kwargs)
             finally:
                 if drawn is not None:
-                    random_streams.leave(drawn)
+                    random.leave(drawn)
                 FUNCTION_MODES.leave(modes)
                 AUTOCAST.leave(casts)
         finally:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_hooks._ambient import streams
-from ckpt_hooks._ambient.streams import TRACKED, find_devices, is_capturing, is_same_state
+from ckpt_hooks._ambient import random
+from ckpt_hooks._ambient.random import TRACKED, find_devices, is_capturing, is_same_state
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
@@ -102,13 +102,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (type, types.BuiltinFunctionType)) or not gc.is_tracked(value)
 
 
-def read_streams() -> streams.RandomStates:
+def read_sources() -> random.RandomStates:
     """Returns the states of random streams other than the CPU's, whose draws are noted call by call."""
-    return None, streams.read_devices(), tuple((stream, stream.read()) for stream in streams.TRACKED)
+    return None, random.read_devices(), tuple((source, source.read()) for source in random.TRACKED)
 
 
-def has_moved(before: streams.RandomStates, after: streams.RandomStates) -> bool:
-    """Whether a random stream other than the CPU's has moved."""
+def has_moved(before: random.RandomStates, after: random.RandomStates) -> bool:
+    """Whether a random source other than the CPU's has moved."""
     return before[1] is not after[1] or any(
         not is_same_state(earlier, later) for (_, earlier), (_, later) in zip(before[2], after[2], strict=True)
     )
@@ -151,7 +151,7 @@ class FunctionCall:
     reason: str | None = None  # the reason to keep the results; None where a replay may run the function again
     _is_settled = _is_capturing = False
     _num_saved = 0
-    _streams: streams.RandomStates | None = None
+    _sources: random.RandomStates | None = None
 
     def __init__(self, tape: Tape, function: Any, args: Any, kwargs: Any) -> None:
         self._tape, self._task = tape, graph_task_id()
@@ -185,7 +185,7 @@ class FunctionCall:
         facts.context = copy_context()
         self._look_at_arguments()
         if TRACKED or (find_devices() and not self._is_capturing):
-            self._streams = read_streams()
+            self._sources = read_sources()
 
     def keep(self, reason: str) -> None:
         if self.reason is None:
@@ -461,8 +461,8 @@ class FunctionCall:
         tape.tables.number = op.number = tape.tables.number + 1
         if self._draws and any(state is not None for state in self._draws):
             op.draw = tuple(self._draws)
-        if self._streams is not None and has_moved(self._streams, read_streams()):
-            facts.streams = self._streams
+        if self._sources is not None and has_moved(self._sources, read_sources()):
+            facts.sources = self._sources
         if written:
             facts.written = tuple(
                 [_written_at(position) for position, value in enumerate(op.args) if id(value.store) in written]

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.current import capture as capture_current
+from ckpt_hooks._ambient.devices import capture as capture_current
 from ckpt_hooks._ambient.switches import read_common, read_fast
 from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.modes import count_writes, is_compiled_code_running, only_quiet_modes

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient import switches
-from ckpt_hooks._ambient.current import Current, run_on
+from ckpt_hooks._ambient.devices import Current, run_on
 from ckpt_hooks._ambient.switches import AUTOCAST
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.modes import pause_modes, resume_modes, reusable
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._operators.draws import InSeries, OwnStreams, draw_again, draw_anew
+from ckpt_hooks._operators.draws import InSeries, ReplacedGenerators, draw_again, draw_anew
 from ckpt_hooks._operators.operator_log import watch_replay
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
@@ -371,7 +371,7 @@ class Replay:
         # Copies of wanted tensors which were overwritten since, by the number of the value.
         self.held: dict[int, torch.Tensor] = {}
         self._cloned: Clones = {}
-        self._streams: OwnStreams = {}
+        self._replaced: ReplacedGenerators = {}
         self.early: dict[int, torch.Tensor] = {}  # results of short draws which have not run yet, by number of the operator
 
     def has(self, value: Value) -> bool:
@@ -523,7 +523,7 @@ class Replay:
             self._hold(facts, args, kwargs)
         draw = op.draw
         if facts.is_function:
-            out = facts.rerun(args, draw, self.frame, context, self._streams)
+            out = facts.rerun(args, draw, self.frame, context, self._replaced)
         elif draw is None:
             out = facts.call(*args, **kwargs)
         else:
@@ -540,7 +540,7 @@ class Replay:
     def _draw(self, op: Op, args: list[Any], kwargs: Any) -> Any:
         operator, draw = op.facts.operator, op.draw
         if draw is ANEW:
-            return draw_anew(operator, args, kwargs, self._streams)
+            return draw_anew(operator, args, kwargs, self._replaced)
         if type(draw) is not InSeries:
             return draw_again(operator, args, kwargs, draw)
         early = self.early.pop(op.number, None) if self.early else None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_hooks._ambient.current import Current
+from ckpt_hooks._ambient.devices import Current
 from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape
 from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import Frame, Label

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient import switches
-from ckpt_hooks._ambient.current import Current
+from ckpt_hooks._ambient.devices import Current
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE

@@ -57,14 +57,16 @@ class StateBeforeStep:
         for buffer in model.buffers():
             self._contents.add(buffer)
         self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        self._gradients = [(leaf, leaf.grad, None if leaf.grad is None else _HostCopy(leaf.grad)) for leaf in model.parameters()]
+        self._gradients = [
+            (leaf, leaf.grad, None if leaf.grad is None else _HostCopy(leaf.grad)) for leaf in model.parameters()
+        ]
         for trainer in trainers:  # rates of learning that are tensors: schedulers write to them, before any optimizer does
             for name, value in [pair for group in getattr(trainer, "param_groups", ()) for pair in group.items()]:
                 if name != "params":
                     self._contents.add(value)
         for owner in (*trainers, *model.modules()):
             self._contents.add(vars(owner), is_late and isinstance(owner, Optimizer))
-        self._streams = _Streams(model)
+        self._streams = _RandomStates(model)
 
     def copy_for(self, optimizer: Optimizer) -> None:
         """Copies the tensors which an optimizer is about to write to."""
@@ -207,7 +209,7 @@ def trainers_of(model: Module) -> list[Any]:
     return [*optimizers, *schedulers, *(owner for owner in owners if isinstance(owner, torch.amp.GradScaler))]
 
 
-class _Streams:
+class _RandomStates:
     """Random streams: of the host, of the devices of a model, of Python, and of NumPy if it is there."""
 
     def __init__(self, model: Module) -> None:

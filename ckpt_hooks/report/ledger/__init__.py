@@ -33,7 +33,7 @@ from ckpt_hooks.report.entries import (
 from ckpt_hooks.report.snapshots import Exported, MemoryEvent, frames_of, snapshot_of
 
 from .data import Holder, LedgerData, Phase, maker_in_words
-from .pictures import BandKind, Blocks, Picture, band_of, compare
+from .pictures import BandKind, ModelBlocks, Picture, band_of, compare
 from .rows import Marks, OlderMemory, rows_of, watch
 
 _HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
@@ -151,7 +151,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
             >>> memory_ledger(lambda: x.exp().sum().backward()).scalars()["recomputed"]
             0
         """
-        peak, (names,) = self.peak, Blocks([self], 1).names
+        peak, (names,) = self.peak, ModelBlocks([self], 1).names
         scalars = {"peak": peak.nbytes, "base": self.base_nbytes, "recomputed": 0}
         scalars.update({"peak/older": peak.older_nbytes} if peak.older_nbytes else {})
         for allocation, block in zip(self.allocations, names, strict=True):

@@ -14,23 +14,23 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import wrong
 
-from .streams import TRACKED, Stream, stream_of_generator
+from .random import TRACKED, RandomSource, source_of_generator
 
 #: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
-shared_streams_lock = threading.RLock()
+shared_sources_lock = threading.RLock()
 
 
 class TrackedSource:
     """A random source rewound by regions: the result of :func:`track_rng`, and a context manager which ends the tracking."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        TRACKED.append(stream)
+    def __init__(self, source: RandomSource) -> None:
+        self._source = source
+        TRACKED.append(source)
 
     def remove(self) -> None:
         """Stops tracking, for regions whose forward is yet to run. A second call does nothing."""
         with suppress(ValueError):
-            TRACKED.remove(self._stream)
+            TRACKED.remove(self._source)
 
     def __enter__(self) -> Self:
         return self
@@ -40,12 +40,12 @@ class TrackedSource:
 
 
 @contextmanager
-def hold_sources(streams: Iterable[Stream]) -> Iterator[None]:
-    """Tracks streams of a forward during its recompute, for the regions inside."""
-    with ExitStack() as sources:
-        for stream in streams:
-            if stream not in TRACKED:
-                sources.enter_context(TrackedSource(stream))
+def hold_sources(sources: Iterable[RandomSource]) -> Iterator[None]:
+    """Tracks sources of a forward during its recompute, for the regions inside."""
+    with ExitStack() as stack:
+        for source in sources:
+            if source not in TRACKED:
+                stack.enter_context(TrackedSource(source))
         yield
 
 
@@ -81,23 +81,23 @@ def track_rng(source: Any) -> TrackedSource:
         ...     y = checkpoint(lambda x: (x * random.random()).sin(), x)
         >>> y.sum().backward()  # multiplies with the same number
     """
-    return TrackedSource(_stream_of(source))
+    return TrackedSource(_source_of(source))
 
 
-def _stream_of(source: Any) -> Stream:
+def _source_of(source: Any) -> RandomSource:
     if source == "python":
-        return Stream(random.getstate, random.setstate)
+        return RandomSource(random.getstate, random.setstate)
     if source == "numpy":
         numpy_random = importlib.import_module("numpy.random")
-        return Stream(numpy_random.get_state, numpy_random.set_state)
+        return RandomSource(numpy_random.get_state, numpy_random.set_state)
     if isinstance(source, torch.Generator):
-        return stream_of_generator(source)
+        return source_of_generator(source)
     for read, write in () if isinstance(source, type) else (("get_state", "set_state"), ("getstate", "setstate")):
         if callable(getattr(source, read, None)) and callable(getattr(source, write, None)):
-            return Stream(getattr(source, read), getattr(source, write))
+            return RandomSource(getattr(source, read), getattr(source, write))
     bits = getattr(source, "bit_generator", source)
     if isinstance(getattr(bits, "state", None), dict):
-        return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state))
     wanted = "'python', 'numpy', a generator, or an object with get_state() and set_state(state)"
     kind, advice = ValueError if isinstance(source, str) else TypeError, "Pass the object that draws, or one with its state."
     raise wrong(source, "source", wanted, advice, kind)

@@ -19,7 +19,7 @@ from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.modes import cuda_device, cuda_stream_data
 from ckpt_hooks._torch.tensors import parts_of
 
-from . import streams
+from . import random
 
 R = TypeVar("R")
 
@@ -160,9 +160,9 @@ _latest: Current | None = None
 def capture() -> Current | None:
     """Returns this thread's devices and streams, the same object while unchanged; None if there are no others."""
     global _latest
-    if len(streams.TORCH_NAMES) == streams.names_without_devices:
+    if len(random.TORCH_NAMES) == random.names_without_devices:
         return None
-    used = [_accelerator(module, streams.devices_of(module)) for initialised, module in streams.find_devices() if initialised()]
+    used = [_accelerator(module, random.devices_of(module)) for initialised, module in random.find_devices() if initialised()]
     states = [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
     latest = _latest
     if not states:

@@ -1,4 +1,4 @@
-"""Random streams: the default generators, generators which a function reaches, tracked sources; their states of a forward.
+"""Random sources: the default generators, generators which a function reaches, tracked sources; their states of a forward.
 
 Every initialised device is read, since nothing tells where a function draws. Its state is set only where it differs: a CUDA
 generator, once set, makes cuDNN seed its dropout masks of recurrent layers anew. The CPU's state is 5 KB, which regions without
@@ -27,7 +27,7 @@ from ckpt_hooks._torch.tensors import past_all_modes
 
 
 def is_same_state(state: Any, other: Any) -> bool:
-    """Whether two states of a stream are known to be equal; states other than tensors count as different."""
+    """Whether two states of a source are known to be equal; states other than tensors count as different."""
     are_on_host = type(state) is type(other) is torch.Tensor and state.is_cpu and other.is_cpu
     return state is other or (are_on_host and past_all_modes(state, torch.equal, state, other))
 
@@ -89,14 +89,14 @@ HEAD, TAIL = _views or [ctypes.create_string_buffer(0), ctypes.create_string_buf
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
-    """A random stream: functions to read and to set its state, and to set a device's default stream to its initial state."""
+class RandomSource:
+    """A random source: functions to read and to set its state, and to set a device's default source to its initial state."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
     restart: Callable[[], object] | None = None
     generator: torch.Generator | None = None
-    # Tells the state in a few numbers, if known, at a tenth of the cost. A default stream keeps the latest state with them.
+    # Tells the state in a few numbers, if known, at a tenth of the cost. A default source keeps the latest state with them.
     look: Callable[[], Any] | None = None
     is_default: bool = False
     seen: tuple[Any, Any] = (None, None)
@@ -121,31 +121,31 @@ class Stream:
 
 
 def is_capturing(device_type: str) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
+    """Whether a CUDA graph is being captured on the current source of a device type, when no state can be read."""
     return bool(getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)())
 
 
-def stream_of_generator(generator: torch.Generator) -> Stream:
-    """Returns the stream of a generator, without a restart: an explicit generator is as made until its first draw."""
-    return Stream(generator.get_state, generator.set_state, generator=generator)
+def source_of_generator(generator: torch.Generator) -> RandomSource:
+    """Returns the source of a generator, without a restart: an explicit generator is as made until its first draw."""
+    return RandomSource(generator.get_state, generator.set_state, generator=generator)
 
 
-def _stream_of_default(generator: torch.Generator) -> Stream:
+def _source_of_default(generator: torch.Generator) -> RandomSource:
     def restart() -> None:
         generator.manual_seed(generator.initial_seed())
 
     def look() -> tuple[int, int]:
         return generator.initial_seed(), generator.get_offset()
 
-    stream = Stream(generator.get_state, generator.set_state, restart, generator, is_default=True)
+    source = RandomSource(generator.get_state, generator.set_state, restart, generator, is_default=True)
     with suppress(AttributeError, RuntimeError, struct.error):  # of generators without an offset
         if bytes(generator.get_state().tolist()) == struct.pack("=QQ", *look()):  # else the numbers are not the whole state
-            stream.look = look
-    return stream
+            source.look = look
+    return source
 
 
-#: The stream of the CPU's default generator.
-CPU = Stream(torch.default_generator.get_state, torch.default_generator.set_state, is_default=True)
+#: The source of the CPU's default generator.
+CPU = RandomSource(torch.default_generator.get_state, torch.default_generator.set_state, is_default=True)
 if _views:
     CPU.look = lambda: (HEAD.raw, TAIL.raw)
 
@@ -181,20 +181,20 @@ def find_devices() -> list[Any]:
     return _modules
 
 
-def device_streams(*, needed: bool) -> list[Stream]:
-    """Returns the stream of each initialised device; the same objects each time, while a backend has the same devices."""
+def device_sources(*, needed: bool) -> list[RandomSource]:
+    """Returns the source of each initialised device; the same objects each time, while a backend has the same devices."""
     # No state can be read while a CUDA graph is being captured: an error if needed, else that backend is left out.
-    streams: list[Stream] = []
+    sources: list[RandomSource] = []
     for module in [module for initialised, module in find_devices() if initialised()]:
         if not getattr(module, "is_current_stream_capturing", bool)():
-            streams += _streams_on(module, devices_of(module))
+            sources += _sources_on(module, devices_of(module))
         elif needed:
             raise RuntimeError(
                 "a region with preserve_rng_state=True ran while a CUDA graph is being captured, when torch forbids to read "
                 "the state of the device's generator. Pass preserve_rng_state=False to a region that draws no random numbers; "
                 "leave one that does out of the graph."
             )
-    return streams
+    return sources
 
 
 def devices_of(module: Any) -> Any:
@@ -204,20 +204,20 @@ def devices_of(module: Any) -> Any:
 
 
 @functools.cache
-def _streams_on(module: Any, devices: Any) -> tuple[Stream, ...]:
+def _sources_on(module: Any, devices: Any) -> tuple[RandomSource, ...]:
     if not isinstance(devices, int):
-        return tuple(map(_stream_of_default, devices))
-    return tuple(_stream_at(module, () if devices == 1 else (index,)) for index in range(devices))
+        return tuple(map(_source_of_default, devices))
+    return tuple(_source_at(module, () if devices == 1 else (index,)) for index in range(devices))
 
 
-def _stream_at(module: Any, index: tuple[int, ...]) -> Stream:
+def _source_at(module: Any, index: tuple[int, ...]) -> RandomSource:
     def restart() -> None:
         with module.device(*index) if index else nullcontext():
             module.manual_seed(module.initial_seed())
 
     has_seed = hasattr(module, "initial_seed") and hasattr(module, "manual_seed")
     read = functools.partial(module.get_rng_state, *index)
-    return Stream(read, lambda state: module.set_rng_state(state, *index), restart if has_seed else None, is_default=True)
+    return RandomSource(read, lambda state: module.set_rng_state(state, *index), restart if has_seed else None, is_default=True)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -228,72 +228,72 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-# States of all streams
+# States of all sources
 
 #: Held by the recompute which sets the default generators back. Another recompute waits at its first draw.
 default_generators_lock = threading.RLock()
 
-States = tuple[tuple[Stream, Any], ...]
-#: States of the CPU's generator, of devices, and of other streams; None for the first where nothing is to be restored.
+States = tuple[tuple[RandomSource, Any], ...]
+#: States of the CPU's generator, of devices, and of other sources; None for the first where nothing is to be restored.
 RandomStates = tuple["torch.Tensor | None", States, States]
 
-#: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
-TRACKED: list[Stream] = []
+#: The sources that are tracked now; the same list each time, so that to ask whether there are any costs no call.
+TRACKED: list[RandomSource] = []
 
 _latest_devices: States = ()
 
 
 def read_devices() -> States:
-    """Returns the state of each initialised device's default stream, as the same tuple while no state has moved."""
+    """Returns the state of each initialised device's default source, as the same tuple while no state has moved."""
     global _latest_devices
-    known, states = _latest_devices, tuple([(stream, stream.state()) for stream in device_streams(needed=True)])
+    known, states = _latest_devices, tuple([(source, source.state()) for source in device_sources(needed=True)])
     if [id(part) for pair in states for part in pair] != [id(part) for pair in known for part in pair]:
         _latest_devices = known = states
     return known
 
 
 def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> RandomStates:
-    """Returns the state of every stream; none of default generators if a recompute is to draw other numbers."""
-    if not preserve:  # a recompute still leaves the streams as they were before it
-        return None, (), tuple((stream_of_generator(generator), None) for generator in generators)
-    others = (*TRACKED, *map(stream_of_generator, generators))
-    return CPU.state(), read_devices(), tuple([(stream, stream.read()) for stream in others])
+    """Returns the state of every source; none of default generators if a recompute is to draw other numbers."""
+    if not preserve:  # a recompute still leaves the sources as they were before it
+        return None, (), tuple((source_of_generator(generator), None) for generator in generators)
+    others = (*TRACKED, *map(source_of_generator, generators))
+    return CPU.state(), read_devices(), tuple([(source, source.read()) for source in others])
 
 
-def enter(captured: RandomStates, *, defaults: bool = True) -> list[tuple[Stream, Any]]:
-    """Sets every stream of a snapshot back, but for default generators if not asked to; returns the states before."""
+def enter(captured: RandomStates, *, defaults: bool = True) -> list[tuple[RandomSource, Any]]:
+    """Sets every source of a snapshot back, but for default generators if not asked to; returns the states before."""
     cpu, devices, others = captured
     states, before = {CPU: cpu}, [(CPU, CPU.read())] if defaults else []
     if others or TRACKED or (defaults and find_devices()):
         states |= [*(devices if defaults else ()), *others]
-        present = [*TRACKED, *(device_streams(needed=bool(devices)) if defaults else ())]
+        present = [*TRACKED, *(device_sources(needed=bool(devices)) if defaults else ())]
         # All are read before any is set: a generator may occur twice, explicit and as a device's default.
-        for stream in dict.fromkeys([*states, *present]):
-            is_readable = stream.generator is None or not is_capturing(stream.generator.device.type)
-            if stream is not CPU and (is_readable or states.get(stream) is not None):
-                before.append((stream, stream.state()))
+        for source in dict.fromkeys([*states, *present]):
+            is_readable = source.generator is None or not is_capturing(source.generator.device.type)
+            if source is not CPU and (is_readable or states.get(source) is not None):
+                before.append((source, source.state()))
     try:
-        for stream, current in before:
-            state = states.get(stream)
+        for source, current in before:
+            state = states.get(source)
             if state is not None:
-                if stream is CPU or not is_same_state(current, state):  # 5 KB are set sooner than compared
-                    stream.write(state)
-            elif cpu is not None and stream.restart is not None:
+                if source is CPU or not is_same_state(current, state):  # 5 KB are set sooner than compared
+                    source.write(state)
+            elif cpu is not None and source.restart is not None:
                 # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
-                stream.restart()
+                source.restart()
         return before  # here, since Ctrl-C may come between the last step and a line behind
     except BaseException:
         leave(before)
         raise
 
 
-def leave(before: Iterable[tuple[Stream, Any]]) -> None:
-    for stream, state in before:
-        if stream is CPU or type(state) is not torch.Tensor or not stream.holds(state):
-            stream.write(state)
+def leave(before: Iterable[tuple[RandomSource, Any]]) -> None:
+    for source, state in before:
+        if source is CPU or type(state) is not torch.Tensor or not source.holds(state):
+            source.write(state)
 
 
-# Positions: how far the default streams have moved, told without reading a state
+# Positions: how far the default sources have moved, told without reading a state
 #
 # A position notices a recompute that draws other numbers than forward, as where forward made a random table and keeps it
 # (``functools.lru_cache``): all later draws are shifted. Of the CPU's generator it is the number of the next word, which stands
@@ -322,7 +322,7 @@ class _WithDevices:
         return (_CPU[0], *[offset() for offset in self._offsets]) if index == 0 else _CPU[1]
 
 
-def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
+def position_of_generators(*, watched: bool = True, begin: Position = None) -> Where:
     """Returns what tells the position, as long as the same devices are in use; a position at rest if not watched."""
     # In a recompute, ``begin`` is the first number of the position where forward began. Forward may have been the first to use
     # a device: its positions tell of the CPU alone, and so do its recomputes' positions.
@@ -330,7 +330,7 @@ def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
         return _NOWHERE
     if len(TORCH_NAMES) == names_without_devices or isinstance(begin, int):
         return _CPU
-    moving = [stream.generator for stream in device_streams(needed=False) if stream.look is not None]
+    moving = [source.generator for source in device_sources(needed=False) if source.look is not None]
     generators = [generator for generator in moving if generator is not None]
     return _WithDevices(generators) if generators else _CPU
 
@@ -341,12 +341,12 @@ def are_other_threads_alive() -> bool:
 
 def have_several_drawn() -> bool:
     """Whether the generators of several accelerators have moved: threads may train on a device each."""
-    generators: Sequence[torch.Generator] = getattr(where_streams_are(), "generators", ())
+    generators: Sequence[torch.Generator] = getattr(position_of_generators(), "generators", ())
     return sum(generator.get_offset() > 0 for generator in generators) > 1
 
 
 def devices_between(position: Position, other: Position, where: Where) -> set[torch.device]:
-    """Returns the devices whose streams stand elsewhere in a position than in another."""
+    """Returns the devices whose sources stand elsewhere in a position than in another."""
     cpu = torch.device("cpu")
     devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
     firsts = [first if isinstance(first, tuple) else (first,) for first in (position[0], other[0])]
@@ -355,8 +355,8 @@ def devices_between(position: Position, other: Position, where: Where) -> set[to
 
 
 def moves_by_itself(devices: set[torch.device]) -> bool:
-    """Whether a stream of some devices moves while this thread does nothing, for a twentieth of a second at most."""
-    where = where_streams_are()
+    """Whether a source of some devices moves while this thread does nothing, for a twentieth of a second at most."""
+    where = position_of_generators()
     begin = where[0], where[1]
     for _ in range(50):
         time.sleep(0.001)
