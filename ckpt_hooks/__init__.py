@@ -29,18 +29,19 @@ if _TYPE_CHECKING:
     from ._ambient.tracking import track_rng
     from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
     from ._checkpoint.chunks import checkpoint_chunks
+    from ._checkpoint.region import checkpoint_name, checkpoint_region
+    from ._checkpoint.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
     from ._checkpoint.sequential import checkpoint_loop, checkpoint_sequential
     from ._core.frame import is_recomputing
     from ._core.scopes import GraphExecGroup
     from ._core.self_check import set_self_check
-    from ._function.options import noop_context_fn
+    from ._function.contexts import noop_context_fn
     from .device_states import DefaultDeviceType, get_device_states, set_device_states
     from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing, span
     from .planner import estimate_memory, plan_memory
     from .policies import CheckpointPolicy, SelectiveCheckpointContext
-    from .region import checkpoint_name, checkpoint_region
     from .report import (
         memory_ledger,
         print_saved_residuals,
@@ -49,7 +50,6 @@ if _TYPE_CHECKING:
         trace,
     )
     from .report.debug import set_checkpoint_debug_enabled
-    from .selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 __version__ = "0.1.0"
 
@@ -109,7 +109,7 @@ _PLACES = {
         "._core.frame": "is_recomputing",
         "._core.scopes": "GraphExecGroup",
         "._core.self_check": "set_self_check",
-        "._function.options": "noop_context_fn",
+        "._function.contexts": "noop_context_fn",
         ".device_states": "DefaultDeviceType get_device_states set_device_states",
         ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",
         ".integrations": "enable_in_transformers patch_torch",
@@ -117,10 +117,10 @@ _PLACES = {
         ".offload": "",
         ".planner": "estimate_memory plan_memory",
         ".policies": "CheckpointPolicy SelectiveCheckpointContext",
-        ".region": "checkpoint_name checkpoint_region",
+        "._checkpoint.region": "checkpoint_name checkpoint_region",
         ".report": "memory_ledger print_saved_residuals saved_residuals saved_tensors_report trace",
         ".report.debug": "set_checkpoint_debug_enabled",
-        ".selective": "SAC_IGNORED_OPS create_selective_checkpoint_contexts",
+        "._checkpoint.selective": "SAC_IGNORED_OPS create_selective_checkpoint_contexts",
         "torch.utils.checkpoint": "CheckpointFunction check_backward_validity detach_variable",
     }.items()
     for name in (*names.split(), module[1:])

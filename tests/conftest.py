@@ -13,7 +13,9 @@ import torch
 import torch.utils.checkpoint
 
 import ckpt_hooks
-from ckpt_hooks._function import options, words
+from ckpt_hooks import _options
+from ckpt_hooks._core import callables
+from ckpt_hooks._function import words
 from ckpt_hooks._recorded import frame as recorded
 from ckpt_hooks.policies import base
 from tests.fake_device import FakeTransfers, fake_device
@@ -63,8 +65,8 @@ def _seeded() -> Iterator[None]:
     """
     torch.manual_seed(0)
     base._lists.clear()
-    options.warn_of_transform.cache_clear()
-    options._warned.clear()
+    callables.warn_of_transform.cache_clear()
+    _options._warned.clear()
     words._has_warned = False
     recorded._has_warned = True
     yield

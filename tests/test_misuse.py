@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region, memory_ledger, plan_memory, policies, trace
-from ckpt_hooks._function.options import Form, options_of
+from ckpt_hooks._options import Form, options_of
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.report import MemoryLedger, Picture
@@ -311,7 +311,7 @@ def reason_for(name, argument, value):
         if key in TAKEN:
             return TAKEN[key]
     parameter = inspect.signature(CASES[name].of).parameters.get(argument)
-    option = ckpt_hooks._function.options.OPTIONS.get(argument)
+    option = ckpt_hooks._options.OPTIONS.get(argument)
     defaults = [None if one is None else one.default for one in (parameter, option)]
     if value == "None" and (None in [d for d, one in zip(defaults, (parameter, option), strict=True) if one is not None]):
         return "the default"

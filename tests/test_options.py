@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint, checkpoint_region, patch_torch
-from ckpt_hooks._function.options import OPTIONS, Form, RegionOptions, defaults_of, options_from, options_of
+from ckpt_hooks._options import OPTIONS, Form, RegionOptions, defaults_of, options_from, options_of
 from tests.measure import leaf
 
 

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec
 
-from ckpt_hooks._core.events import Settings, current_settings, override
-from ckpt_hooks._core.hooks import mark_thread, rewind
+from ckpt_hooks._core.events import override
 from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
-from ckpt_hooks._core.mutation import watch_fused_steps
-from ckpt_hooks._function.frame import FunctionFrame
-from ckpt_hooks._function.options import (
-    DEFAULT_OPTIONS,
-    OPTIONS,
-    UNRUN,
-    ContextPair,
-    Form,
-    RegionOptions,
-    both,
-    check_swallowed,
-    noop_context_fn,
-    options_from,
-    options_of,
-    refuse_unrun,
-    warn_of_transform,
-)
+from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
+from ckpt_hooks._options import DEFAULT_OPTIONS, OPTIONS, Form, check_swallowed, options_from, options_of
 from ckpt_hooks._torch.compiling import run_traced, skipped
-from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+
+from .curried import curried
+from .running import run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -250,8 +235,6 @@ def checkpoint(
                 "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
                 "`checkpoint(...)(function)(*args)` to give options first."
             )
-        from .curried import curried
-
         return curried(options, context_fn, kwargs)
     if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):
         check_swallowed(function, kwargs, _CURRIED)
@@ -265,79 +248,3 @@ def checkpoint(
         raise explained
     finally:
         del explained  # its traceback has this call, and the arguments with it
-
-
-@skipped
-def run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    context_fn: Callable[[], ContextPair],
-) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        if options.policy is not None:
-            from ckpt_hooks.selective import contexts_with
-
-            context_fn = functools.partial(contexts_with, options.policy, context_fn)
-        return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
-    if not torch.is_grad_enabled():
-        result = function(*args, **kwargs)
-    elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-        # Keeping everything. A transform hides saved tensors from hooks. A tracer would write down the work of a recompute: the
-        # values returned by a replay come from below the tracer, as constants, and a rerun draws random numbers anew.
-        if is_any_transform_active():
-            warn_of_transform(stacklevel=4)
-        _, contexts = _with_contexts(options, context_fn)
-        with contextlib.nullcontext() if contexts is None else contexts[0]:
-            result = function(*args, **kwargs)
-    else:
-        watch_fused_steps()
-        mark = mark_thread()
-        try:
-            options, contexts = _with_contexts(options, context_fn)
-            frame = frame_of_call(function, args, kwargs, options, contexts, current_settings())
-            with frame:
-                result = function(*args, **kwargs)
-                if type(frame) is FunctionFrame:
-                    frame.returns(result)
-        except BaseException as error:
-            rewind(mark, error)
-            raise
-    if type(result) in UNRUN:
-        refuse_unrun(function, result)
-    return result
-
-
-def _with_contexts(options: RegionOptions, context_fn: Callable[[], ContextPair]) -> tuple[RegionOptions, ContextPair | None]:
-    if context_fn is noop_context_fn:
-        return options, None
-    from ckpt_hooks.selective import with_contexts
-
-    return with_contexts(options, context_fn)
-
-
-def frame_of_call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    contexts: ContextPair | None,
-    settings: Settings,
-) -> Any:
-    """Returns the frame of a call, to be entered around the call: a recorded one under a policy."""
-    if options.policy is not None:
-        from ckpt_hooks.selective import frame_under_policy  # others need no recorded frames
-
-        recorded = frame_under_policy(function, options, contexts)
-        if recorded is not None:
-            return recorded
-    if not (options.debug if settings.debug is None else settings.debug):
-        return FunctionFrame(function, args, kwargs, options, contexts, settings)
-    from ckpt_hooks.report.debug import OperatorLogs
-
-    logs = OperatorLogs(function)
-    pair = logs.forward, logs.recompute
-    frame = FunctionFrame(function, args, kwargs, options, pair if contexts is None else both(contexts, pair), settings)
-    frame.explain = logs.explain
-    return frame

@@ -13,6 +13,7 @@ import torch
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.callables import check_runs, name_of_function
 from ckpt_hooks._core.misuse import (
     Misuse,
     accepts,
@@ -25,17 +26,10 @@ from ckpt_hooks._core.misuse import (
 )
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._function.journal import JournalLoan, journal_of
-from ckpt_hooks._function.options import (
-    DEFAULT_OPTIONS,
-    Form,
-    check_runs,
-    check_swallowed,
-    name_of_function,
-    noop_context_fn,
-    options_of,
-)
 from ckpt_hooks._operators.draws import DrawWatch
+from ckpt_hooks._options import DEFAULT_OPTIONS, Form, check_swallowed, options_of
 from ckpt_hooks._torch.compiling import skipped
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried

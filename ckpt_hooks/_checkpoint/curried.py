@@ -14,21 +14,13 @@ import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
+from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import Misuse, check_curried, unknown_error
-from ckpt_hooks._function.options import (
-    ContextPair,
-    Form,
-    RegionOptions,
-    check_context_fn,
-    check_runs,
-    defaults_of,
-    noop_context_fn,
-    options_from,
-    options_of,
-)
+from ckpt_hooks._function.contexts import ContextPair, check_context_fn, noop_context_fn
+from ckpt_hooks._options import Form, RegionOptions, defaults_of, options_from, options_of
 from ckpt_hooks._torch.compiling import skipped
 
-from .checkpoint import run
+from .running import run
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer, integer_in, reentrant_error, unknown_error, wrong
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, check_runs, noop_context_fn
+from ckpt_hooks._function.contexts import noop_context_fn
+from ckpt_hooks._options import DEFAULT_OPTIONS
 
-from .checkpoint import checkpoint, run
+from .checkpoint import checkpoint
+from .running import run
 
 
 def checkpoint_sequential(

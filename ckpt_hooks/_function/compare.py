@@ -14,7 +14,7 @@ from ckpt_hooks._core.descriptions import describe, format_path
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._function.options import Check, version_of
+from ckpt_hooks._options import Check, version_of
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector

@@ -19,6 +19,7 @@ import torch
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.devices import capture as capture_current
 from ckpt_hooks._ambient.random import Position, position_of_generators, seed_masks_anew
+from ckpt_hooks._core.callables import module_of, name_of_function
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.events import DEFAULTS, Settings
 from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, mutated_leaf, overlap_error, places_of, stack
@@ -30,7 +31,8 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace, place_of
 from ckpt_hooks._core.self_check import settings as self_check
-from ckpt_hooks._function.options import NOTHING, check_of
+from ckpt_hooks._function.contexts import ContextPair, suppressed_error, telling_operators, under_modes
+from ckpt_hooks._options import NOTHING, RegionOptions, check_of
 from ckpt_hooks._torch.autograd import (
     graph_exec_group,
     graph_task_id,
@@ -48,15 +50,6 @@ from ckpt_hooks.errors import DeterminismError, InternalError
 from .arguments import Arguments
 from .collector import ends_small
 from .journal import Journal, journal_of
-from .options import (
-    ContextPair,
-    RegionOptions,
-    module_of,
-    name_of_function,
-    suppressed_error,
-    telling_operators,
-    under_modes,
-)
 from .reach import variables_in
 from .rerun import rerun
 from .trees import Tree

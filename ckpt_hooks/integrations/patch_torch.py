@@ -11,27 +11,19 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ckpt_hooks._checkpoint.checkpoint import frame_of_call
+from ckpt_hooks._checkpoint.running import frame_of_call
+from ckpt_hooks._checkpoint.selective import policy_among
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.events import Settings, current_settings
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, flag_or_none
 from ckpt_hooks._core.mutation import watch_fused_steps
-from ckpt_hooks._function.options import (
-    DEFAULT_OPTIONS,
-    ContextPair,
-    Form,
-    both,
-    call_context_fn,
-    defaults_of,
-    noop_context_fn,
-    options_from,
-)
+from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ckpt_hooks._options import DEFAULT_OPTIONS, Form, defaults_of, options_from
 from ckpt_hooks._torch.checkpoint import Diversion, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks.policies.base import Policy, policy_from
-from ckpt_hooks.selective import policy_among
 
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 

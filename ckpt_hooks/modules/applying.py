@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
-from ckpt_hooks._function.options import checked_name
+from ckpt_hooks._options import checked_name
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._checkpoint.chunks import chunks_among
+from ckpt_hooks._checkpoint.region import checkpoint_region
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
 from ckpt_hooks._core.misuse import check_is, unknown_error, wrong
@@ -25,7 +26,6 @@ from ckpt_hooks.modules.forward import RegionRunner, region_forward_for
 from ckpt_hooks.modules.selecting import selected_of
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
-from ckpt_hooks.region import checkpoint_region
 from ckpt_hooks.report.entries import name_pattern
 
 #: The dtype and the shape of each tensor in the arguments of a call.

@@ -13,28 +13,19 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.hooks import RemovableHandle
 
-from ._core.call_sites import warn_user
-from ._core.misuse import checked_flag, described_as
-from ._core.self_check import CheckedPlace, place_of
-from ._core.self_check import settings as self_check
-from ._function.options import (
-    ContextPair,
-    PolicyContext,
-    RegionOptions,
-    both,
-    call_context_fn,
-    module_of,
-    name_of_function,
-    noop_context_fn,
-    unwrapped,
-    within,
-)
-from ._recorded.frame import RecordedFrame
-from ._recorded.tape import Tape
-from ._tensors.copies import is_theirs, layout_of
-from ._torch.checkpoint import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE, is_compiled
-from .policies.base import Policy, policy_from
-from .policies.decisions import asks_for_torch
+from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.callables import module_of, name_of_function, unwrapped
+from ckpt_hooks._core.misuse import checked_flag, described_as
+from ckpt_hooks._core.self_check import CheckedPlace, place_of
+from ckpt_hooks._core.self_check import settings as self_check
+from ckpt_hooks._function.contexts import ContextPair, PolicyContext, both, call_context_fn, noop_context_fn, within
+from ckpt_hooks._options import RegionOptions
+from ckpt_hooks._recorded.frame import RecordedFrame
+from ckpt_hooks._recorded.tape import Tape
+from ckpt_hooks._tensors.copies import is_theirs, layout_of
+from ckpt_hooks._torch.checkpoint import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE, is_compiled
+from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.policies.decisions import asks_for_torch
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 

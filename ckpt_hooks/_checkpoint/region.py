@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
-from ._core.frame import stack
-from ._core.holdings import Holding
-from ._core.hooks import ThreadMark, close, mark_thread, rewind
-from ._core.misuse import Misuse, NeedsParentheses, check_curried, check_is, described_as, name_of_callable, unknown_error
-from ._core.self_check import place_of_line
-from ._core.self_check import settings as self_check
-from ._function.options import (
-    UNRUN,
-    Form,
-    check_runs,
-    is_policy,
-    options_from,
-    options_of,
-    refuse_unrun,
-    warn_of_transform,
+from ckpt_hooks._core.callables import UNRUN, check_runs, refuse_unrun, warn_of_transform
+from ckpt_hooks._core.frame import stack
+from ckpt_hooks._core.holdings import Holding
+from ckpt_hooks._core.hooks import ThreadMark, close, mark_thread, rewind
+from ckpt_hooks._core.misuse import (
+    Misuse,
+    NeedsParentheses,
+    check_curried,
+    check_is,
+    described_as,
+    name_of_callable,
+    unknown_error,
 )
-from ._recorded.frame import Externals, RecordedFrame, held_in_graph
-from ._recorded.traced_regions import traced_name, traced_region, warn_of_instance
-from ._torch.compiling import skipped
-from ._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+from ckpt_hooks._core.self_check import place_of_line
+from ckpt_hooks._core.self_check import settings as self_check
+from ckpt_hooks._options import Form, is_policy, options_from, options_of
+from ckpt_hooks._recorded.frame import Externals, RecordedFrame, held_in_graph
+from ckpt_hooks._recorded.traced_regions import traced_name, traced_region, warn_of_instance
+from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 
 __all__ = ["checkpoint_name", "checkpoint_region"]
 

@@ -1,0 +1,73 @@
+"""What may be the function of a region, its name, and its module."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, NoReturn
+
+from torch.nn import Module
+
+from .descriptions import text_of
+from .misuse import wrong
+
+#: Types of the results of calls which have not run the function.
+UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
+
+_KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def check_runs(function: Any) -> None:
+    """Refuses generator functions and coroutine functions, and callables that call them, as far as seen without a call."""
+    inner = unwrapped(function)
+    if isinstance(inner, type) and issubclass(inner, Module):
+        raise wrong(inner, "function", "a function or a module", f"Make a module of the class first: `{inner.__name__}(...)`.")
+    if isinstance(inner, Module):
+        inner = inner.forward
+    elif not inspect.isroutine(inner) and not isinstance(inner, type):
+        inner = getattr(type(inner), "__call__", inner)  # noqa: B004 -- what kind of function is it?
+    if any(is_kind(inner) for is_kind in _KINDS):
+        raise _unrun_error(function)
+
+
+def refuse_unrun(function: Any, result: Any) -> NoReturn:
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    raise _unrun_error(function)
+
+
+def _unrun_error(function: Any) -> TypeError:
+    return TypeError(
+        f"{text_of(function)} does not run when it is called, so its calls cannot be regions. Write "
+        "`with checkpoint_region():` around lines of it."
+    )
+
+
+@functools.cache  # once for each form
+def warn_of_transform(*, stacklevel: int) -> None:
+    """Warns of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
+    warnings.warn(
+        "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+        "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+        stacklevel=stacklevel,
+    )
+
+
+def unwrapped(function: Any) -> Any:
+    while type(function) is functools.partial:
+        function = function.func
+    return function
+
+
+def name_of_function(function: Any) -> str:
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    name: str | None = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
+    return name or type(function).__qualname__
+
+
+def module_of(function: Callable[..., Any]) -> Module | None:
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, Module) else None
