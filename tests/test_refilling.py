@@ -15,7 +15,7 @@ from torch import nn
 import ckpt_hooks
 from ckpt_hooks import MutationError, checkpoint, checkpoint_region, patch_torch
 from ckpt_hooks._tensors import refilling
-from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
+from ckpt_hooks._tensors.refilling import RefillSource, borrow, give_back, is_lent
 from tests.behaviours.test_framework_hooks import bind_anew, fill_by_data
 from tests.measure import Frames, allocated
 from tests.regions import assert_same
@@ -57,7 +57,7 @@ def registered(monkeypatch):
         for owner in owners:
             for name, whole in owner.whole.items():
                 if whole is tensor:
-                    return Origin(owner, owner.sources[name])
+                    return RefillSource(owner, owner.sources[name])
         return None
 
     monkeypatch.setitem(sys.modules, "made_up_framework", types.ModuleType("made_up_framework"))
