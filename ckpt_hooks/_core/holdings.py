@@ -1,4 +1,4 @@
-"""Saved tensors, tensors kept alive by a frame, and the reasons: one enum for frames and reports alike.
+"""Saved tensors, tensors kept alive by a frame, and the reasons: an enum for frames and reports alike.
 
 Reports walk a frame's parts to list its holdings, never on a hot path.
 """
@@ -150,7 +150,7 @@ class Holding(NamedTuple):
 
     reason: Reason
     why: str  # in more words
-    nbytes: int  # tensors in one storage share their bytes
+    nbytes: int  # tensors in a storage share its bytes
     storage: int | None  # its number; None without a storage of the tensor's own
     storage_nbytes: int  # 0 without a storage of its own
     shape: torch.Size | None  # None for a nested tensor

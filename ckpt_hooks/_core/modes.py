@@ -243,7 +243,7 @@ def modes_in_words(forward: Collection[str], recompute: Collection[str]) -> str:
 
 
 def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a context manager to enter in place of a used one."""
+    """Returns a context manager to enter in place of a used manager."""
     # A context manager of ``contextlib.contextmanager`` works once. Like every ``ContextDecorator`` it can make another.
     recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
     return context if recreate is None else recreate()

@@ -24,7 +24,7 @@ class WatchesUnseen(QuietDispatchMode):
 
     # While an operator runs no mode is active, so what it does is its own business; torch's own functions are made of
     # operators.
-    is_in_function = False  # while a custom function runs, whose work counts as one operator
+    is_in_function = False  # while a custom function runs, whose work counts as an operator
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of a custom function; ``around`` are the watching modes around, outermost first."""
