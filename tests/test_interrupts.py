@@ -20,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_region, patch_torch, region
+from ckpt_hooks import checkpoint, checkpoint_region, patch_torch
 from ckpt_hooks._ambient.random import default_generators_lock
+from ckpt_hooks._checkpoint import region
 from ckpt_hooks._core.events import Observer, observe
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode

@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpt_hooks import apply_checkpointing, checkpoint_region, memory_ledger
 from ckpt_hooks.report import compare
-from ckpt_hooks.report.ledger.pictures import BandKind, Blocks, bands_of
+from ckpt_hooks.report.ledger.pictures import BandKind, ModelBlocks, bands_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -63,7 +63,7 @@ LAYERS = [f"body.layers.{number}" for number in range(4)]
 
 def test_bands_are_all_of_the_memory():
     ledgers = [found(), found(select="body.layers.*"), found(run=in_block)]
-    blocks = Blocks(ledgers, 9)
+    blocks = ModelBlocks(ledgers, 9)
     assert blocks.labels == ["body.first", *LAYERS, "head"]
     for number, ledger in enumerate(ledgers):
         moments, bands = bands_of(ledger, number, blocks, 10**6)
@@ -82,7 +82,7 @@ def test_bands_are_all_of_the_memory():
 
 def test_fewer_moments_keep_the_highest():
     ledger = found(8)
-    blocks = Blocks([ledger], 9)
+    blocks = ModelBlocks([ledger], 9)
     moments, bands = bands_of(ledger, 0, blocks, 20)
     assert len(moments) <= 22
     totals = [sum(values) for values in zip(*(band.nbytes for band in bands), strict=True)]
@@ -91,7 +91,7 @@ def test_fewer_moments_keep_the_highest():
 
 
 def test_many_equal_layers_share_bands():
-    labels = Blocks([found(20)], 9).labels
+    labels = ModelBlocks([found(20)], 9).labels
     assert len(labels) <= 9
     assert labels[1] == "body.layers.0-2"
     assert labels[-2] == "body.layers.18-19"
@@ -108,7 +108,7 @@ def test_memory_of_no_block():
         optimizer.zero_grad()
 
     ledger = memory_ledger(step)
-    _, bands = bands_of(ledger, 0, Blocks([ledger], 9), 10**6)
+    _, bands = bands_of(ledger, 0, ModelBlocks([ledger], 9), 10**6)
     assert [band.part for band in bands] == [
         BandKind.OLDER,
         BandKind.GRADIENTS,
@@ -117,7 +117,7 @@ def test_memory_of_no_block():
         BandKind.BACKWARD,
     ]
     nothing = memory_ledger(lambda: None)
-    assert bands_of(nothing, 0, Blocks([nothing], 9), 9)[1][0].nbytes == [nothing.base_nbytes] * 2
+    assert bands_of(nothing, 0, ModelBlocks([nothing], 9), 9)[1][0].nbytes == [nothing.base_nbytes] * 2
 
 
 # With matplotlib
