@@ -129,9 +129,10 @@ def checkpoint_chunks(
         The combined results. With ``"sum"`` and ``"mean"``, a tensor or tuple of the shape of the function's result or sum.
 
     Raises:
-        TypeError: If ``x`` is not a tensor, or the function returns neither a tensor nor a tuple of tensors.
-        ValueError: If an option or a name in ``chunked`` is invalid, if a result has another number of rows than its slice, or
-            other shapes to add; with ``check_rows``, if rows depend on each other.
+        TypeError: If ``x`` is not a tensor, ``check_rows`` is not a boolean, an argument is an iterator, ``function`` is a
+            generator or coroutine function, or it returns neither a tensor nor a tuple of tensors.
+        ValueError: If another option or a name in ``chunked`` is invalid, if a result has another number of rows than its
+            slice, or other shapes to add; with ``check_rows``, if rows depend on each other.
 
     Note:
         Sources: tiled MLPs, Bekman et al., "Arctic Long Sequence Training" (2025, arXiv:2506.13996); losses in slices, Hsu et

@@ -198,8 +198,8 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
     :func:`ckpt_hooks.is_recomputing` is then True.
 
     Cost:
-        Forward takes some microseconds more for each operator on a CPU, and two to three times as much for an operator that
-        writes in place. Backward runs the replayed operators a second time.
+        Forward takes some microseconds more for each operator on a CPU, and two to four times as much for an operator that
+        overwrites a tensor which backward needs. Backward runs the replayed operators a second time.
 
     Kept until the graph is freed:
         - tensors from outside that a replay may read: parameters and other leaves as they are, others through the saved-tensor

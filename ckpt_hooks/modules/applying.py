@@ -54,7 +54,7 @@ def checkpoint_module(
         The module itself.
 
     Raises:
-        TypeError: If ``module`` is not a module, or an option has a value of another kind.
+        TypeError: If ``module`` is not a module, or a flag, a name or a policy has a value of another kind.
         ValueError: If the module is checkpointed already or has no ``forward``, or an option is unknown or invalid.
 
     Note:
@@ -182,9 +182,9 @@ def apply_checkpointing(
     - when the optimizer is about to step, the plan is made; the second step is measured and may correct the plan;
     - calls of larger shapes keep nothing until a step with these shapes was profiled.
 
-    No extra step runs. All ranks of ``torch.distributed`` share one plan. Copies and pickles of the model are plain models.
-    Warns if the model's own checkpointing (Transformers, diffusers, timm) is on or gets switched on, since both would
-    recompute.
+    No extra step runs. All ranks of ``torch.distributed`` share one plan. Copies and pickles of a model under a budget are
+    plain models. Warns if the model's own checkpointing (Transformers, diffusers, timm) is on or gets switched on, since both
+    would recompute.
 
     Args:
         model: The model.
@@ -219,9 +219,10 @@ def apply_checkpointing(
 
     Raises:
         BudgetTooSmallError: If no plan fits. Raised by the optimizer's step before it changes anything.
-        TypeError: If ``select`` or an option has a value of another kind.
-        ValueError: If nothing is selected, ``keep_first`` and ``keep_last`` leave no region, a module is checkpointed already
-            or has no ``forward``, an option is unknown or invalid, or options exclude each other. No module is changed then.
+        TypeError: If ``select``, ``plan``, ``memory_budget``, a flag, a name or a policy has a value of another kind.
+        ValueError: If a number or ``determinism_check`` is invalid, of whatever kind, if nothing is selected, ``keep_first``
+            and ``keep_last`` leave no region, a module is checkpointed already or has no ``forward``, an option is unknown or
+            invalid, or options exclude each other. No module is changed then.
 
     Example:
         >>> import torch

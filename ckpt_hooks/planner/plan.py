@@ -487,9 +487,10 @@ def plan_memory(
     Use it to have a plan before training starts. :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget`` plans from the
     steps that run anyway.
 
-    Runs the step once with every block as a recorded region that keeps nothing, then once under the plan, and up to three times
-    if the prediction was off. No step runs without regions, since it may not fit. The returned plan was measured. Where
-    operators are small, blocks may be called again as by :func:`ckpt_hooks.checkpoint`, which one more step verifies.
+    Runs the step once with every block as a recorded region that keeps nothing, then under the plan, again if the prediction
+    was off: at most seven steps without ``chunks``. No step runs without regions, since it may not fit. The returned plan was
+    measured. Where operators are small, blocks may be called again as by :func:`ckpt_hooks.checkpoint`, which one more step
+    verifies.
 
     Restores parameters, buffers, gradients, optimizers, attributes, hooks and random states afterwards, also after an
     exception. The copies for that lie on the host and are as large as these tensors together.
