@@ -15,7 +15,6 @@ from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
 from ckpt_hooks._options import DEFAULT_OPTIONS, OPTIONS, Form, check_swallowed, options_from, options_of
 from ckpt_hooks._torch.compiling import run_traced, skipped
 
-from .curried import curried
 from .running import run
 
 P = ParamSpec("P")
@@ -153,7 +152,7 @@ def checkpoint(
         function: The function to call. Its second call must run the same operators in the same order.
         *args: Positional arguments of ``function``.
         use_reentrant: None or False. As in ``torch.utils.checkpoint``.
-        context_fn: Returns two context managers. The first wraps forward, the second wraps each recompute.
+        context_fn: Returns two context managers: around forward, and around each recompute.
         determinism_check: How to compare tensors saved in forward with those of the recompute. ``"metadata"`` compares shape,
             dtype and device. ``"default"`` also compares values in passes 1, 2, 4, 8, ... of each module or function
             (:func:`ckpt_hooks.set_self_check`), unless the recompute draws new random numbers. ``"values"`` compares a
@@ -175,13 +174,12 @@ def checkpoint(
             - ``policy``: which outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a function, or a list of operators.
               Makes the call a recorded region (:class:`ckpt_hooks.checkpoint_region`): the function runs once and backward
               replays operators. ``early_stop`` and ``preserve_buffers`` then have no effect.
-            - ``preserve_buffers``: whether to restore buffers for a recompute. True by default. Give False where several
-              threads train one module that has buffers.
+            - ``preserve_buffers``: whether to restore buffers for a recompute. True by default. False where threads share them.
             - ``offload_inputs``: whether tensor arguments wait for backward in pinned host memory. False by default. Moves only
               tensors of at least 256 KiB that require grad and are no leaves. Has no effect inside another region or under
               saved-tensor hooks.
-            - ``split_backward``: whether one recompute serves two backwards, one for inputs and one for weights, as pipeline
-              schedules run them. Keeps each recomputed tensor until it was used twice. False by default.
+            - ``split_backward``: whether one recompute serves two backwards, for inputs and for weights, as in pipelines.
+              Keeps each recomputed tensor until it was used twice. False by default.
 
     Returns:
         What ``function`` returns. Without a function, a decorator.
@@ -237,6 +235,8 @@ def checkpoint(
                 "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
                 "`checkpoint(...)(function)(*args)` to give options first."
             )
+        from .curried import curried  # direct calls need none of it
+
         return curried(options, context_fn, kwargs)
     if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):
         check_swallowed(function, kwargs, _CURRIED)
