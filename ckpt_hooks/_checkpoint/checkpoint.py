@@ -9,8 +9,8 @@ from typing import Any, TypeVar, overload
 import torch
 from typing_extensions import ParamSpec
 
-from ckpt_hooks._core.events import override
 from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
+from ckpt_hooks._core.settings import override
 from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
 from ckpt_hooks._options import DEFAULT_OPTIONS, OPTIONS, Form, check_swallowed, options_from, options_of
 from ckpt_hooks._torch.compiling import run_traced, skipped

@@ -7,8 +7,6 @@ An event names regions, tensors and storages by numbers, so kept events keep no 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import dataclasses
 import itertools
 import sys
 import weakref
@@ -34,6 +32,7 @@ from .holdings import (
     storage_and_size,
     tell_when_freed,
 )
+from .settings import current_settings, override
 
 
 class Region(NamedTuple):
@@ -228,38 +227,10 @@ class Watch:
         self.tell("held", holdings)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of the blocks around a region; None leaves a setting to the region."""
-
-    early_stop: bool | None = None
-    debug: bool | None = None
-    observers: tuple[Observer, ...] = ()  # the outermost first
-
-
-#: The settings outside of any block.
-DEFAULTS = Settings()
-
-_current = contextvars.ContextVar("ckpt_hooks.settings", default=DEFAULTS)
-
-#: Returns the settings in force.
-current_settings = _current.get
-
-
-@contextlib.contextmanager
-def override(**changes: Any) -> Iterator[None]:
-    """Changes settings for a block; the innermost block wins."""
-    token = _current.set(dataclasses.replace(_current.get(), **changes))
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """Makes an observer watch every region whose forward begins in this block, on this thread; backward included."""
     # Without observers the price is a look-up for each region and an attribute test for each restored tensor. Packing pays
     # nothing: a watched region has other pack hooks.
-    with override(observers=(*_current.get().observers, observer)):
+    with override(observers=(*current_settings().observers, observer)):
         yield

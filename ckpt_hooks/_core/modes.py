@@ -168,7 +168,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def unseen(function: Callable[P, R]) -> Callable[P, R]:
+def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
     """Makes a function pause these modes, for operators of the package's own inside a region's mode."""
 
     @functools.wraps(function)

@@ -23,7 +23,7 @@ from ckpt_hooks._ambient.random import Position, Where, are_other_threads_alive,
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import RegionMark
 from ckpt_hooks._core.hooks import StopRecompute
-from ckpt_hooks._core.modes import only_quiet_modes, unseen
+from ckpt_hooks._core.modes import only_quiet_modes, unrecorded
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.copies import stand_in_for
@@ -39,7 +39,7 @@ from .words import draws_error, name_of_tensor
 
 PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]
 
-_copy = unseen(stand_in_for)
+_copy = unrecorded(stand_in_for)
 
 # A stop costs as much as eight operators on tensors of a few numbers: 6% of a step of a chain of ten. Where a region ends on
 # tensors of at most so many numbers, operators which make at most so many nodes are run instead.

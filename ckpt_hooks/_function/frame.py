@@ -21,7 +21,6 @@ from ckpt_hooks._ambient.devices import capture as capture_current
 from ckpt_hooks._ambient.random import Position, position_of_generators, seed_masks_anew
 from ckpt_hooks._core.callables import module_of, name_of_function
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
-from ckpt_hooks._core.events import DEFAULTS, Settings
 from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, mutated_leaf, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, KeptTensor, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame, unpack_kept
@@ -31,6 +30,7 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace, place_of
 from ckpt_hooks._core.self_check import settings as self_check
+from ckpt_hooks._core.settings import DEFAULTS, Settings
 from ckpt_hooks._function.contexts import ContextPair, suppressed_error, telling_operators, under_modes
 from ckpt_hooks._options import NOTHING, RegionOptions, check_of
 from ckpt_hooks._torch.autograd import (

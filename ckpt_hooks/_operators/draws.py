@@ -16,7 +16,7 @@ import torch
 from typing_extensions import Self
 
 from ckpt_hooks._ambient.random import CPU, RandomStates, default_generator, is_capturing, is_same_state
-from ckpt_hooks._core.modes import QuietDispatchMode, unseen
+from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import FAKE, address_of_generator
 
@@ -291,7 +291,7 @@ def draw_again(
     return result
 
 
-@unseen
+@unrecorded
 def _draw_on_the_way(calls: Any, generator: torch.Generator, keep: Callable[[int, torch.Tensor], None] | None) -> None:
     for number, operator, args, kwargs in calls:
         made = [torch.empty_strided(*arg[:2], dtype=arg.dtype) if type(arg) is _TensorLayout else arg for arg in args]

@@ -13,7 +13,6 @@ import torch
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
-from ckpt_hooks._core.events import current_settings
 from ckpt_hooks._core.frame import Frame, is_drawn_anew, mutated_leaf, overlap_error, stack
 from ckpt_hooks._core.holdings import Cause, Holding, KeptTensor, Reason, Saved, TrackedKept, holdings_in, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
@@ -22,6 +21,7 @@ from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace
+from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._tensors.samples import Sampled

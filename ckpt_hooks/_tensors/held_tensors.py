@@ -14,7 +14,7 @@ import torch
 from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape, format_path, kind_in_words
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of, storage_and_size
 from ckpt_hooks._core.hooks import UNPACKS
-from ckpt_hooks._core.modes import unseen
+from ckpt_hooks._core.modes import unrecorded
 from ckpt_hooks._core.mutation import Why, fused_steps, mutated, stepped_since
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.tensors import (
@@ -193,7 +193,7 @@ class HeldByHooks(HeldTensor):
     is_packed = True
     __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
 
-    @unseen
+    @unrecorded
     def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, cause: Cause, faces: Any = ()) -> None:
         super().__init__(None, path, cause)
         self.version, self.faces = tensor._version, faces
@@ -227,7 +227,7 @@ class HeldByHooks(HeldTensor):
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         return self
 
-    @unseen
+    @unrecorded
     def get(self) -> torch.Tensor:
         tensor: torch.Tensor = self._unpack(self._packed)
         if not recomputes(self._unpack):  # hooks of a frame check versions themselves
@@ -245,7 +245,7 @@ class HeldOnHost(HeldTensor):
     is_on_host = is_packed = True
     __slots__ = ("_kind", "_sent", "_witness")
 
-    @unseen
+    @unrecorded
     def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, cause: Cause) -> None:
         super().__init__(None, path, cause)
         self._kind = dtype_and_shape(tensor)
@@ -265,7 +265,7 @@ class HeldOnHost(HeldTensor):
             self.version = self._witness._version
         return self
 
-    @unseen
+    @unrecorded
     def get(self) -> torch.Tensor:
         """Returns the tensor on its device, in an object of the caller's own."""
         # A write may have come during the copy, too.

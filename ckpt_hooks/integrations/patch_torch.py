@@ -14,11 +14,11 @@ import torch.utils.checkpoint
 from ckpt_hooks._checkpoint.running import frame_of_call
 from ckpt_hooks._checkpoint.selective import policy_among
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.events import Settings, current_settings
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, flag_or_none
 from ckpt_hooks._core.mutation import watch_fused_steps
+from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn
 from ckpt_hooks._options import DEFAULT_OPTIONS, Form, defaults_of, options_from
 from ckpt_hooks._torch.checkpoint import Diversion, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
-from ckpt_hooks._core.events import override
 from ckpt_hooks._core.misuse import flag_or_none
+from ckpt_hooks._core.settings import override
 from ckpt_hooks._operators.facts import facts_of, routing_advice, same_operator
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
 from ckpt_hooks.errors import DeterminismError, rebuild_error
