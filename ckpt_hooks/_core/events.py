@@ -21,17 +21,15 @@ from .call_sites import module_in_call, site_of
 from .descriptions import RegionPath, format_path
 from .holdings import (
     Holding,
-    KeptTensor,
     Reason,
     Saved,
-    TrackedKept,
     address_of,
-    cause_of_kept,
     number_of,
     size_of,
     storage_and_size,
     tell_when_freed,
 )
+from .packed import KeptTensor, TrackedTensor
 from .settings import current_settings, override
 
 
@@ -194,8 +192,8 @@ class Watch:
 
     def kept(self, position: int | None, packed: KeptTensor, tensor: torch.Tensor) -> KeptTensor:
         """Returns the object to stand in the graph for a tensor that is kept."""
-        tracked = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
-        position = self.saved(position, cause_of_kept(packed).reason, tensor)
+        tracked = packed if isinstance(packed, TrackedTensor) else TrackedTensor(packed)
+        position = self.saved(position, packed.reason.reason, tensor)
         self.follow(tracked, position)
         return tracked
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from ckpt_hooks.errors import MutationError, OverlapError
+from ckpt_hooks.errors import OverlapError
 
 from .descriptions import RegionPath, format_path, region_in_words
-from .holdings import Holding, KeptTensor, Reason, Saved, cause_of_kept, size_of
-from .mutation import Why, mutated
+from .holdings import Holding, Reason, Saved
 from .scopes import NO_PASSES, Ending, Scope, with_ending
 
 if TYPE_CHECKING:
@@ -60,11 +59,6 @@ def places_of(wanted: Sequence[Label | None], labels: Sequence[Label | None]) ->
     for place, label in enumerate(labels):
         places.setdefault(label, deque()).append(place)
     return [places[label].popleft() for label in wanted]
-
-
-def mutated_leaf(packed: KeptTensor) -> MutationError:
-    tensor, version, path = packed  # plain autograd raises for such a leaf too
-    return mutated(Why.SAVED, format_path(path), tensor, version)
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:
@@ -179,24 +173,6 @@ def is_in_recompute(frame: Frame | None) -> bool:
     while frame is not None and not frame.recomputing:
         frame = frame.parent
     return frame is not None
-
-
-def describe_packed(packed: Any) -> Saved | None:
-    """Describes a saved tensor in autograd's graph, without recomputing; None for other pack hooks than a region's."""
-    packed = getattr(packed, "packed", packed)
-    if isinstance(packed, list) and list(map(type, packed[1:])) == [int, tuple] and isinstance(packed[0], torch.Tensor):
-        tensor, _, path = packed
-        shape = None if tensor.is_nested else tensor.shape
-        return Saved(format_path(path), -1, cause_of_kept(packed).reason, shape, tensor.dtype, size_of(tensor))
-    frame = frame_of(packed)
-    return None if frame is None else frame.describe(packed)
-
-
-def frame_of(packed: Any) -> Frame | None:
-    """Returns the frame of a handle in autograd's graph; None for other objects."""
-    packed = getattr(packed, "packed", packed)
-    frame = packed[0] if isinstance(packed, tuple) and len(packed) == 2 else getattr(packed, "frame", None)
-    return frame if isinstance(frame, Frame) else None
 
 
 # Autograd's stack of hooks gives each saved tensor to the innermost frame (Rule 1); this stack has the frame's parents. A

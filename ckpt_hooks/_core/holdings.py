@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 
 from ckpt_hooks._torch.autograd import SAVED_TENSORS, packed_of
 from ckpt_hooks._torch.tensors import dense_parts, dry_storages, is_kept_anyway, parts_of, storage_of
-from ckpt_hooks.errors import CheckpointError
 
 from .descriptions import dtype_and_shape, kind_in_words
 
@@ -238,21 +237,6 @@ def _attributes(value: Any) -> list[Any]:
     return [getattr(value, name, None) for name in names] + list(getattr(value, "__dict__", {}).values())
 
 
-# Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
-# region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
-# any case; a tensor that nothing can be compared of, say nested without a shape; or a tensor that TorchScript saved.
-KeptTensor = list[Any]
-
-
-class TrackedKept(list[Any]):
-    """The same, with support for weak references."""
-
-    __slots__ = ("__weakref__", "cause", "needed_by")
-
-    cause: Cause  # unset for a leaf that requires grad
-    needed_by: Callable[[CheckpointError], None]  # adds the operator which saved the tensor; unset outside of debug mode
-
-
 class Saved(NamedTuple):
     region: tuple[str, ...]  # its name and those of the regions around, outermost first
     # How many tensors the region saved before. A recorded region counts tensors with a handle alone; others are below 0.
@@ -263,14 +247,6 @@ class Saved(NamedTuple):
     dtype: torch.dtype | None
     nbytes: int | None
     made_by: str | None = None  # the operator which returned the tensor; None where unknown
-
-
-def cause_of_kept(packed: KeptTensor) -> Cause:
-    cause: Cause = getattr(packed, "cause", _INPUT)
-    return _PARAMETER if is_kept_anyway(packed[0]) else cause
-
-
-_PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
 
 
 def nbytes_of(shape: torch.Size, dtype: torch.dtype) -> int | None:

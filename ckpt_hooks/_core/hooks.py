@@ -17,8 +17,7 @@ from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks.errors import CheckpointError
 
 from .descriptions import RegionPath, format_path
-from .frame import Frame, mutated_leaf, stack
-from .holdings import KeptTensor
+from .frame import Frame, stack
 from .modes import is_quiet, leave_modes
 
 
@@ -51,16 +50,8 @@ class HandBack:
         return self._values[packed - 1]
 
 
-@skipped
-def unpack_kept(packed: KeptTensor) -> torch.Tensor:
-    tensor: torch.Tensor = packed[0]
-    if tensor._version != packed[1]:
-        raise mutated_leaf(packed)
-    return tensor
-
-
 #: The unpack hooks of all kinds of frames, each added by its own; and whether a tensor is handed out once.
-UNPACKS: dict[Callable[[Any], torch.Tensor], bool] = {unpack_kept: True}
+UNPACKS: dict[Callable[[Any], torch.Tensor], bool] = {}
 
 
 def are_of_frame(hooks: Hooks) -> bool:

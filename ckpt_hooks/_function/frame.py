@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from itertools import count
+from operator import methodcaller
 from sys import getrefcount
 from typing import Any
 
@@ -21,12 +22,13 @@ from ckpt_hooks._ambient.devices import capture as capture_current
 from ckpt_hooks._ambient.random import Position, position_of_generators, seed_masks_anew
 from ckpt_hooks._core.callables import module_of, name_of_function
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
-from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, mutated_leaf, overlap_error, places_of, stack
-from ckpt_hooks._core.holdings import Cause, Holding, KeptTensor, Reason, Saved, TrackedKept, holdings_in, nbytes_of, owners_in
-from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame, unpack_kept
+from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, overlap_error, places_of, stack
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, holdings_in, nbytes_of, owners_in
+from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.packed import FIRST_NUMBER, CallHandle, KeptTensor, TrackedTensor, WatchedCallHandle
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace, place_of
 from ckpt_hooks._core.self_check import settings as self_check
@@ -55,17 +57,8 @@ from .rerun import rerun
 from .trees import Tree
 from .words import name_of_tensor, uninitialized
 
-#: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
-#: users, and the count of their holders would tell nothing.
-_FIRST = 1 << 20
-
-# Stands in autograd's graph for one saved tensor: the frame which can bring the tensor back, and the number of tensors saved
-# before by the frame, counted from _FIRST. While the number has a holder besides the frame's list, its handle is alive. (A weak
-# reference to each handle does the same, at a third more time for each saved tensor.)
-Handle = tuple["FunctionFrame", int]
-
 # The result of ``getrefcount`` for a number held by a list of numbers alone.
-_UNHELD = next(map(getrefcount, [_FIRST + 1]))
+_UNHELD = next(map(getrefcount, [FIRST_NUMBER + 1]))
 
 
 # ------------------------------------------------------------------------------------------------------------------- passes
@@ -81,54 +74,9 @@ class Pass:
         self.taken: set[int] = set()
 
 
-@skipped
-def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle, and lets go of the tensor (Rule 4); or a kept leaf."""
-    if type(packed) is list:
-        leaf: torch.Tensor = packed[0]
-        if leaf._version != packed[1]:
-            raise mutated_leaf(packed)
-        return leaf
-    frame: FunctionFrame
-    frame, index = packed
-    index -= _FIRST
-    opened = frame.passes.get(graph_task_id())
-    if opened is None:
-        opened = frame.open_pass(index)
-    values = opened.values
-    try:
-        value: torch.Tensor = values[index]
-    except IndexError:  # packed after the recompute
-        value = MISSING
-    if value is MISSING:
-        value = frame.reopen_pass(opened, index)
-    else:
-        values[index] = MISSING
-        opened.taken.add(index)
-    if frame.current is not None:
-        frame.current.hand_out(value)
-    return value
-
-
-@skipped
-def unpack_watched(packed: Any) -> torch.Tensor:
-    if not isinstance(packed, WatchedHandle):
-        return unpack([*packed])
-    tensor = unpack(packed)
-    if (watch := packed[0].watch) is not None:
-        watch.restored(packed[1] - _FIRST, tensor)
-    return tensor
-
-
-UNPACKS.update({unpack: True, unpack_watched: True})
-
-
-class WatchedHandle(tuple["FunctionFrame", int]):
-    """A handle which reports its release by autograd."""
-
-    def __del__(self) -> None:
-        if (watch := self[0].watch) is not None:
-            watch.let_go(self[1] - _FIRST)
+#: The unpack hook of function frames.
+unpack = methodcaller("unpack")
+UNPACKS[unpack] = True
 
 
 # -------------------------------------------------------------------------------------------------------------------- frame
@@ -297,7 +245,7 @@ class FunctionFrame(Frame):
     @skipped
     def _open(self) -> None:
         frame, facts, note = self, self.options.check.facts, self.facts.append
-        next_number, append = count(_FIRST).__next__, self.numbers.append
+        next_number, append = count(FIRST_NUMBER).__next__, self.numbers.append
         path, without_grad, positions = self.path, self.without_grad, self.positions
         latest = missing = facts(MISSING)
         where = position_of_generators(watched=positions is not None)
@@ -305,29 +253,29 @@ class FunctionFrame(Frame):
         if positions is not None:
             positions[-1] = position, where[1]
 
-        def pack(tensor: torch.Tensor) -> Handle | KeptTensor:
+        def pack(tensor: torch.Tensor) -> CallHandle | KeptTensor:
             nonlocal latest, position
             number = next_number()
             append(number)
             if position != where[0] and positions is not None:
                 position = where[0]
-                positions[number - _FIRST] = position, where[1]
+                positions[number - FIRST_NUMBER] = position, where[1]
             if tensor.is_leaf:  # or has no graph
                 if tensor.requires_grad:
                     # Kept, since the graph holds the leaf as well. A *view* of a leaf is not: where a framework gives a
                     # parameter another storage after forward (``param.data = ...``), it would hold the storage to be freed.
                     note(missing)
-                    return [tensor, tensor._version, path]
-                without_grad.append(number - _FIRST)
+                    return KeptTensor((tensor, tensor._version, path))
+                without_grad.append(number - FIRST_NUMBER)
             try:
                 metadata = facts(tensor)
             except RuntimeError:  # a nested tensor has no shape
                 note(missing)
-                return [tensor.detach(), tensor._version, path]
+                return KeptTensor((tensor.detach(), tensor._version, path))
             if metadata != latest:  # neighbours are often alike, and share a tuple
                 latest = metadata
             note(latest)
-            return frame, number
+            return CallHandle((frame, number))
 
         def release() -> None:
             nonlocal frame
@@ -343,8 +291,8 @@ class FunctionFrame(Frame):
 
     @skipped
     def _watched(
-        self, pack: Callable[[torch.Tensor], Handle | KeptTensor], fingerprint: Callable[[torch.Tensor], Any] | None
-    ) -> tuple[Callable[[torch.Tensor], Handle | KeptTensor], Callable[[Any], torch.Tensor]]:
+        self, pack: Callable[[torch.Tensor], CallHandle | KeptTensor], fingerprint: Callable[[torch.Tensor], Any] | None
+    ) -> tuple[Callable[[torch.Tensor], CallHandle | KeptTensor], Callable[[Any], torch.Tensor]]:
         note, watch, numbers = None, self.watch, self.numbers
         if fingerprint is not None:
             from ckpt_hooks._tensors.determinism import Fingerprints
@@ -354,19 +302,19 @@ class FunctionFrame(Frame):
             fingerprints = Fingerprints(fingerprint, () if contents is None else contents.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
 
-        def pack_watched(tensor: torch.Tensor) -> Handle | KeptTensor:
+        def pack_watched(tensor: torch.Tensor) -> CallHandle | KeptTensor:
             packed = pack(tensor)
             if note is not None:
-                note(tensor, kept=type(packed) is list)
+                note(tensor, kept=isinstance(packed, KeptTensor))
             if watch is None:
                 return packed
             position = len(numbers) - 1
-            if isinstance(packed, tuple):
+            if isinstance(packed, CallHandle):
                 watch.saved(position, Reason.DROPPED, tensor)
-                return WatchedHandle(packed)
+                return WatchedCallHandle(packed)
             return watch.kept(position, packed, tensor)
 
-        return pack_watched, unpack if watch is None else unpack_watched
+        return pack_watched, unpack
 
     def returns(self, result: Any) -> None:
         """Notes what tells a rerun whether it is as good as through."""
@@ -503,7 +451,7 @@ class FunctionFrame(Frame):
         return [self._describe(index) for index, alive in enumerate(self.alive()) if alive]
 
     def describe(self, packed: Any) -> Saved:
-        return self._describe(packed[1] - _FIRST)
+        return self._describe(packed[1] - FIRST_NUMBER)
 
     def _describe(self, index: int) -> Saved:
         metadata = self.facts[index]
@@ -544,7 +492,7 @@ def _keeping(frame: Frame) -> Callable[[torch.Tensor], KeptTensor]:
     path, watch = frame.path, frame.watch  # not the frame, which would live as long as the graph
 
     def keep(tensor: torch.Tensor) -> KeptTensor:
-        kept = TrackedKept([_without_graph(tensor), tensor._version, path])
+        kept = TrackedTensor((_without_graph(tensor), tensor._version, path))
         kept.cause = _CAUSE
         return kept if watch is None else watch.kept(None, kept, tensor)
 
@@ -560,7 +508,7 @@ def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: An
     if frame.recomputing:
         push_saved_tensors_hooks(_without_graph, hooks[1])
     else:
-        push_saved_tensors_hooks(_keeping(frame), unpack_kept)
+        push_saved_tensors_hooks(_keeping(frame), unpack)
     try:
         return call(function, *args, **kwargs)
     finally:

@@ -19,8 +19,8 @@ import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
 from ckpt_hooks._core.descriptions import describe, describe_tensor, format_path
-from ckpt_hooks._core.holdings import TrackedKept
 from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
+from ckpt_hooks._core.packed import KeptTensor, TapeHandle, TrackedTensor
 from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
 from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, is_on_host, may_be_unfilled
@@ -29,7 +29,7 @@ from ckpt_hooks._torch.autograd import current_node, graph_task_id, queue_callba
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-from .values import Handle, Op, Tables, Value, flatten, read_by
+from .values import Op, Tables, Value, flatten, read_by
 
 
 def check_shapes(frame: Any, op: Op, out: Any) -> None:
@@ -99,8 +99,8 @@ class OperatorLines:
         def note(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
             place = len(entries) - (latest[0] == sequence_number())
-            if isinstance(packed, list):
-                packed = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
+            if isinstance(packed, KeptTensor):
+                packed = packed if isinstance(packed, TrackedTensor) else TrackedTensor(packed)
                 packed.needed_by = partial(explain, place, "Autograd saved it for")
             else:
                 places[id(packed)] = place
@@ -178,7 +178,7 @@ class ComparedValues:
 
         def pack_compared(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
-            if isinstance(packed, Handle):
+            if isinstance(packed, TapeHandle):
                 if not tensor.requires_grad:
                     without_grad.add(len(numbers))
                 numbers.append(packed.value.number)
@@ -195,7 +195,7 @@ class ComparedValues:
         """Compares nothing in the self-check: lines inside draw anew."""
         self._gives_up = self._sampled is not None
 
-    def compare(self, handle: Handle, tensor: torch.Tensor) -> None:
+    def compare(self, handle: TapeHandle, tensor: torch.Tensor) -> None:
         index, value = handle.index, handle.value
         # Not compared are kept tensors, and those written to without a count of the version: plain autograd takes these as
         # they are.

@@ -7,18 +7,20 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import format_path
-from ckpt_hooks._core.frame import Frame, is_drawn_anew, mutated_leaf, overlap_error, stack
-from ckpt_hooks._core.holdings import Cause, Holding, KeptTensor, Reason, Saved, TrackedKept, holdings_in, owners_in
+from ckpt_hooks._core.frame import Frame, is_drawn_anew, overlap_error, stack
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, holdings_in, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
+from ckpt_hooks._core.packed import KeptTensor, TapeHandle, TrackedTensor
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._core.settings import current_settings
@@ -30,7 +32,6 @@ from ckpt_hooks._torch.autograd import Hooks, graph_exec_group, graph_task_id, p
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import num_dispatch_modes
 from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, num_holders, storage_address, storage_of, version_of
-from ckpt_hooks.errors import MutationError
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 from ckpt_hooks.policies.ready_made import nothing_saveable
@@ -39,20 +40,20 @@ from .explaining import ComparedValues, OperatorLines
 from .recorder import Recorder
 from .replay import Replay, Replayable, bring_back
 from .tape import Tape
-from .values import FunctionHandle, Handle, Value, is_held_twice, values_below
+from .values import Value, is_held_twice, values_below
 
 _has_warned = False  # of a policy that the region around does not heed
 
 _number = operator.attrgetter("number")
 
 #: Stand-ins for saved tensors from outside.
-Externals = list[weakref.ref[TrackedKept]]
+Externals = list[weakref.ref[TrackedTensor]]
 
 
 class SplitReplay(Replay):
     """The tensors of a frame for the two parts of a backward. The frame owns this object, so the frame is held weakly."""
 
-    def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[Handle]) -> None:
+    def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[TapeHandle]) -> None:
         Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
         # Each handle with uses left, weakly, by its index.
         self.handles = {handle.index: (weakref.ref(handle), handle.value.number) for handle in handles}
@@ -168,7 +169,7 @@ class RecordedFrame(Replayable):
         Frame.__init__(self, name, parent, settings.observers, module)
         self.outer = outer
         self._children: list[weakref.ref[RecordedFrame]] = []
-        self.handles: list[weakref.ref[Handle]] = []
+        self.handles: list[weakref.ref[TapeHandle]] = []
         self.externals: Externals = []  # stand-ins for saved tensors from outside
         self.bytes = self.start = 0
         self.lines = None if outer is None else outer.lines
@@ -295,14 +296,14 @@ class RecordedFrame(Replayable):
             self._decisions.finish()
 
     @skipped
-    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Handle | KeptTensor], Callable[[], None]]:
+    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], TapeHandle | KeptTensor], Callable[[], None]]:
         """Returns the pack hook, and a function to drop this frame from the hook, which autograd keeps with each kept leaf."""
         get, handles = tape.tables.known.get, self.handles
         append = handles.append
         pack_other, watch = self._pack_other if self.watch is None else self._pack_watched, self.watch
-        new, reference_to, frame = Handle, weakref.ref, self
+        new, reference_to, frame = TapeHandle, weakref.ref, self
 
-        def pack(tensor: torch.Tensor) -> Handle | KeptTensor:
+        def pack(tensor: torch.Tensor) -> TapeHandle | KeptTensor:
             value = get(id(tensor))
             if value is None or storage_address(tensor) != value.store.address or watch is not None:
                 return pack_other(tensor, value)
@@ -327,8 +328,8 @@ class RecordedFrame(Replayable):
 
         return pack, release
 
-    def _handle_of(self, tensor: torch.Tensor, value: Value) -> Handle:
-        handle = Handle()
+    def _handle_of(self, tensor: torch.Tensor, value: Value) -> TapeHandle:
+        handle = TapeHandle()
         handle.frame, handle.value, handle.index = self, value, len(self.handles)
         reference = weakref.ref(handle)
         self.handles.append(reference)
@@ -339,12 +340,12 @@ class RecordedFrame(Replayable):
         self.bytes += handle.nbytes
         return handle
 
-    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Handle | KeptTensor:
+    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> TapeHandle | KeptTensor:
         """Packs a tensor which the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
         if value is None and is_kept_anyway(tensor):
-            return [tensor, tensor._version, self.path]
+            return KeptTensor((tensor, tensor._version, self.path))
         if value is None or storage_of(tensor) != value.store.address:
             # What a custom function saves, but for weights and tables, to which no backward writes; what counts no versions.
             is_value = (tape.is_of_function and tensor.requires_grad) or version_of(tensor) < 0
@@ -353,7 +354,7 @@ class RecordedFrame(Replayable):
                 value = tape.input_of(tensor, store)  # as it is after the writes
             elif store.external and tape.hooks is None and self.hooks_around is None and not is_value:
                 alias = counted_detach(tensor) if tensor.requires_grad else tensor
-                external = TrackedKept((alias, tensor._version, self.path))
+                external = TrackedTensor((alias, tensor._version, self.path))
                 external.cause = store.cause
                 self.externals.append(weakref.ref(external))
                 return external
@@ -361,10 +362,10 @@ class RecordedFrame(Replayable):
                 value = tape.value_of(tensor, None)
         return self._handle_of(tensor, value)
 
-    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Handle | KeptTensor:
+    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> TapeHandle | KeptTensor:
         watch, packed = self.watch, self._pack_other(tensor, value)
         assert watch is not None
-        if not isinstance(packed, Handle):
+        if not isinstance(packed, TapeHandle):
             return watch.kept(None, packed, tensor)
         op = packed.value.op
         watch.saved(packed.index, fate_of(packed.value), tensor, None if op is None else op.facts.full_name)
@@ -407,7 +408,7 @@ class RecordedFrame(Replayable):
         packed = [value.saved for value in self._values() if value.saved is not None and value.saved.is_packed]
         return owners_in([self.outer, packed], Frame)
 
-    def describe(self, packed: Handle) -> Saved:
+    def describe(self, packed: TapeHandle) -> Saved:
         value = packed.value
         made_by = None if value.op is None else value.op.facts.full_name
         shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
@@ -447,7 +448,7 @@ class RecordedFrame(Replayable):
         opened: Replay = self.passes[key]
         return opened
 
-    def bring_back(self, handle: Handle) -> torch.Tensor:
+    def bring_back(self, handle: TapeHandle) -> torch.Tensor:
         """Returns the tensor of a handle; the caller holds the tape's lock."""
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
@@ -463,7 +464,7 @@ class RecordedFrame(Replayable):
             replay.taken.add(handle.index)
         return tensor
 
-    def _bring_back_in_parts(self, handle: Handle) -> torch.Tensor:
+    def _bring_back_in_parts(self, handle: TapeHandle) -> torch.Tensor:
         """Returns the tensor of a handle, for the first or the second of two backwards."""
         replay = self.replay_for(SPLIT)
         assert isinstance(replay, SplitReplay)
@@ -486,7 +487,7 @@ class RecordedFrame(Replayable):
             yield frame
             todo += frame._living_children()
 
-    def for_function(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
+    def for_function(self, handle: TapeHandle, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory."""
         saved = handle.value.saved
         if not is_plain(tensor):  # whose memory no kernel gets
@@ -535,53 +536,14 @@ def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
         )
 
 
-@skipped
-def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle; the replay drops the tensor after the last read (Rule 4)."""
-    is_of_function = type(packed) is FunctionHandle
-    if type(packed) is not Handle and not is_of_function:
-        leaf: torch.Tensor = packed[0]
-        if leaf._version != packed[1]:
-            error = mutated_leaf(packed)
-            if hasattr(packed, "needed_by"):
-                packed.needed_by(error)
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this call, which would keep it alive in turn
-        return leaf
-    handle: Handle = packed
-    frame, saved = handle.frame, handle.value.saved
-    if saved is not None and not saved.is_packed:
-        try:
-            tensor = saved.get()
-        except MutationError as error:
-            if frame.lines is not None:
-                frame.lines.explain_saved(error, handle)
-            raise
-    else:
-        with frame._lock:
-            replay = frame.passes.get(graph_task_id())
-            number = handle.value.number
-            if replay is not None and not replay.held and number in replay.tensors:
-                left = replay.readers[number] - 1
-                replay.readers[number] = left
-                tensor = replay.tensors[number] if left else replay.tensors.pop(number)
-                if frame.current is not None:
-                    frame.current.hand_out(tensor)
-            else:
-                tensor = frame.bring_back(handle)
-    if is_of_function:
-        tensor = frame.for_function(handle, tensor)
-    if frame.watch is not None:
-        frame.watch.restored(handle.index, tensor)
-    return tensor
+#: The unpack hook of recorded frames.
+unpack = methodcaller("unpack")
 
 
 @skipped
 def unpack_compared(packed: Any) -> torch.Tensor:
-    tensor = unpack(packed)
-    if isinstance(packed, Handle):
+    tensor: torch.Tensor = packed.unpack()
+    if isinstance(packed, TapeHandle):
         frame = packed.frame
         assert type(frame) is RecordedFrame
         assert frame.compared is not None

@@ -28,6 +28,7 @@ from ckpt_hooks._ambient.random import TRACKED, find_devices, is_capturing, is_s
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
+from ckpt_hooks._core.packed import FunctionTapeHandle, TapeHandle
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt, instances_in
@@ -41,7 +42,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 from . import writes
 from .function_rerun import FunctionFacts, is_without_state, memory_of, parts_of
 from .tape import Tape, decide
-from .values import ANEW, FunctionHandle, Handle, Op, Store, Value, counter_in, counter_of, new_store, new_value
+from .values import ANEW, Op, Store, Value, counter_in, counter_of, new_store, new_value
 
 #: The size in bytes up to which arguments from outside without a history (weights, tables) are compared. Kernels do not write
 #: to weights, and to look at so many bytes twice takes some 0.2 ms.
@@ -396,8 +397,8 @@ class FunctionCall:
             packed = _pack_saved(pack, tensor)
         finally:
             tape.is_of_function = False
-        if type(packed) is Handle:
-            packed.__class__ = FunctionHandle
+        if type(packed) is TapeHandle:
+            packed.__class__ = FunctionTapeHandle
         return packed
 
     def _look_at_others(self, tensor: Tensor, store: Store) -> None:

@@ -121,25 +121,6 @@ class Value:
     tensor: Callable[[], torch.Tensor | None]  # the tensor that it belongs to, as long as that is alive
 
 
-class Handle:
-    """The handle of a recorded frame: stands in autograd's graph for a saved tensor."""
-
-    __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
-
-    frame: Any  # the frame
-    value: Value  # the value of the tensor
-    index: int  # the number of tensors saved before by the frame
-    dtype: torch.dtype  # the dtype; set for watched frames
-    nbytes: int  # the tensor's size in bytes
-    shape: torch.Size  # the sizes, likewise; unset for a nested tensor, which has none
-
-
-class FunctionHandle(Handle):
-    """The handle of a tensor saved by a custom function, whose backward may write to the tensor by kernels unseen."""
-
-    __slots__ = ()
-
-
 def new_store(address: int, birth: int) -> Store:
     """Returns a storage. Code which runs for each operator has this written out instead."""
     store = Store()

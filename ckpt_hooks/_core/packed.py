@@ -1,0 +1,186 @@
+"""What autograd holds in place of a saved tensor: the tensor, kept, or a handle by which a frame brings the tensor back.
+
+Each kind has ``unpack()``, called by the unpack hook of its frames, and ``describe()``, for reports, which recomputes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.tensors import is_kept_anyway
+from ckpt_hooks.errors import CheckpointError, MutationError
+
+from .descriptions import format_path
+from .holdings import Cause, Reason, Saved, size_of
+from .mutation import Why, mutated
+from .scopes import MISSING
+
+#: The number of a function frame's first saved tensor. Up here every sum is a new object; small integers are shared by all
+#: their users, and the count of their holders would tell nothing.
+FIRST_NUMBER = 1 << 20
+
+_PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
+
+
+class KeptTensor(list[Any]):
+    """A saved tensor, its version when it was saved, and the path of the region that saved it."""
+
+    # A leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in any case; a tensor that
+    # nothing can be compared of, say nested without a shape; or a tensor that TorchScript saved.
+    __slots__ = ()
+    frame = None
+
+    @property
+    def reason(self) -> Cause:
+        cause: Cause = getattr(self, "cause", _INPUT)
+        return _PARAMETER if is_kept_anyway(self[0]) else cause
+
+    @skipped
+    def unpack(self) -> torch.Tensor:
+        tensor: torch.Tensor = self[0]
+        if tensor._version != self[1]:
+            raise self._mutated()
+        return tensor
+
+    def _mutated(self) -> MutationError:
+        tensor, version, path = self  # plain autograd raises for such a tensor too
+        return mutated(Why.SAVED, format_path(path), tensor, version)
+
+    def describe(self) -> Saved:
+        tensor, _, path = self
+        shape = None if tensor.is_nested else tensor.shape
+        return Saved(format_path(path), -1, self.reason.reason, shape, tensor.dtype, size_of(tensor))
+
+
+class TrackedTensor(KeptTensor):
+    """The same, with support for weak references."""
+
+    __slots__ = ("__weakref__", "cause", "needed_by")
+
+    cause: Cause  # unset for a leaf that requires grad
+    needed_by: Callable[[CheckpointError], None]  # adds the operator which saved the tensor; unset outside of debug mode
+
+    def _mutated(self) -> MutationError:
+        error = super()._mutated()
+        if hasattr(self, "needed_by"):
+            self.needed_by(error)
+        return error
+
+
+class CallHandle(tuple[Any, int]):
+    """The handle of a function frame: the frame, and the number of tensors saved before by the frame, from FIRST_NUMBER."""
+
+    # While the number has a holder besides the frame's list, the handle is alive. (A weak reference to each handle does the
+    # same, at a third more time for each saved tensor.)
+    __slots__ = ()
+
+    @property
+    def frame(self) -> Any:
+        return self[0]
+
+    @skipped
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor, and lets go of the tensor (Rule 4)."""
+        frame, index = self
+        index -= FIRST_NUMBER
+        opened = frame.passes.get(graph_task_id())
+        if opened is None:
+            opened = frame.open_pass(index)
+        values = opened.values
+        try:
+            value: torch.Tensor = values[index]
+        except IndexError:  # packed after the recompute
+            value = MISSING
+        if value is MISSING:
+            value = frame.reopen_pass(opened, index)
+        else:
+            values[index] = MISSING
+            opened.taken.add(index)
+        if frame.current is not None:
+            frame.current.hand_out(value)
+        return value
+
+    def describe(self) -> Saved:
+        saved: Saved = self[0].describe(self)
+        return saved
+
+
+class WatchedCallHandle(CallHandle):
+    """The same, which reports to observers."""
+
+    __slots__ = ()
+
+    @skipped
+    def unpack(self) -> torch.Tensor:
+        tensor = super().unpack()
+        if (watch := self[0].watch) is not None:
+            watch.restored(self[1] - FIRST_NUMBER, tensor)
+        return tensor
+
+    def __del__(self) -> None:
+        if (watch := self[0].watch) is not None:
+            watch.let_go(self[1] - FIRST_NUMBER)
+
+
+class TapeHandle:
+    """The handle of a recorded frame."""
+
+    __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
+
+    frame: Any  # the frame
+    value: Any  # the value of the tensor on the tape
+    index: int  # the number of tensors saved before by the frame
+    dtype: torch.dtype  # the dtype; set for watched frames
+    nbytes: int  # the tensor's size in bytes
+    shape: torch.Size  # the sizes, likewise; unset for a nested tensor, which has none
+
+    @skipped
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; the replay drops the tensor after the last read (Rule 4)."""
+        frame, saved = self.frame, self.value.saved
+        tensor: torch.Tensor
+        if saved is not None and not saved.is_packed:
+            try:
+                tensor = saved.get()
+            except MutationError as error:
+                if frame.lines is not None:
+                    frame.lines.explain_saved(error, self)
+                raise
+        else:
+            with frame._lock:
+                replay = frame.passes.get(graph_task_id())
+                number = self.value.number
+                if replay is not None and not replay.held and number in replay.tensors:
+                    left = replay.readers[number] - 1
+                    replay.readers[number] = left
+                    tensor = replay.tensors[number] if left else replay.tensors.pop(number)
+                    if frame.current is not None:
+                        frame.current.hand_out(tensor)
+                else:
+                    tensor = frame.bring_back(self)
+        if type(self) is FunctionTapeHandle:
+            tensor = frame.for_function(self, tensor)
+        if frame.watch is not None:
+            frame.watch.restored(self.index, tensor)
+        return tensor
+
+    def describe(self) -> Saved:
+        saved: Saved = self.frame.describe(self)
+        return saved
+
+
+class FunctionTapeHandle(TapeHandle):
+    """The handle of a tensor saved by a custom function, whose backward may write to the tensor by kernels unseen."""
+
+    __slots__ = ()
+
+
+def packed_in(held: Any) -> Any:
+    """Returns what stands in the graph for a region's saved tensor, also inside a wrapper; None for other objects."""
+    held = getattr(held, "packed", held)
+    return held if isinstance(held, (KeptTensor, CallHandle, TapeHandle)) else None
