@@ -183,7 +183,7 @@ WAYS = {
 @pytest.mark.parametrize("swaps", [False, True])
 def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, way, monkeypatch):
     """And hold no more than under torch's implementation, from the second region on."""
-    monkeypatch.setattr("ckpt_hooks.selective._takers", set())
+    monkeypatch.setattr("ckpt_hooks._checkpoint.selective._takers", set())
 
     def steps(form):
         torch.manual_seed(0)
@@ -216,6 +216,6 @@ def test_calls_under_a_policy_leave_it_where_hooks_take_weights_away(swaps, way,
     with pytest.warns(UserWarning, match="run without their policy"), surroundings():
         found, kinds, ours = steps(form)
     assert all(map(torch.equal, expected, found))
-    assert kinds == ["Handle", *["tuple"] * 11]
+    assert kinds == ["TapeHandle", *["tuple"] * 11]
     more = [mine - other for mine, other in zip(ours, theirs, strict=True)]
     assert max(more) <= 0, more

@@ -29,7 +29,7 @@ from .holdings import (
     storage_and_size,
     tell_when_freed,
 )
-from .packed import KeptTensor, TrackedTensor
+from .packed import KeptTensor, tracked
 from .settings import current_settings, override
 
 
@@ -192,10 +192,10 @@ class Watch:
 
     def kept(self, position: int | None, packed: KeptTensor, tensor: torch.Tensor) -> KeptTensor:
         """Returns the object to stand in the graph for a tensor that is kept."""
-        tracked = packed if isinstance(packed, TrackedTensor) else TrackedTensor(packed)
-        position = self.saved(position, packed.reason.reason, tensor)
-        self.follow(tracked, position)
-        return tracked
+        followed = tracked(packed)
+        position = self.saved(position, packed.held_for.reason, tensor)
+        self.follow(followed, position)
+        return followed
 
     def follow(self, packed: Any, position: int) -> None:
         """Sends :meth:`let_go` when an object in the graph dies."""

@@ -20,6 +20,7 @@ from ckpt_hooks.errors import OverlapError
 
 from .descriptions import RegionPath, format_path, region_in_words
 from .holdings import Holding, Reason, Saved
+from .packed import CallHandle, KeptTensor, TapeHandle
 from .scopes import NO_PASSES, Ending, Scope, with_ending
 
 if TYPE_CHECKING:
@@ -173,6 +174,14 @@ def is_in_recompute(frame: Frame | None) -> bool:
     while frame is not None and not frame.recomputing:
         frame = frame.parent
     return frame is not None
+
+
+def packed_in(held: Any) -> KeptTensor | CallHandle | TapeHandle | None:
+    """Returns what stands in the graph for a region's saved tensor, also inside a wrapper; None for other objects."""
+    held = getattr(held, "packed", held)
+    if type(held) is tuple and len(held) == 2 and isinstance(held[0], Frame):
+        return CallHandle(held)
+    return held if isinstance(held, (KeptTensor, CallHandle, TapeHandle)) else None
 
 
 # Autograd's stack of hooks gives each saved tensor to the innermost frame (Rule 1); this stack has the frame's parents. A

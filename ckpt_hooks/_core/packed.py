@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.tensors import is_kept_anyway
 from ckpt_hooks.errors import CheckpointError, MutationError
 
-from .descriptions import format_path
+from . import mutation
+from .descriptions import RegionPath, format_path
 from .holdings import Cause, Reason, Saved, size_of
-from .mutation import Why, mutated
-from .scopes import MISSING
 
 #: The number of a function frame's first saved tensor. Up here every sum is a new object; small integers are shared by all
 #: their users, and the count of their holders would tell nothing.
@@ -27,34 +27,43 @@ FIRST_NUMBER = 1 << 20
 _PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
 
 
-class KeptTensor(list[Any]):
-    """A saved tensor, its version when it was saved, and the path of the region that saved it."""
+class KeptTensor:
+    """A saved tensor itself, its version when it was saved, and the path of the region that saved it."""
 
     # A leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in any case; a tensor that
     # nothing can be compared of, say nested without a shape; or a tensor that TorchScript saved.
-    __slots__ = ()
+    __slots__ = ("path", "tensor", "version")
+
+    tensor: torch.Tensor
+    version: int
+    path: RegionPath
     frame = None
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, version: int, path: RegionPath) -> Self:
+        packed = cls()
+        packed.tensor, packed.version, packed.path = tensor, version, path
+        return packed
+
     @property
-    def reason(self) -> Cause:
+    def held_for(self) -> Cause:
         cause: Cause = getattr(self, "cause", _INPUT)
-        return _PARAMETER if is_kept_anyway(self[0]) else cause
+        return _PARAMETER if is_kept_anyway(self.tensor) else cause
 
     @skipped
     def unpack(self) -> torch.Tensor:
-        tensor: torch.Tensor = self[0]
-        if tensor._version != self[1]:
-            raise self._mutated()
-        return tensor
+        if self.tensor._version != self.version:
+            raise self.mutated()
+        return self.tensor
 
-    def _mutated(self) -> MutationError:
-        tensor, version, path = self  # plain autograd raises for such a tensor too
-        return mutated(Why.SAVED, format_path(path), tensor, version)
+    def mutated(self) -> MutationError:
+        # Plain autograd raises for such a tensor too.
+        return mutation.mutated(mutation.Why.SAVED, format_path(self.path), self.tensor, self.version)
 
     def describe(self) -> Saved:
-        tensor, _, path = self
+        tensor = self.tensor
         shape = None if tensor.is_nested else tensor.shape
-        return Saved(format_path(path), -1, self.reason.reason, shape, tensor.dtype, size_of(tensor))
+        return Saved(format_path(self.path), -1, self.held_for.reason, shape, tensor.dtype, size_of(tensor))
 
 
 class TrackedTensor(KeptTensor):
@@ -65,18 +74,23 @@ class TrackedTensor(KeptTensor):
     cause: Cause  # unset for a leaf that requires grad
     needed_by: Callable[[CheckpointError], None]  # adds the operator which saved the tensor; unset outside of debug mode
 
-    def _mutated(self) -> MutationError:
-        error = super()._mutated()
+    def mutated(self) -> MutationError:
+        error = super().mutated()
         if hasattr(self, "needed_by"):
             self.needed_by(error)
         return error
 
 
+def tracked(packed: KeptTensor) -> TrackedTensor:
+    return packed if isinstance(packed, TrackedTensor) else TrackedTensor.of(packed.tensor, packed.version, packed.path)
+
+
 class CallHandle(tuple[Any, int]):
     """The handle of a function frame: the frame, and the number of tensors saved before by the frame, from FIRST_NUMBER."""
 
-    # While the number has a holder besides the frame's list, the handle is alive. (A weak reference to each handle does the
-    # same, at a third more time for each saved tensor.)
+    # Autograd holds a bare tuple, unless the frame is watched: an object of this class takes 2% of the instructions of a chain
+    # of ten operators more. While the number has a holder besides the frame's list, the handle is alive. (A weak reference to
+    # each handle does the same, at a third more time for each saved tensor.)
     __slots__ = ()
 
     @property
@@ -85,25 +99,8 @@ class CallHandle(tuple[Any, int]):
 
     @skipped
     def unpack(self) -> torch.Tensor:
-        """Returns the tensor, and lets go of the tensor (Rule 4)."""
-        frame, index = self
-        index -= FIRST_NUMBER
-        opened = frame.passes.get(graph_task_id())
-        if opened is None:
-            opened = frame.open_pass(index)
-        values = opened.values
-        try:
-            value: torch.Tensor = values[index]
-        except IndexError:  # packed after the recompute
-            value = MISSING
-        if value is MISSING:
-            value = frame.reopen_pass(opened, index)
-        else:
-            values[index] = MISSING
-            opened.taken.add(index)
-        if frame.current is not None:
-            frame.current.hand_out(value)
-        return value
+        tensor: torch.Tensor = self[0].unpack((self[0], self[1]))
+        return tensor
 
     def describe(self) -> Saved:
         saved: Saved = self[0].describe(self)
@@ -180,7 +177,7 @@ class FunctionTapeHandle(TapeHandle):
     __slots__ = ()
 
 
-def packed_in(held: Any) -> Any:
-    """Returns what stands in the graph for a region's saved tensor, also inside a wrapper; None for other objects."""
-    held = getattr(held, "packed", held)
-    return held if isinstance(held, (KeptTensor, CallHandle, TapeHandle)) else None
+@skipped
+def unpack_tape(packed: Any) -> torch.Tensor:
+    """The unpack hook of recorded frames."""
+    return packed.unpack()  # type: ignore[no-any-return]

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from itertools import count
-from operator import methodcaller
 from sys import getrefcount
 from typing import Any
 
@@ -28,7 +27,7 @@ from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import Misuse, explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.packed import FIRST_NUMBER, CallHandle, KeptTensor, TrackedTensor, WatchedCallHandle
+from ckpt_hooks._core.packed import FIRST_NUMBER, KeptTensor, TrackedTensor, WatchedCallHandle
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace, place_of
 from ckpt_hooks._core.self_check import settings as self_check
@@ -74,8 +73,34 @@ class Pass:
         self.taken: set[int] = set()
 
 
-#: The unpack hook of function frames.
-unpack = methodcaller("unpack")
+@skipped
+def unpack(packed: Any) -> torch.Tensor:
+    """Returns the tensor of a handle, and lets go of the tensor (Rule 4); or a kept tensor."""
+    if type(packed) is not tuple:
+        if type(packed) is KeptTensor and packed.tensor._version == packed.version:
+            return packed.tensor
+        return packed.unpack()  # type: ignore[no-any-return]
+    frame: FunctionFrame
+    frame, index = packed
+    index -= FIRST_NUMBER
+    opened = frame.passes.get(graph_task_id())
+    if opened is None:
+        opened = frame.open_pass(index)
+    values = opened.values
+    try:
+        value: torch.Tensor = values[index]
+    except IndexError:  # packed after the recompute
+        value = MISSING
+    if value is MISSING:
+        value = frame.reopen_pass(opened, index)
+    else:
+        values[index] = MISSING
+        opened.taken.add(index)
+    if frame.current is not None:
+        frame.current.hand_out(value)
+    return value
+
+
 UNPACKS[unpack] = True
 
 
@@ -111,6 +136,7 @@ class FunctionFrame(Frame):
     )
 
     kind = "function"
+    unpack = staticmethod(unpack)
     passes: dict[int, Pass]
 
     # Set when forward begins: random streams, switches and the like, and context variables.
@@ -245,7 +271,7 @@ class FunctionFrame(Frame):
     @skipped
     def _open(self) -> None:
         frame, facts, note = self, self.options.check.facts, self.facts.append
-        next_number, append = count(FIRST_NUMBER).__next__, self.numbers.append
+        next_number, append, new_kept = count(FIRST_NUMBER).__next__, self.numbers.append, KeptTensor
         path, without_grad, positions = self.path, self.without_grad, self.positions
         latest = missing = facts(MISSING)
         where = position_of_generators(watched=positions is not None)
@@ -253,7 +279,7 @@ class FunctionFrame(Frame):
         if positions is not None:
             positions[-1] = position, where[1]
 
-        def pack(tensor: torch.Tensor) -> CallHandle | KeptTensor:
+        def pack(tensor: torch.Tensor) -> tuple[Any, int] | KeptTensor:
             nonlocal latest, position
             number = next_number()
             append(number)
@@ -265,17 +291,19 @@ class FunctionFrame(Frame):
                     # Kept, since the graph holds the leaf as well. A *view* of a leaf is not: where a framework gives a
                     # parameter another storage after forward (``param.data = ...``), it would hold the storage to be freed.
                     note(missing)
-                    return KeptTensor((tensor, tensor._version, path))
+                    kept = new_kept()
+                    kept.tensor, kept.version, kept.path = tensor, tensor._version, path
+                    return kept
                 without_grad.append(number - FIRST_NUMBER)
             try:
                 metadata = facts(tensor)
             except RuntimeError:  # a nested tensor has no shape
                 note(missing)
-                return KeptTensor((tensor.detach(), tensor._version, path))
+                return KeptTensor.of(tensor.detach(), tensor._version, path)
             if metadata != latest:  # neighbours are often alike, and share a tuple
                 latest = metadata
             note(latest)
-            return CallHandle((frame, number))
+            return frame, number
 
         def release() -> None:
             nonlocal frame
@@ -291,8 +319,8 @@ class FunctionFrame(Frame):
 
     @skipped
     def _watched(
-        self, pack: Callable[[torch.Tensor], CallHandle | KeptTensor], fingerprint: Callable[[torch.Tensor], Any] | None
-    ) -> tuple[Callable[[torch.Tensor], CallHandle | KeptTensor], Callable[[Any], torch.Tensor]]:
+        self, pack: Callable[[torch.Tensor], tuple[Any, int] | KeptTensor], fingerprint: Callable[[torch.Tensor], Any] | None
+    ) -> tuple[Callable[[torch.Tensor], tuple[Any, int] | KeptTensor], Callable[[Any], torch.Tensor]]:
         note, watch, numbers = None, self.watch, self.numbers
         if fingerprint is not None:
             from ckpt_hooks._tensors.determinism import Fingerprints
@@ -302,14 +330,14 @@ class FunctionFrame(Frame):
             fingerprints = Fingerprints(fingerprint, () if contents is None else contents.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
 
-        def pack_watched(tensor: torch.Tensor) -> CallHandle | KeptTensor:
+        def pack_watched(tensor: torch.Tensor) -> tuple[Any, int] | KeptTensor:
             packed = pack(tensor)
             if note is not None:
                 note(tensor, kept=isinstance(packed, KeptTensor))
             if watch is None:
                 return packed
             position = len(numbers) - 1
-            if isinstance(packed, CallHandle):
+            if isinstance(packed, tuple):
                 watch.saved(position, Reason.DROPPED, tensor)
                 return WatchedCallHandle(packed)
             return watch.kept(position, packed, tensor)
@@ -492,7 +520,7 @@ def _keeping(frame: Frame) -> Callable[[torch.Tensor], KeptTensor]:
     path, watch = frame.path, frame.watch  # not the frame, which would live as long as the graph
 
     def keep(tensor: torch.Tensor) -> KeptTensor:
-        kept = TrackedTensor((_without_graph(tensor), tensor._version, path))
+        kept = TrackedTensor.of(_without_graph(tensor), tensor._version, path)
         kept.cause = _CAUSE
         return kept if watch is None else watch.kept(None, kept, tensor)
 

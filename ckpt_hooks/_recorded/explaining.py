@@ -20,7 +20,7 @@ import torch
 from ckpt_hooks._core.call_sites import module_names, outermost_module
 from ckpt_hooks._core.descriptions import describe, describe_tensor, format_path
 from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
-from ckpt_hooks._core.packed import KeptTensor, TapeHandle, TrackedTensor
+from ckpt_hooks._core.packed import KeptTensor, TapeHandle, tracked
 from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
 from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, is_on_host, may_be_unfilled
@@ -100,7 +100,7 @@ class OperatorLines:
             packed = pack(tensor)
             place = len(entries) - (latest[0] == sequence_number())
             if isinstance(packed, KeptTensor):
-                packed = packed if isinstance(packed, TrackedTensor) else TrackedTensor(packed)
+                packed = tracked(packed)
                 packed.needed_by = partial(explain, place, "Autograd saved it for")
             else:
                 places[id(packed)] = place

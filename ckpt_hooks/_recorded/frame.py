@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
-from ckpt_hooks._core.packed import KeptTensor, TapeHandle, TrackedTensor
+from ckpt_hooks._core.packed import KeptTensor, TapeHandle, TrackedTensor, unpack_tape
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._core.settings import current_settings
@@ -103,7 +102,7 @@ def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
         holding._replace(why=f"saved, {holding.why}")
         for reference in externals
         if (external := reference()) is not None
-        for holding in holdings_in(external[0], external.cause, seen)
+        for holding in holdings_in(external.tensor, external.cause, seen)
     ]
 
 
@@ -241,7 +240,7 @@ class RecordedFrame(Replayable):
         if self.compared is not None:
             push_saved_tensors_hooks(self.compared.packing(pack), unpack_compared)
         else:
-            push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
+            push_saved_tensors_hooks(pack, unpack_tape)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self.draws_anew
         tape.start, tape.held.handles = self.start, self.handles
         self.release = release
@@ -345,7 +344,7 @@ class RecordedFrame(Replayable):
         tape = self.tape
         assert tape is not None
         if value is None and is_kept_anyway(tensor):
-            return KeptTensor((tensor, tensor._version, self.path))
+            return KeptTensor.of(tensor, tensor._version, self.path)
         if value is None or storage_of(tensor) != value.store.address:
             # What a custom function saves, but for weights and tables, to which no backward writes; what counts no versions.
             is_value = (tape.is_of_function and tensor.requires_grad) or version_of(tensor) < 0
@@ -354,7 +353,7 @@ class RecordedFrame(Replayable):
                 value = tape.input_of(tensor, store)  # as it is after the writes
             elif store.external and tape.hooks is None and self.hooks_around is None and not is_value:
                 alias = counted_detach(tensor) if tensor.requires_grad else tensor
-                external = TrackedTensor((alias, tensor._version, self.path))
+                external = TrackedTensor.of(alias, tensor._version, self.path)
                 external.cause = store.cause
                 self.externals.append(weakref.ref(external))
                 return external
@@ -536,10 +535,6 @@ def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
         )
 
 
-#: The unpack hook of recorded frames.
-unpack = methodcaller("unpack")
-
-
 @skipped
 def unpack_compared(packed: Any) -> torch.Tensor:
     tensor: torch.Tensor = packed.unpack()
@@ -551,4 +546,4 @@ def unpack_compared(packed: Any) -> torch.Tensor:
     return tensor
 
 
-UNPACKS.update({unpack: False, unpack_compared: False})
+UNPACKS.update({unpack_tape: False, unpack_compared: False})

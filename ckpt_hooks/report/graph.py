@@ -16,10 +16,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._core.call_sites import called_modules, site_of
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.frame import Frame, is_recomputing
+from ckpt_hooks._core.frame import Frame, is_recomputing, packed_in
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, holdings_in, storage_and_size
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.packed import packed_in
+from ckpt_hooks._core.packed import KeptTensor
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, packed_of, saved_in, sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
@@ -181,9 +181,9 @@ class GraphReader:
         if frame is not None:
             self._frames[id(frame)] = frame
             self._read_dropped(frame, frame.describe(packed), origin, name)
-        elif known is not None:
-            cause = known.reason
-            self._claim(known[0], cause.reason, origin, name, known.describe().region, f"saved, {cause.in_words()}")
+        elif isinstance(known, KeptTensor):
+            cause = known.held_for
+            self._claim(known.tensor, cause.reason, origin, name, known.describe().region, f"saved, {cause.in_words()}")
         else:
             self._read_hooks(packed, origin, name)
 
