@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.tensors import is_kept_anyway
 from ckpt_hooks.errors import CheckpointError, MutationError
@@ -136,34 +135,8 @@ class TapeHandle:
     nbytes: int  # the tensor's size in bytes
     shape: torch.Size  # the sizes, likewise; unset for a nested tensor, which has none
 
-    @skipped
     def unpack(self) -> torch.Tensor:
-        """Returns the tensor; the replay drops the tensor after the last read (Rule 4)."""
-        frame, saved = self.frame, self.value.saved
-        tensor: torch.Tensor
-        if saved is not None and not saved.is_packed:
-            try:
-                tensor = saved.get()
-            except MutationError as error:
-                if frame.lines is not None:
-                    frame.lines.explain_saved(error, self)
-                raise
-        else:
-            with frame._lock:
-                replay = frame.passes.get(graph_task_id())
-                number = self.value.number
-                if replay is not None and not replay.held and number in replay.tensors:
-                    left = replay.readers[number] - 1
-                    replay.readers[number] = left
-                    tensor = replay.tensors[number] if left else replay.tensors.pop(number)
-                    if frame.current is not None:
-                        frame.current.hand_out(tensor)
-                else:
-                    tensor = frame.bring_back(self)
-        if type(self) is FunctionTapeHandle:
-            tensor = frame.for_function(self, tensor)
-        if frame.watch is not None:
-            frame.watch.restored(self.index, tensor)
+        tensor: torch.Tensor = self.frame.unpack(self)
         return tensor
 
     def describe(self) -> Saved:
@@ -175,9 +148,3 @@ class FunctionTapeHandle(TapeHandle):
     """The handle of a tensor saved by a custom function, whose backward may write to the tensor by kernels unseen."""
 
     __slots__ = ()
-
-
-@skipped
-def unpack_tape(packed: Any) -> torch.Tensor:
-    """The unpack hook of recorded frames."""
-    return packed.unpack()  # type: ignore[no-any-return]

@@ -38,13 +38,14 @@ from ckpt_hooks._torch.modes import (
 )
 from ckpt_hooks.errors import DeterminismError, MutationError
 
+from . import words
 from .arguments import HandedOut, Hooks, put_hooks_back
 from .collector import Collector, PackHook
 from .compare import result_of
 from .contents import WatchReads
 from .journal import JournalLoan
 from .notes import Note
-from .words import blame, draws_error, explain_failure, is_beside_drawing_thread, warn_of_drawing_thread
+from .words import blame, draws_error, explain_failure, warn_of_drawing_thread
 
 if TYPE_CHECKING:
     from ckpt_hooks._operators.draws import DrawWatch
@@ -60,7 +61,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     """Calls the function of a frame again; returns a value for each handle, up to the last wanted (of all if None)."""
     # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
     # Under the frame's lock. A probe watches random draws, and is not compared with forward.
-    watch = _draw_watch() if probe is None and is_beside_drawing_thread() else probe
+    watch = _draw_watch() if probe is None and words.has_warned and are_other_threads_alive() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
     next_hook = RemovableHandle.next_id  # a counter for all hooks of the process
     collector = frame.collector = Collector(frame, wanted)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.random import are_other_threads_alive
 from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
@@ -41,22 +40,18 @@ def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     )
 
 
-_has_warned = False
+has_warned = False
 
 
 def warn_of_drawing_thread() -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
+    global has_warned
+    if not has_warned:
+        has_warned = True
         warnings.warn(
             "another thread draws from torch's default generator while regions recompute: give that thread a generator of its "
             "own (torch.Generator). From now on each operator of a recompute is watched, to tell whose draws these are.",
             stacklevel=2,
         )
-
-
-def is_beside_drawing_thread() -> bool:
-    return _has_warned and are_other_threads_alive()
 
 
 def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:

@@ -19,7 +19,7 @@ from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.mutation import watch_fused_steps
-from ckpt_hooks._core.packed import KeptTensor, TapeHandle, TrackedTensor, unpack_tape
+from ckpt_hooks._core.packed import FunctionTapeHandle, KeptTensor, TapeHandle, TrackedTensor
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._core.settings import current_settings
@@ -31,6 +31,7 @@ from ckpt_hooks._torch.autograd import Hooks, graph_exec_group, graph_task_id, p
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import num_dispatch_modes
 from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, num_holders, storage_address, storage_of, version_of
+from ckpt_hooks.errors import MutationError
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 from ckpt_hooks.policies.ready_made import nothing_saveable
@@ -41,7 +42,7 @@ from .replay import Replay, Replayable, bring_back
 from .tape import Tape
 from .values import Value, is_held_twice, values_below
 
-_has_warned = False  # of a policy that the region around does not heed
+has_warned = False  # of a policy that the region around does not heed
 
 _number = operator.attrgetter("number")
 
@@ -123,6 +124,39 @@ def fate_of(value: Value) -> Reason:
     return Reason.OFFLOADED if saved.is_on_host else saved.cause.reason
 
 
+@skipped
+def unpack(packed: Any) -> torch.Tensor:
+    """Returns the tensor of a handle, which the replay drops after the last read (Rule 4); or a kept tensor."""
+    if isinstance(packed, KeptTensor):
+        return packed.tensor if packed.tensor._version == packed.version else packed.unpack()
+    frame, saved = packed.frame, packed.value.saved
+    tensor: torch.Tensor
+    if saved is not None and not saved.is_packed:
+        try:
+            tensor = saved.get()
+        except MutationError as error:
+            if frame.lines is not None:
+                frame.lines.explain_saved(error, packed)
+            raise
+    else:
+        with frame._lock:
+            replay = frame.passes.get(graph_task_id())
+            number = packed.value.number
+            if replay is not None and not replay.held and number in replay.tensors:
+                left = replay.readers[number] - 1
+                replay.readers[number] = left
+                tensor = replay.tensors[number] if left else replay.tensors.pop(number)
+                if frame.current is not None:
+                    frame.current.hand_out(tensor)
+            else:
+                tensor = frame.bring_back(packed)
+    if type(packed) is FunctionTapeHandle:
+        tensor = frame.for_function(packed, tensor)
+    if frame.watch is not None:
+        frame.watch.restored(packed.index, tensor)
+    return tensor
+
+
 class RecordedFrame(Replayable):
     """A region around a block of code, as a context manager."""
 
@@ -148,6 +182,7 @@ class RecordedFrame(Replayable):
     )
 
     kind = "recorded"
+    unpack = staticmethod(unpack)
     outer: RecordedFrame | None
     passes: dict[int, Any]  # replays, by the key of the scope
 
@@ -196,7 +231,7 @@ class RecordedFrame(Replayable):
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
-        if self.parent is not None and self._decisions is not None and not _has_warned:
+        if self.parent is not None and self._decisions is not None and not has_warned:
             _warn_of_unheeded(self._decisions.policy, self.path[0], self.parent)
         self._operator_watch = None if self.watch is None else watch_forward(self)
         hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
@@ -240,7 +275,7 @@ class RecordedFrame(Replayable):
         if self.compared is not None:
             push_saved_tensors_hooks(self.compared.packing(pack), unpack_compared)
         else:
-            push_saved_tensors_hooks(pack, unpack_tape)  # fails where hooks are disabled; the caller rewinds the thread
+            push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self.draws_anew
         tape.start, tape.held.handles = self.start, self.handles
         self.release = release
@@ -344,7 +379,9 @@ class RecordedFrame(Replayable):
         tape = self.tape
         assert tape is not None
         if value is None and is_kept_anyway(tensor):
-            return KeptTensor.of(tensor, tensor._version, self.path)
+            kept = KeptTensor()
+            kept.tensor, kept.version, kept.path = tensor, tensor._version, self.path
+            return kept
         if value is None or storage_of(tensor) != value.store.address:
             # What a custom function saves, but for weights and tables, to which no backward writes; what counts no versions.
             is_value = (tape.is_of_function and tensor.requires_grad) or version_of(tensor) < 0
@@ -524,11 +561,11 @@ class RecordedFrame(Replayable):
 
 def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
     """Warns, once, of a policy inside of a plain region, whose rerun runs again what the policy keeps."""
-    global _has_warned
+    global has_warned
     while around is not None and around.kind != "function":
         around = around.parent
     if around is not None and policy is not nothing_saveable:
-        _has_warned = True
+        has_warned = True
         warn_user(
             f"The policy {policy!r} of region {name!r} spares nothing: region {around.path[0]!r} around it is a plain one, "
             "whose recompute runs all of it again. Make that one recorded: `recorded=True`, or `with checkpoint_region():`."
@@ -537,7 +574,7 @@ def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
 
 @skipped
 def unpack_compared(packed: Any) -> torch.Tensor:
-    tensor: torch.Tensor = packed.unpack()
+    tensor = unpack(packed)
     if isinstance(packed, TapeHandle):
         frame = packed.frame
         assert type(frame) is RecordedFrame
@@ -546,4 +583,4 @@ def unpack_compared(packed: Any) -> torch.Tensor:
     return tensor
 
 
-UNPACKS.update({unpack_tape: False, unpack_compared: False})
+UNPACKS.update({unpack: False, unpack_compared: False})
