@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from ckpt_hooks._torch.pytree import tree_leaves
 
 from ._core.misuse import integer_in, wrong
 

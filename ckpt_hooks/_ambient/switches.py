@@ -1,7 +1,7 @@
 """The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
-Switches are compared once a region in forward and once a recompute, and read in full only after a move. Private calls into
-torch: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around them, at 1 us each for
+Switches are compared once a region in forward and once a recompute, and read in full only after a move. The getters are
+private: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around them, at 1 us each for
 0.04, and some import the compiler; the private forms may go when the public forms cost as little. ``tests/test_switches.py``
 fails for a switch of the installed torch which has no row here and no reason there.
 """
@@ -18,13 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Compares part of torch's state with the state at its making, as compiled code asks; in a C++ module which does not import the
-# compiler. Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
-from torch._C._dynamo.guards import GlobalStateGuard
-
 from ckpt_hooks._torch import modes
-
-_c: Any = torch._C
+from ckpt_hooks._torch import switches as private
 
 
 class Compared(enum.Enum):
@@ -58,8 +53,8 @@ class Switch(NamedTuple):
 
 def _flag(getter: str, setter: str = "", *, compared: Compared = Compared.BY_VALUE, used: bool = True) -> Switch:
     setter = f"_set_{setter or getter}"
-    read: Any = getattr(_c, f"_get_{getter}", None)
-    write: Any = getattr(_c, setter, None)
+    read: Any = getattr(private.C, f"_get_{getter}", None)
+    write: Any = getattr(private.C, setter, None)
     return Switch((f"_C.{setter}",), read, write, compared, is_used=used and read is not None)
 
 
@@ -71,14 +66,8 @@ def _guarded(read: Callable[[], Any], write: Callable[[Any], object], *setters: 
     return Switch(tuple(f"_C.{setter}" for setter in setters), read, write, Compared.BY_GUARD)
 
 
-# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way, whose getters cost a
-# third, but raise for settings which only the newer way can express.
-_precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
-_set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
-
-
 def _precision(backend: str, operator: str, *others: str, compared: Compared = Compared.BY_VALUE) -> Switch:
-    read, write = partial(_precision_of, backend, operator), partial(_set_precision_of, backend, operator)
+    read, write = partial(private.precision_of, backend, operator), partial(private.set_precision_of, backend, operator)
     return Switch(("_C._set_fp32_precision_setter", *others), read, write, compared)
 
 
@@ -95,12 +84,16 @@ def _variable(module: Any, name: str, setter: str) -> Switch:
     return Switch((setter,), partial(variables.get, name, ...), write, heeded_by=(), read_fast=variables, form=form)
 
 
+def _read_cudnn_precision() -> tuple[str, str]:
+    return private.precision_of("cuda", "conv"), private.precision_of("cuda", "rnn")
+
+
 def _set_cudnn_precision(precision: bool | tuple[str, str]) -> None:
     if isinstance(precision, bool):
-        _c._set_cudnn_allow_tf32(precision)
+        private.write_cudnn_tf32(precision)
     else:
-        _set_precision_of("cuda", "conv", precision[0])
-        _set_precision_of("cuda", "rnn", precision[1])
+        private.set_precision_of("cuda", "conv", precision[0])
+        private.set_precision_of("cuda", "rnn", precision[1])
 
 
 def _read_either(read: Callable[[], Any], read_other: Callable[[], Any]) -> Any:
@@ -111,8 +104,8 @@ def _read_either(read: Callable[[], Any], read_other: Callable[[], Any]) -> Any:
 
 
 def _reduced_precision(dtype: str) -> Switch:
-    setter = getattr(_c, name := f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
-    return _guarded(getattr(_c, name.replace("set", "get", 1)), lambda values: setter(*values), name)
+    setter = getattr(private.C, name := f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
+    return _guarded(getattr(private.C, name.replace("set", "get", 1)), lambda values: setter(*values), name)
 
 
 def _set_num_threads(count: int) -> None:
@@ -142,13 +135,13 @@ SWITCHES: tuple[Switch, ...] = (
     _flag("sdp_priority_order", used=_CUDA),
     _flag("cpu_allow_fp16_reduced_precision_reduction", used=_ARM),  # others refuse to reduce in fp16
     _flag("miopen_immediate", used=_ROCM),
-    _flag("onednn_allow_tf32", used=torch.xpu._is_compiled()),
+    _flag("onednn_allow_tf32", used=private.has_xpu),
     _precision("mkldnn", "matmul"),
     Switch(
         ("_C._set_cudnn_allow_tf32", "backends.cudnn.rnn.fp32_precision"),
-        lambda: _read_either(_c._get_cudnn_allow_tf32, lambda: (_precision_of("cuda", "conv"), _precision_of("cuda", "rnn"))),
+        lambda: _read_either(private.read_cudnn_tf32, _read_cudnn_precision),
         _set_cudnn_precision,
-        read_fast=_c._get_cudnn_allow_tf32,
+        read_fast=private.read_cudnn_tf32,
     ),
     _precision("mkldnn", "conv")._replace(heeded_by=_LAYERS),
     _precision("mkldnn", "rnn")._replace(heeded_by=_LAYERS),
@@ -161,14 +154,14 @@ SWITCHES: tuple[Switch, ...] = (
     _variable(torch.backends.mha, "_is_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
     _guarded(torch.get_default_dtype, torch.set_default_dtype, "_set_default_dtype", "_set_default_tensor_type"),
     _guarded(
-        lambda: (_c._get_deterministic_algorithms(), _c._get_deterministic_algorithms_warn_only()),
-        lambda values: _c._set_deterministic_algorithms(values[0], warn_only=values[1]),
+        private.read_deterministic,
+        private.write_deterministic,
         "_set_deterministic_algorithms",
     ),
     _guarded(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "set_autocast_cache_enabled"),
     _guarded(
-        lambda: _read_either(_c._get_float32_matmul_precision, lambda: None),
-        lambda precision: precision is None or _c._set_float32_matmul_precision(precision),
+        lambda: _read_either(private.read_matmul_precision, lambda: None),
+        lambda precision: precision is None or private.write_matmul_precision(precision),
         "_set_float32_matmul_precision",
     ),
     _precision("cuda", "matmul", "_C._set_cublas_allow_tf32", compared=Compared.BY_GUARD),
@@ -237,7 +230,7 @@ class SwitchValues:
     __slots__ = ("_devices", "_values", "common", "guard", "unguarded")
 
     def __init__(self) -> None:
-        self.guard = GlobalStateGuard()
+        self.guard = private.GlobalStateGuard()
         self._values, self._devices = _read(_ON_HOST), _read_devices()
         self.unguarded = self._values[len(_DEFAULTS) : -len(_GUARDED)]
         self.common = self.unguarded[: len(COMMON)]
@@ -363,7 +356,7 @@ FUNCTION_MODES = ThreadState(
     [
         Switch((), _read_modes, _write_modes),
         Switch((), modes.global_device_mode, modes.set_global_device_mode),
-        Switch((), _c._get_torch_function_state, _c._set_torch_function_state),
+        Switch((), private.read_function_state, private.write_function_state),
     ],
-    [[], None, _c._TorchFunctionState.ENABLED],
+    [[], None, private.FUNCTIONS_ENABLED],
 )

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import (
+    TorchDispatchMode,
     dispatch_mode_at,
     function_mode_at,
     is_tracing_mode,

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.facts import OpKind, facts_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_plain, same_bits, same_layout
 from ckpt_hooks._torch.functions import is_jit_tracing
+from ckpt_hooks._torch.pytree import tree_leaves
 from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
 
 from .notes import SMALL, TensorNote, Use

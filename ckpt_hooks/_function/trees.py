@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.nn import Module, RNNBase
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._core.self_check import Places
-from ckpt_hooks._torch.tensors import storage_address
+from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass, storage_address
 
 from .contents import WRITES, Group, is_small_on_host
 from .notes import Held, Note, TensorNote, Use, filled, notes_in

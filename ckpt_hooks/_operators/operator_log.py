@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 
 from ckpt_hooks._core.call_sites import CallSite, place_in_words, place_of, site_of
 from ckpt_hooks._core.descriptions import kind_in_words
@@ -21,6 +20,7 @@ from ckpt_hooks._core.events import Operator, info_of
 from ckpt_hooks._core.frame import Frame, is_recomputing, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.pytree import tree_iter
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .draws import device_of, drops_nothing

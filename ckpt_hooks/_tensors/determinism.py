@@ -12,13 +12,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import DISABLED_DISPATCH, nested_parts, parts_of, past_all_modes, storage_of
+from ckpt_hooks._torch.tensors import (
+    DISABLED_DISPATCH,
+    is_traceable_wrapper_subclass,
+    nested_parts,
+    parts_of,
+    past_all_modes,
+    storage_of,
+)
 
 from .copies import bits_of
 

@@ -13,6 +13,8 @@ import torch
 
 R = TypeVar("R")
 
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
 # The dispatch modes that are active on this thread, from the outermost. Goes when the public way is as quick. Entering a mode
 # by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under a mode.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 
+is_traceable_wrapper_subclass: Callable[[Any], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without a storage. Goes when the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ from .planned import OtherShapes, PlannedRunner, Shapes, is_within, kept_in
 from .profiling import ModelHook, OpenStep, Profile
 from .ranks import Ranks
 from .restoring import trainers_of
-from .searching import Room, Search, accelerator_of, check_cost, check_model, cost_per_second, parsed, too_small
+from .searching import Room, Search, SearchTerms, accelerator_of, check_cost, check_model, cost_per_second, parsed, too_small
 
 _logger = logging.getLogger("ckpt_hooks")
 
@@ -374,7 +374,7 @@ class Machine:
         per_second = cost_per_second(ranks, profile, self._cost, self._device)
         shapes = {name: self._seen[name] for name in names}
         blocks = Blocks(model, names)
-        return Search(ranks, per_second, profile, blocks, shapes, margin=self._margin, may_call_again=False)
+        return Search(ranks, SearchTerms(per_second, self._margin), profile, blocks, shapes, may_call_again=False)
 
     def _is_known(self) -> bool:
         known = kept_in(block for plan in self.plans for block in plan.blocks)

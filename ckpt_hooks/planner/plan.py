@@ -35,7 +35,7 @@ from .planned import (
     shapes_in_words,
 )
 from .ranks import Ranks
-from .searching import COSTS, MOST_MEASURED, Budget, Search, as_often, check_model, check_step, searched
+from .searching import COSTS, MOST_MEASURED, Budget, PlanOptions, Search, as_often, check_model, check_step, searched
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -148,9 +148,9 @@ class Plan(PlanData, Printed):
             for options in chunks.values():
                 del options["name"], options["is_attribute"]
             blocks = [selector_of(names[block.name]) for block in self.blocks]
-            arguments: dict[str, Any] = {"blocks": blocks, "margin": self.margin, "cost": self.cost, "chunks": chunks}
+            plan_options = PlanOptions(blocks, margin=self.margin, cost=self.cost, chunks=chunks)
             with shown("plan.add", progress):
-                plan = plan_of(searched(model, step, self.budget, ranks, **arguments))
+                plan = plan_of(searched(model, step, self.budget, ranks, plan_options))
         plan = dataclasses.replace(
             plan,
             blocks=tuple(
@@ -545,8 +545,8 @@ def plan_memory(
         >>> with plan.apply():
         ...     model(x).sum().backward()
     """
-    options = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost, "chunks": chunks}
+    options = PlanOptions(blocks, total, margin, tolerance, cost, chunks, dry_run)
     ranks = Ranks(group)
     # The self-check takes time in the steps that are measured.
     with ranks.together(), set_self_check(False), shown("plan_memory", progress):
-        return plan_of(searched(model, step, memory_budget, ranks, **options, dry_run=dry_run))
+        return plan_of(searched(model, step, memory_budget, ranks, options))

@@ -16,11 +16,11 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from ckpt_hooks._core.call_sites import objects_of
 from ckpt_hooks._core.descriptions import describe_tensor
 from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._torch.pytree import tree_map_only
 from ckpt_hooks.device_states import get_device_states, set_device_states
 from ckpt_hooks.errors import CheckpointError
 

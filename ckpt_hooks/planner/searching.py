@@ -11,7 +11,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -46,30 +46,31 @@ MOST_MEASURED = _CORRECTIONS + 2
 _SPREAD = 0.5  # of the seconds of operators: with more they say less than operations
 
 
+class PlanOptions(NamedTuple):
+    """Options of :func:`ckpt_hooks.plan_memory`."""
+
+    blocks: Any = None
+    total: bool = False
+    margin: float = 0.0
+    tolerance: float = 0.01
+    cost: str | None = None
+    chunks: Any = None
+    dry_run: bool = False
+
+
 def searched(
-    model: Module,
-    step: Callable[[Module], Any],
-    memory_budget: Budget,
-    ranks: Ranks,
-    *,
-    blocks: Any = None,
-    total: bool = False,
-    margin: float = 0.0,
-    tolerance: float = 0.01,
-    cost: str | None = None,
-    chunks: Any = None,
-    dry_run: bool = False,
+    model: Module, step: Callable[[Module], Any], memory_budget: Budget, ranks: Ranks, options: PlanOptions
 ) -> PlanData:
     """Returns the plan that fits; all ranks call it together."""
+    blocks, total, margin, tolerance, cost, chunks, dry_run = options
     if checked_flag(dry_run, "dry_run"):
         for value, name, wanted in ((memory_budget, "memory_budget", "auto"), (cost, "cost", "seconds")):
             if value == wanted:
                 advice = f"A dry run measures no device and no time: leave out dry_run, or pass another {name}."
                 raise wrong(value, name, "one that fake tensors have", advice, ValueError)
-        options: dict[str, Any] = {"blocks": blocks, "total": total, "margin": margin, "tolerance": tolerance}
         check_model(model, is_dry=True)
         with dry(model):
-            plan = searched(model, step, memory_budget, ranks, cost=cost, chunks=chunks, **options)
+            plan = searched(model, step, memory_budget, ranks, options._replace(dry_run=False))
         return dataclasses.replace(plan, is_measured=False, predicted_peak=plan.measured_peak)
     # All arguments are checked before the first profile.
     if memory_budget != "auto":
@@ -90,23 +91,22 @@ def searched(
     base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     most = 2 * len(chunkings) + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
-        common: dict[str, Any] = {"margin": margin, "device": device, "base": ranks.most(base)}
+        terms = SearchTerms(None, margin, device, ranks.most(base))
         check_chunked(selected or (), {cut.name for cut in chunkings[-1] if cut.chunks > 1 and not cut.is_attribute})
         names = selected or ranks.first(lambda: blocks_of(model, {cut.name for cut in chunkings[0]}))
         around = with_spans_around(names) if selected is None else []
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         ranks.agree({f"block {name!r}": [*map(kinds.get, ends_of(name))] for name in names})
         searches: list[Search] = []
-        per_second: float | None = None
         for chunking in chunkings:
             parts = profiled(model, step, names, chunking, is_selected=selected is not None)
             if not searches:
-                per_second = cost_per_second(ranks, parts[0], cost, device)
-            searches.append(Search(ranks, per_second, *parts, chunks=chunking, **common))
+                terms = terms._replace(per_second=cost_per_second(ranks, parts[0], cost, device))
+            searches.append(Search(ranks, terms, *parts, chunks=chunking))
             # There are none around layers that are called in another order.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking)) if around else None
             if nested is not None:
-                spans = Search(ranks, per_second, *nested, chunks=chunking, **common)
+                spans = Search(ranks, terms, *nested, chunks=chunking)
                 if spans.least < searches[-1].least:
                     searches.append(spans)
         searches[0].others = searches[1:]
@@ -270,30 +270,38 @@ def _shared(ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes
     return {name: tuple(dict.fromkeys(itertools.chain(*(of_rank[name] for of_rank in others)))) for name in shapes}
 
 
+class SearchTerms(NamedTuple):
+    """What plans cost, and may take."""
+
+    per_second: float | None  # the cost of a second; None for costs by operations
+    margin: float
+    device: torch.device | None = None
+    base: int = 0  # bytes in use before a step, where the budget counts them
+
+
 class Search:
     """A profiled step, from which plans of any budget are made: for all ranks, each of which has a profile of its own."""
 
     def __init__(
         self,
         ranks: Ranks,
-        per_second: float | None,
+        terms: SearchTerms,
         profile: Profile,
         blocks: Blocks,
         shapes: Mapping[str, Iterable[Shapes]],
         *,
-        margin: float,
         chunks: Chunking = (),
-        device: torch.device | None = None,
-        base: int = 0,
         may_call_again: bool = True,
     ) -> None:
-        self.ranks, self.profile, self._per_second = ranks, profile, per_second  # the cost of a second; None for operations
+        self.ranks, self.profile = ranks, profile
+        per_second, self._margin, self._device, self._base = terms
+        self._per_second = per_second
         self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
         self._shapes = _shared(ranks, profile, shapes)
         if per_second is not None:
             profile.cost_by_seconds(per_second)
         self.natural = natural_ends(profile)
-        self._blocks, self._margin, self._chunks, self._base, self._device = blocks, margin, chunks, base, device
+        self._blocks, self._chunks = blocks, chunks
         # In a dry run there are no values to tell whether a block that is called again gives the same.
         self._solve(may_call_again and dry_mode.get() is None)
         self._is_checked = False  # whether blocks that are called again gave the same

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from ckpt_hooks._core.call_sites import called_modules, site_of
 from ckpt_hooks._core.descriptions import format_path
@@ -23,6 +22,7 @@ from ckpt_hooks._core.packed import KeptTensor
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, packed_of, saved_in, sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
+from ckpt_hooks._torch.pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 
 from .entries import NOWHERE, Origin, Residual

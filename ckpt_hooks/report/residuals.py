@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.events import observe
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import Misuse, check_is
+from ckpt_hooks._torch.pytree import tree_leaves
 
 from .entries import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 from .graph import ForwardNotes, GraphReader, OperatorNotes
