@@ -42,13 +42,7 @@ if _TYPE_CHECKING:
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing, span
     from .planner import estimate_memory, plan_memory
     from .policies import CheckpointPolicy, SelectiveCheckpointContext
-    from .report import (
-        memory_ledger,
-        print_saved_residuals,
-        saved_residuals,
-        saved_tensors_report,
-        trace,
-    )
+    from .report import memory_ledger, print_saved_residuals, saved_residuals, saved_tensors_report, trace
     from .report.debug import set_checkpoint_debug_enabled
 
 __version__ = "0.1.0"

@@ -153,11 +153,7 @@ SWITCHES: tuple[Switch, ...] = (
     _variable(_einsum.m, "strategy", "backends.opt_einsum._set_strategy"),
     _variable(torch.backends.mha, "_is_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
     _guarded(torch.get_default_dtype, torch.set_default_dtype, "_set_default_dtype", "_set_default_tensor_type"),
-    _guarded(
-        private.read_deterministic,
-        private.write_deterministic,
-        "_set_deterministic_algorithms",
-    ),
+    _guarded(private.read_deterministic, private.write_deterministic, "_set_deterministic_algorithms"),
     _guarded(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "set_autocast_cache_enabled"),
     _guarded(
         lambda: _read_either(private.read_matmul_precision, lambda: None),

@@ -19,16 +19,7 @@ from ckpt_hooks._torch.autograd import graph_task_id
 
 from .call_sites import module_in_call, site_of
 from .descriptions import RegionPath, format_path
-from .holdings import (
-    Holding,
-    Reason,
-    Saved,
-    address_of,
-    number_of,
-    size_of,
-    storage_and_size,
-    tell_when_freed,
-)
+from .holdings import Holding, Reason, Saved, address_of, number_of, size_of, storage_and_size, tell_when_freed
 from .packed import KeptTensor, tracked
 from .settings import current_settings, override
 

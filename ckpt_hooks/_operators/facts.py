@@ -295,8 +295,11 @@ class OpFacts:
         # A replay may call it with tensors by position alone, and takes its results as they come.
         self.is_plain = not (self.lists or self.written or self.is_inplace_view or self.has_shape_from_data)
         self.looks_at_grad = aten and self.name in LOOKS_AT_GRAD
-        # It only takes tensors by position and returns tensors.
-        self.is_fast = self.is_trusted and not (
+        self.is_fast = self._is_fast(is_aten=aten)
+
+    def _is_fast(self, *, is_aten: bool) -> bool:
+        """Whether it only takes tensors by position and returns tensors."""
+        return self.is_trusted and not (
             self.is_opaque
             or self.has_effect
             or self.has_shape_from_data
@@ -308,7 +311,7 @@ class OpFacts:
             or self.is_like
             or self.is_inplace_view
             or self.is_silent
-            or (self.looks_at_switches and not aten)
+            or (self.looks_at_switches and not is_aten)
         )
 
     def as_functional(self) -> OpFacts:

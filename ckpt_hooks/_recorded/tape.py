@@ -34,19 +34,7 @@ from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions, SelectiveCheckpointContext
 
-from .values import (
-    ANEW,
-    Op,
-    Store,
-    Surroundings,
-    Tables,
-    Value,
-    alias_of,
-    counter_in,
-    flatten,
-    new_store,
-    new_value,
-)
+from .values import ANEW, Op, Store, Surroundings, Tables, Value, alias_of, counter_in, flatten, new_store, new_value
 
 _weakref = weakref.ref
 
@@ -394,12 +382,7 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def op_of(
-    tape: Tape,
-    facts: OpFacts,
-    args: Any,
-    kwargs: Any,
-    overwritten: frozenset[int] = frozenset(),
-    unread: Sequence[int] = (),
+    tape: Tape, facts: OpFacts, args: Any, kwargs: Any, overwritten: frozenset[int] = frozenset(), unread: Sequence[int] = ()
 ) -> tuple[Op, list[Value]]:
     """Returns an operator about to run, with values in place of tensors, and the values."""
     values: list[Value] = []

@@ -237,12 +237,7 @@ class Offloaded:
     )
 
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        transfers: Transfers,
-        batch: Batch,
-        stream: Any = None,
-        max_stash_size: int = MAX_STASH_SIZE,
+        self, tensor: torch.Tensor, transfers: Transfers, batch: Batch, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
     ) -> None:
         self.batch = batch
         # Its users, if several. Each takes it once in a backward, and all share a single fetch.

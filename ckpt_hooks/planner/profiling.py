@@ -506,15 +506,7 @@ class _Reader:
         at = len(entry.ops)
         for value in makes:
             entry.maker[value] = at
-        op = OpRun(
-            operator.name,
-            run,
-            list(dict.fromkeys(reads)),
-            makes,
-            fresh,
-            cost_of(operator),
-            alike,
-        )
+        op = OpRun(operator.name, run, list(dict.fromkeys(reads)), makes, fresh, cost_of(operator), alike)
         op.extras = [number for number in new if number not in fresh]
         stays = sum(allocation.nbytes for allocation in self._allocations[self._first :] if allocation.freed > self._at)
         op.temporary = max(0, self._most - self._begun - stays)

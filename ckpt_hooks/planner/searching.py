@@ -142,12 +142,7 @@ def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: i
 
 
 def profiled(
-    model: Module,
-    step: Callable[[Module], Any],
-    names: Sequence[str],
-    chunking: Chunking,
-    *,
-    is_selected: bool = False,
+    model: Module, step: Callable[[Module], Any], names: Sequence[str], chunking: Chunking, *, is_selected: bool = False
 ) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]]]:
     """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
     blocks = Blocks(model, names)

@@ -8,12 +8,7 @@ from .entries import Maker, Origin, Residual
 from .ledger import MemoryLedger, memory_ledger
 from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Phase, RegionEntry
 from .ledger.pictures import Picture, compare
-from .residuals import (
-    SavedResiduals,
-    print_saved_residuals,
-    saved_residuals,
-    saved_tensors_report,
-)
+from .residuals import SavedResiduals, print_saved_residuals, saved_residuals, saved_tensors_report
 from .tracing import RegionTrace, StepTrace, Trace, trace
 
 __all__ = [

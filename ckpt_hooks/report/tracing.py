@@ -497,8 +497,7 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
         (2048, 1)
     """
     observer = Trace(
-        operators=checked_flag(operators, "operators"),
-        profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges"),
+        operators=checked_flag(operators, "operators"), profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges")
     )
     with noting_out_of_memory(observer.largest), observe(observer):
         yield observer
