@@ -129,8 +129,9 @@ def checkpoint_chunks(
         The combined results. With ``"sum"`` and ``"mean"``, a tensor or tuple of the shape of the function's result or sum.
 
     Raises:
-        TypeError: If ``x`` is not a tensor, ``check_rows`` is not a boolean, an argument is an iterator, ``function`` is a
-            generator or coroutine function, or it returns neither a tensor nor a tuple of tensors.
+        TypeError: If ``x`` is not a tensor, ``check_rows`` is not a boolean, ``chunked`` is no name or names, an argument is an
+            iterator, ``function`` is a generator or coroutine function, or it returns neither a tensor nor a tuple of tensors,
+            or with ``"mean"`` no pair.
         ValueError: If another option or a name in ``chunked`` is invalid, if a result has another number of rows than its
             slice, or other shapes to add; with ``check_rows``, if rows depend on each other.
 

@@ -52,8 +52,9 @@ class set_self_check:  # noqa: N801 -- used like a function
 
     Args:
         level: ``"error"``, the default, raises a :class:`ckpt_hooks.DeterminismError` before pass 64 of a module or function
-            and warns from then on. ``"warn"`` only warns. Each module or function warns once. False switches these comparisons
-            off, not those of ``determinism_check="values"`` and of dispatch modes.
+            and warns from then on. ``"warn"`` only warns. Each module or function warns once. Passes count anew after a change
+            of a module's flags, such as by ``train()``. False switches these comparisons off, not those of
+            ``determinism_check="values"`` and of dispatch modes.
 
     Raises:
         ValueError: If ``level`` is something else.

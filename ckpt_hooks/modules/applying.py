@@ -182,9 +182,9 @@ def apply_checkpointing(
     - when the optimizer is about to step, the plan is made; the second step is measured and may correct the plan;
     - calls of larger shapes keep nothing until a step with these shapes was profiled.
 
-    No extra step runs. All ranks of ``torch.distributed`` share one plan. Copies and pickles of a model under a budget are
-    plain models. Warns if the model's own checkpointing (Transformers, diffusers, timm) is on or gets switched on, since both
-    would recompute.
+    No extra step runs. All ranks of ``torch.distributed`` share one plan. Copies and pickles of a model under a budget run
+    plain; call :func:`remove_checkpointing` on them before another ``apply_checkpointing``. Warns if the model's own
+    checkpointing (Transformers, diffusers, timm) is on or gets switched on, since both would recompute.
 
     Args:
         model: The model.

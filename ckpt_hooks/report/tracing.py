@@ -475,7 +475,8 @@ def trace(*, operators: bool = False, profiler_ranges: bool = False) -> Iterator
     steps.
 
     Args:
-        operators: Whether to count operators, at about 20 microseconds for each.
+        operators: Whether to count operators, at some tens of microseconds for each. Without, a trace takes some tens of
+            microseconds for each tensor that a region saves.
         profiler_ranges: Whether forward and recomputes appear as ranges of ``torch.profiler``, such as
             ``"recompute of region layers.0"``.
 

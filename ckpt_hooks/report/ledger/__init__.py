@@ -301,10 +301,10 @@ def memory_ledger(step: Any = ..., /, *args: Any, **kwargs: Any) -> Any:
     rounded blocks of the caching allocator. Older memory counts as ``base_nbytes``; freeing it lowers the sum. Allocations by
     other threads of the program are not recorded, except in a backward that starts here.
 
-    A recorded step computes the same results, more slowly: each call into torch takes some microseconds more. The profiler
-    prints lines of its own (``USDT:``, "Memory block of unknown size"); ``KINETO_LOG_LEVEL=6`` and
-    ``TORCH_CPP_LOG_LEVEL=ERROR`` in the environment silence it. Compiled code is compiled once more. No tensor is kept alive.
-    In eval mode ``nn.TransformerEncoder`` does not use its fast path, so results round differently.
+    A recorded step computes the same results, more slowly: each call into torch takes some tens of microseconds more, most of
+    them at the end, when the ledger is built. The profiler prints lines of its own (``USDT:``, "Memory block of unknown size");
+    ``KINETO_LOG_LEVEL=6`` and ``TORCH_CPP_LOG_LEVEL=ERROR`` in the environment silence it. Compiled code is compiled once more.
+    No tensor is kept alive. In eval mode ``nn.TransformerEncoder`` does not use its fast path, so results round differently.
 
     Args:
         step: Runs forward and backward, and the optimizer if wanted. Its result is dropped.
