@@ -356,6 +356,7 @@ def devices_between(position: Position, other: Position, where: Where) -> set[to
 
 def moves_by_itself(devices: set[torch.device]) -> bool:
     """Whether a source of some devices moves while this thread does nothing, for a twentieth of a second at most."""
+    # Only before an error: to wait is the sole way to tell the draws of another thread.
     where = position_of_generators()
     begin = where[0], where[1]
     for _ in range(50):

@@ -124,7 +124,7 @@ def _place_of(function: Any, options: RegionOptions) -> CheckedPlace | None:
     return place_of(function, None) if is_checked else None
 
 
-#: The code of hooks that took parameters away after a forward under a policy.
+#: The code of hooks that took parameters away after a forward under a policy: of the process, for they do so in each module.
 _takers: set[Any] = set()
 _NO_HOOKS: frozenset[Any] = frozenset()
 _known_hooks: WeakKeyDictionary[torch.nn.Module, tuple[int, frozenset[Any]]] = WeakKeyDictionary()

@@ -221,6 +221,7 @@ def _tensors_and_owners_in(part: Any, seen: set[int], skipped: tuple[type, ...])
         elif hasattr(type(value), "holding"):
             seen.add(id(value))
             yield value
+        # Parts of frames are of this package; what objects of others lead to is not the frame's.
         elif type(value).__module__.startswith("ckpt_hooks.") and not isinstance(value, type):
             seen.add(id(value))
             todo += _attributes(value)

@@ -80,7 +80,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_range(self, operator: Any, args: Any) -> None:
         """Pauses the mode while FSDP gathers parameters, as marked for the profiler: a recompute finds gathered parameters."""
-        # Nothing but the name of the range tells that FSDP made it.
+        # Nothing but the name of the range tells that FSDP made it (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
         if "exit" in operator._schema.name:
             if self._ranges:
                 self._ranges -= 1

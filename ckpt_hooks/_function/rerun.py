@@ -60,7 +60,8 @@ _UNCHANGED: ChangedTensors = ()
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
     """Calls the function of a frame again; returns a value for each handle, up to the last wanted (of all if None)."""
     # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
-    # Under the frame's lock. A probe watches random draws, and is not compared with forward.
+    # Under the frame's lock. A probe watches random draws, and is not compared with forward. Not by an ``ExitStack``, which
+    # would keep an exception, and with it the region's inputs, in a cycle.
     watch = _draw_watch() if probe is None and words.has_warned and are_other_threads_alive() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
     next_hook = RemovableHandle.next_id  # a counter for all hooks of the process

@@ -220,7 +220,7 @@ class Tree:
         inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
         self._met_functions = [*map(weakref.ref, held), *inside]
         self._image, self._layouts = pointers(flat), self._layouts_of(flat)
-        if len(self.parameters) == 1:
+        if len(self.parameters) == 1:  # ``itemgetter`` of a single place returns no tuple, so it has the place twice
             self.parameters *= 2
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
 

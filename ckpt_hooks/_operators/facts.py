@@ -160,6 +160,7 @@ class Written(NamedTuple):
 
 
 class OpFacts:
+    # Read from a schema once an operator: each look at a schema takes microseconds, and recorders ask at each run.
     # A call of a custom ``autograd.Function`` is recorded as an operator, which has ``rerun`` in place of ``call``.
     is_function = False
     rerun: Callable[..., list[Any]]

@@ -61,7 +61,7 @@ class SplitReplay(Replay):
 
     @property
     def frame(self) -> Replayable:
-        """The frame, alive since a handle in use holds it."""
+        """The frame, alive since a handle in use holds it: weakly here, for the frame holds this pass."""
         frame = self._frame()
         assert frame is not None
         return frame

@@ -114,7 +114,7 @@ def plan_for(
             continue
         op, before = value.op, value.before
         assert op is not None
-        # What became of a value by a write is in an earlier storage, of which the frame around may have any view.
+        # A write may go to a storage older than the region: the frame around may hold views of it, and brings back the value.
         if (op.number if before is None else value.store.birth) <= start:
             work.crossing.append(value)
             continue

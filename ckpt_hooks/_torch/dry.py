@@ -27,7 +27,9 @@ _BLOCK = 512  # bytes, which the allocators of accelerators round up to
 
 
 class _AskedByTorch(type):
-    # Programs which ask whether a tensor is fake take another path then, as Transformers to its masks of attention.
+    # Programs which ask whether a tensor is fake take another path then, as Transformers to its masks of attention
+    # (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). Only the calling frame tells
+    # torch, which must get the true answer, from a program.
     def __instancecheck__(cls, instance: object) -> bool:
         name = sys._getframe(1).f_globals.get("__name__", "")
         return name.partition(".")[0] == "torch" and isinstance(instance, FakeTensor)
@@ -178,6 +180,7 @@ def _temporary_of(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Ten
 
 def _of_convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, is_backward: bool) -> int:
     # oneDNN copies tensors to a form in which channels lie in groups, a channel for each lane of a register, and results back.
+    # Torch tells nobody of these bytes (https://uxlfoundation.github.io/oneDNN/dev_guide_understanding_memory_formats.html).
     y, x, weight = (inputs[0], *inputs[1:3]) if is_backward else (outputs[0], *inputs[:2])
     step = x.shape[-1] / y.shape[-1]  # the stride, or a part of one where convolutions are transposed
     if max(weight.shape[2:]) == 1 and step == 1 and x.shape[0] < 16 and torch.get_num_threads() == 1:

@@ -93,7 +93,8 @@ _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 def divert_functions(find: _Find, unseen: _Unseen, shared: _Unseen, missed: Callable[[Any], None]) -> None:
     """Diverts calls of custom functions to ``find``, and methods which write by a Python function or share memory."""
     global _find, _missed
-    # ``missed`` is told of each function which saves tensors, called in whatever way.
+    # ``missed`` is told of each function which saves tensors, called in whatever way. For the whole process: no hook or mode
+    # sees such calls (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py).
     _find, _missed = find, missed
     base: Any = torch.autograd.Function if IS_BOUND_EARLY else _SingleLevelFunction
     base.apply = _Apply()

@@ -128,7 +128,7 @@ class StepReader:
         for row in rows:
             if row.mark is not None:
                 self._row, around = row, self._opened[-1]
-                getattr(self, row.mark.event)(*row.mark.args)
+                getattr(self, row.mark.event)(*row.mark.args)  # the profiler keeps text alone
                 if self._opened[-1] is not around and row.mark.sequence is not None:
                     self._numbers.append(row.mark.sequence)
                     self._makers.append(self._opened[-1])
