@@ -160,7 +160,7 @@ class _Leave(functools.partial[None]):
 class _Exit:
     """The ``__exit__`` of regions: a new object for each entry."""
 
-    # Dynamo takes ``__exit__.__func__`` (``torch/_dynamo/variables/ctx_manager.py``), so the object passes for a function. 2.15.
+    # Dynamo takes ``__exit__.__func__`` (``torch/_dynamo/variables/ctx_manager.py``), so the object passes for one. 2.15.
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
