@@ -156,8 +156,14 @@ def options_from(options: RegionOptions = DEFAULT_OPTIONS, /, **given: Any) -> R
         option = OPTIONS[name]
         if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
             values[option.field or name] = option.check(value, name)
-    # Not a new object: Dynamo knows where a check stands that options have, and none that is the default of a class.
-    return dataclasses.replace(options, **values) if values else options
+    if not values:
+        return options
+    # Dynamo knows where a check stands that options have, and none that is the default of a class.
+    if torch.compiler.is_dynamo_compiling():
+        return dataclasses.replace(options, **values)
+    replaced = object.__new__(RegionOptions)  # in a tenth of the time, for regions that are made anew in each step
+    vars(replaced).update(vars(options), **values)
+    return replaced
 
 
 _warned: set[tuple[str, str]] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -105,3 +106,12 @@ def test_options_of_frames_have_the_defaults_of_the_table():
     fields = {name: option for name, option in OPTIONS.items() if option.check and name != "policy"}  # None is no policy
     checked = {option.field or name: option.check(option.default, name) for name, option in fields.items()}
     assert vars(RegionOptions()) == {**checked, "policy": None}
+
+
+def test_options_made_quickly_are_those_of_the_class():
+    """As Dynamo makes them, which follows no ``object.__new__``."""
+    made = options_from(RegionOptions(name="block"), debug=True, offload_inputs=True, split_backward=False)
+    assert made == dataclasses.replace(RegionOptions(), name="block", debug=True, offload_from=made.offload_from)
+    assert list(vars(made)) == [field.name for field in dataclasses.fields(RegionOptions)]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.debug = False
