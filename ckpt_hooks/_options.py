@@ -145,6 +145,14 @@ class RegionOptions:
     split_backward: bool = False
     replay_whole: bool | None = None  # None to go by the bytes that a recorded region saved
 
+    def replaced(self, **fields: Any) -> RegionOptions:
+        # Dynamo knows where a check stands that options have, and none that is the default of a class.
+        if torch.compiler.is_dynamo_compiling():
+            return dataclasses.replace(self, **fields)
+        options = object.__new__(RegionOptions)  # in a tenth of the time, for regions that are made anew in each step
+        vars(options).update(vars(self), **fields)
+        return options
+
 
 DEFAULT_OPTIONS = RegionOptions()
 
@@ -156,14 +164,7 @@ def options_from(options: RegionOptions = DEFAULT_OPTIONS, /, **given: Any) -> R
         option = OPTIONS[name]
         if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
             values[option.field or name] = option.check(value, name)
-    if not values:
-        return options
-    # Dynamo knows where a check stands that options have, and none that is the default of a class.
-    if torch.compiler.is_dynamo_compiling():
-        return dataclasses.replace(options, **values)
-    replaced = object.__new__(RegionOptions)  # in a tenth of the time, for regions that are made anew in each step
-    vars(replaced).update(vars(options), **values)
-    return replaced
+    return options.replaced(**values) if values else options
 
 
 _warned: set[tuple[str, str]] = set()

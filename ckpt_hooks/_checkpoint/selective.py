@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -81,9 +80,9 @@ def contexts_with(policy: Policy, context_fn: Callable[[], ContextPair] = noop_c
     return own if context_fn is noop_context_fn else both(own, own_contexts(call_context_fn(context_fn)))
 
 
-def policy_among(given: ContextPair) -> tuple[Policy | None, ContextPair | None]:
+def policy_among(pair: ContextPair) -> tuple[Policy | None, ContextPair | None]:
     """Returns the policy whose contexts these are, and no contexts; or no policy, and the contexts to enter."""
-    contexts: Any = own_contexts(given)
+    contexts: Any = own_contexts(pair)
     return (contexts[0].policy, None) if type(contexts[0]) is PolicyContext else (None, contexts)
 
 
@@ -97,7 +96,7 @@ def with_contexts(options: RegionOptions, context_fn: Callable[[], ContextPair])
             "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
             "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."
         )
-    return dataclasses.replace(options, policy=policy), None
+    return options.replaced(policy=policy), None
 
 
 def frame_under_policy(
@@ -182,8 +181,8 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
     if type(forward) is PolicyContext and forward.is_before(recompute):
         return contexts
     if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
-        # Torch's contexts reuse outputs by how often an operator ran before, and know nothing of restored buffers, streams or
-        # a second backward.
+        # Torch's contexts reuse outputs by how often an operator ran before, and know nothing of restored buffers, random
+        # sources or a second backward.
         return create_selective_checkpoint_contexts(forward.policy_fn)
     for context in contexts:
         if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):

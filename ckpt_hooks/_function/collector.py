@@ -70,7 +70,7 @@ class Collector:
         self.marks: list[RegionMark] = []
         self._lent: set[int] = set()  # numbers of tensors with other memory during the rerun
         self._exchanged: frozenset[int | None] = frozenset()  # storages with another content
-        # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.
+        # The devices whose generators have moved otherwise than in forward, maybe by another thread's draws.
         self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
         self.last = -1  # the number of the last tensor wanted

@@ -139,7 +139,7 @@ class FunctionFrame(Frame):
     unpack = staticmethod(unpack)
     passes: dict[int, Pass]
 
-    # Set when forward begins: random streams, switches and the like, and context variables.
+    # Set when forward begins: random sources, switches and the like, and context variables.
     ambient: _ambient.Ambient
     variables: Sequence[tuple[ContextVar[Any], Any, Any]]
 
@@ -157,7 +157,7 @@ class FunctionFrame(Frame):
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
         if settings is not DEFAULTS and settings.early_stop is not None:
-            options = dataclasses.replace(options, early_stop=settings.early_stop)
+            options = options.replaced(early_stop=settings.early_stop)
         parent, observers = stack.innermost, settings.observers
         name = options.name or name_of_function(function)
         Frame.__init__(self, name, parent, observers, module_of(function) if observers else None)
@@ -175,7 +175,7 @@ class FunctionFrame(Frame):
         self.numbers: list[int] = []
         # Metadata of each packed tensor, compared on recompute; of kept tensors, the metadata of MISSING.
         self.facts: list[Any] = []
-        # How far random streams had moved, by the indices of packed tensors before which they had; at index -1 where they
+        # How far random sources had moved, by the indices of packed tensors before which they had; at index -1 where they
         # began. None where a rerun draws anew.
         self.positions: dict[int, Position] | None = None
         self.fingerprints: Sequence[Any] = ()  # of values; empty if values are not compared
@@ -258,7 +258,7 @@ class FunctionFrame(Frame):
         elif modes and check.fingerprint is None and check is not NOTHING:
             check = check_of("values")
         if check is not self.options.check:
-            self.options = dataclasses.replace(self.options, check=check)
+            self.options = self.options.replaced(check=check)
         self.modes = None if check.fingerprint is None else modes
 
     def _sample(self, place: CheckedPlace) -> None:
@@ -266,7 +266,7 @@ class FunctionFrame(Frame):
         from ckpt_hooks._tensors.samples import Sampled, sample_of
 
         self.sampled = Sampled(place)
-        self.options = dataclasses.replace(self.options, check=dataclasses.replace(self.options.check, fingerprint=sample_of))
+        self.options = self.options.replaced(check=dataclasses.replace(self.options.check, fingerprint=sample_of))
 
     @skipped
     def _open(self) -> None:

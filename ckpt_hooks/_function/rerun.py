@@ -159,7 +159,7 @@ def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrow
     from ckpt_hooks._ambient.tracking import hold_sources, shared_sources_lock
     from ckpt_hooks._operators.draws import OwnDraws
 
-    with ExitStack() as undone:  # with explicit streams, or beside another recompute with the generators
+    with ExitStack() as undone:  # with explicit sources, or beside another recompute with the generators
         if ambient.has_sources:
             undone.enter_context(shared_sources_lock)
         undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=borrows))
@@ -225,7 +225,7 @@ def _is_at_fault(error: Exception, frame: Any, *, is_called: bool) -> bool:
 
 
 def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torch.device], watch: DrawWatch | None) -> None:
-    """Raises unless another thread has moved the streams of some devices, from which this function does not draw."""
+    """Raises unless another thread has moved the generators of some devices, from which this function does not draw."""
     region, is_proven, group = format_path(frame.path), watch is not None, torch.distributed
     if watch is None:
         # One more rerun on this rank alone would run the region's collectives without the other ranks.

@@ -324,7 +324,7 @@ class OwnDraws(QuietDispatchMode):
         super().__init__()
         cpu, devices, _ = captured
         self._begin = {} if cpu is None else {id(torch.default_generator): cpu}
-        self._begin |= {id(stream.generator): state for stream, state in devices}
+        self._begin |= {id(source.generator): state for source, state in devices}
         self._generators: dict[int, torch.Generator] = {}
 
     def generator_for(self, generator: torch.Generator) -> torch.Generator:

@@ -285,7 +285,7 @@ class OpFacts:
         self.is_routing = _is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
         self.is_repeatable = self.name in REPEATABLE
-        # Random streams and the world are the same without it.
+        # Random sources and the world are the same without it.
         self.may_be_left_out = not (
             schema is None
             or kind is OpKind.RANDOM

@@ -24,6 +24,7 @@ from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, gr
 from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._operators.operator_log import watch_forward
+from ckpt_hooks._options import RegionOptions
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._tensors.samples import Sampled
 from ckpt_hooks._tensors.transfers import hooks_for_inputs
@@ -189,7 +190,7 @@ class RecordedFrame(Replayable):
     def __init__(
         self,
         name: str,
-        options: Any,
+        options: RegionOptions,
         *,
         place: CheckedPlace | None = None,
         around_replays: AbstractContextManager[Any] | None = None,

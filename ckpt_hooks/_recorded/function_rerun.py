@@ -77,7 +77,7 @@ class _DrawsAgain(QuietDispatchMode):
         except StopIteration:
             raise self._facts.error(self._frame, "fewer random draws", f"another draw by {func}") from None
         if state is None or (self._facts.sources is not None and device_of(args, kwargs).type != "cpu"):
-            return func(*args, **kwargs)  # on a device whose stream is where forward's was
+            return func(*args, **kwargs)  # on a device whose random source is where forward's was
         return draw_again(func, list(args), kwargs, state)
 
 

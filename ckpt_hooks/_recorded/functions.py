@@ -104,7 +104,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def read_sources() -> random.RandomStates:
-    """Returns the states of random streams other than the CPU's, whose draws are noted call by call."""
+    """Returns the states of random sources other than the CPU's, whose draws are noted call by call."""
     return None, random.read_devices(), tuple((source, source.read()) for source in random.TRACKED)
 
 

@@ -119,12 +119,11 @@ _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nestin
 is_mapped: Callable[[], bool] = partial(_is_included, torch._C._dispatch_key_parse("VmapMode"))
 
 
-def suspend_transforms() -> tuple[list[object], int] | None:
-    """Takes every ``torch.func`` transform, and every map over gradients, off this thread; None without any."""
+def suspend_transforms() -> tuple[list[object], int]:
+    """Takes every ``torch.func`` transform, and every map over gradients, off this thread."""
+    # Its callers ask first whether there are any, without a call of Python.
     # The rerun of a region runs outside of transforms, as forward did, although backward may run under one:
     # ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
-    if not (is_mapped() or is_any_transform_active()):
-        return None
     level = _enter_batched_grads() - 1
     for _ in range(level + 1):
         _leave_batched_grads()

@@ -98,7 +98,7 @@ class TorchPatch(OfThisProcess):
             if context_fn is not _TORCHS_NOOP and context_fn is not noop_context_fn:
                 policy, contexts = self._contexts(context_fn)
             if policy is not None:
-                options = dataclasses.replace(options, policy=policy)
+                options = options.replaced(policy=policy)
             frame = frame_of_call(function, args, kwargs, options, contexts, _settings())
             frame.__enter__()
             try:

@@ -1,4 +1,4 @@
-"""Running a step and leaving everything as it was: tensors, what trains, attributes, random streams; on fake tensors too."""
+"""Running a step and leaving everything as it was: tensors, what trains, attributes, random sources; on fake tensors too."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def as_before(model: Module) -> Iterator[None]:
 
 
 class StateBeforeStep:
-    """What a step may change, as it is before: a model, what trains the model, and random streams."""
+    """What a step may change, as it is before: a model, what trains the model, and random sources."""
 
     # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
-    # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random streams.
+    # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random sources.
     # Optimizer state that was made since is removed. Copies lie on the host. With ``is_late``, parameters and optimizer state
     # are copied by ``copy_for`` alone.
 
@@ -210,7 +210,7 @@ def trainers_of(model: Module) -> list[Any]:
 
 
 class _RandomStates:
-    """Random streams: of the host, of the devices of a model, of Python, and of NumPy if it is there."""
+    """Random sources: of the host, of the devices of a model, of Python, and of NumPy if it is there."""
 
     def __init__(self, model: Module) -> None:
         self._host = torch.get_rng_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import weakref
@@ -12,6 +13,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from ckpt_hooks import checkpoint, checkpoint_region, set_self_check
+from ckpt_hooks._core.frame import packed_in
+from ckpt_hooks._torch.autograd import packed_of, saved_in
 from ckpt_hooks.policies import offload_ops
 from ckpt_hooks.report import trace
 from tests.fake_device import fake_device
@@ -289,3 +292,34 @@ def test_traces_nest_and_end():
             run_function(leaf(3))
     run_function(leaf(3))
     assert (len(outer.steps[0].regions), len(inner.steps[0].regions)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("run", "traced", "kinds"),
+    [
+        (run_function, False, {"KeptTensor", "CallHandle"}),
+        (run_function, True, {"TrackedTensor", "WatchedCallHandle"}),
+        (run_recorded, False, {"KeptTensor", "TrackedTensor", "TapeHandle"}),  # tracked: a tensor from outside
+        (run_recorded, True, {"TrackedTensor", "TapeHandle"}),
+    ],
+)
+def test_what_the_graph_holds_unpacks_as_its_hook_does(run, traced, kinds):
+    """Kept tensors, and handles of either kind of region: each tells what it is without a recompute."""
+    x = leaf(3)
+    with trace() if traced else contextlib.nullcontext():
+        y = run(x * 2).sum() + run(x).sum()
+    todo, met, found = [y.grad_fn], set(), []
+    while todo:
+        node = todo.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        todo += [after for after, _ in node.next_functions]
+        found += [(saved, packed) for saved in saved_in(node) if (packed := packed_in(packed_of(saved))) is not None]
+    assert {type(packed).__name__ for _, packed in found} == kinds
+    for saved, packed in found:
+        described = packed.describe()
+        unpacked = packed.unpack()
+        assert torch.equal(unpacked, saved.unpack_hook(saved.data))
+        assert described.dtype in (None, unpacked.dtype)
+        assert described.region == ("block",)
