@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ckpt_hooks._function import contents, trees
 from ckpt_hooks._recorded import functions
+from ckpt_hooks._state import contents, trees
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.transfers import Transfers
 from tests.measure import as_library

@@ -234,11 +234,11 @@ class Moving(nn.Module):
         ("_ambient/random.py:leave", torch.float32),
         ("_ambient/switches.py:is_set", torch.float64),
         ("_ambient/switches.py:write", torch.float64),
-        ("_function/journal.py:_fill", torch.float32),
-        ("_function/journal.py:_put_back", torch.float32),
-        ("_function/contents.py:rewind", torch.float32),
-        ("_function/contents.py:restore", torch.float32),
-        ("_function/places.py:_put_cells", torch.float32),
+        ("_state/journal.py:_fill", torch.float32),
+        ("_state/journal.py:_put_back", torch.float32),
+        ("_state/contents.py:rewind", torch.float32),
+        ("_state/contents.py:restore", torch.float32),
+        ("_state/places.py:_put_cells", torch.float32),
     ],
 )
 def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within, dtype):

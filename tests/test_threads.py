@@ -9,7 +9,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
-from ckpt_hooks._function import journal
+from ckpt_hooks._state import journal
 from tests.measure import Calls, Log, Table, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")

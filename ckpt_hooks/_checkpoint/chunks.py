@@ -27,9 +27,9 @@ from ckpt_hooks._core.misuse import (
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._function.contexts import noop_context_fn
-from ckpt_hooks._function.journal import JournalLoan, journal_of
 from ckpt_hooks._operators.draws import DrawWatch
 from ckpt_hooks._options import DEFAULT_OPTIONS, Form, check_swallowed, options_of
+from ckpt_hooks._state.journal import JournalLoan, journal_of
 from ckpt_hooks._torch.compiling import skipped
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried

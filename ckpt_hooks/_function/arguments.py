@@ -18,7 +18,9 @@ from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
 from ckpt_hooks._core.mutation import GONE, Why, fused_steps, mutated, stepped_since
-from ckpt_hooks._tensors.containers import Capture, build
+from ckpt_hooks._state.containers import Capture, build
+from ckpt_hooks._state.journal import JournalLoan
+from ckpt_hooks._state.notes import Memory
 from ckpt_hooks._tensors.copies import Base, alias_with_history, as_kind, as_view, base_of, is_dense, is_theirs, restore_layout
 from ckpt_hooks._torch.autograd import (
     SavedTensor,
@@ -30,9 +32,6 @@ from ckpt_hooks._torch.autograd import (
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, handles_operators, storage_of, version_of
-
-from .journal import JournalLoan
-from .notes import Memory
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]

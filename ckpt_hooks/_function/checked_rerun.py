@@ -12,11 +12,11 @@ from ckpt_hooks._core.call_sites import name_in_models, place_in_words, place_of
 from ckpt_hooks._core.descriptions import describe_kind, format_path
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._operators.facts import NORMALIZES_BY_BATCH, REPEATABLE, UNINITIALIZED, OpFacts, facts_of
-from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._state.journal import JournalLoan
+from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.tensors import storage_of, version_of
 from ckpt_hooks.errors import MutationError
 
-from .journal import JournalLoan
 from .words import name_of_tensor
 
 #: Operators of ATen that leave memory of their results unfilled.

@@ -26,6 +26,7 @@ from ckpt_hooks._core.hooks import StopRecompute
 from ckpt_hooks._core.modes import only_quiet_modes, unrecorded
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
+from ckpt_hooks._state.journal import JournalLoan
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.compiling import skipped
@@ -34,7 +35,6 @@ from ckpt_hooks._torch.modes import FAKE, num_function_modes
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError, MutationError
 
-from .journal import JournalLoan
 from .words import draws_error, name_of_tensor
 
 PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]

@@ -34,6 +34,9 @@ from ckpt_hooks._core.self_check import settings as self_check
 from ckpt_hooks._core.settings import DEFAULTS, Settings
 from ckpt_hooks._function.contexts import ContextPair, suppressed_error, telling_operators, under_modes
 from ckpt_hooks._options import NOTHING, RegionOptions, check_of
+from ckpt_hooks._state.journal import Journal, journal_of
+from ckpt_hooks._state.trees import Tree
+from ckpt_hooks._state.walk import variables_in
 from ckpt_hooks._torch.autograd import (
     graph_exec_group,
     graph_task_id,
@@ -50,10 +53,7 @@ from ckpt_hooks.errors import DeterminismError, InternalError
 
 from .arguments import Arguments
 from .collector import ends_small
-from .journal import Journal, journal_of
-from .reach import variables_in
 from .rerun import rerun
-from .trees import Tree
 from .words import name_of_tensor, uninitialized
 
 # The result of ``getrefcount`` for a number held by a list of numbers alone.

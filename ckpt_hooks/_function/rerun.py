@@ -28,6 +28,8 @@ from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, StopRecompute, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, reusable, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._state.journal import JournalLoan
+from ckpt_hooks._state.notes import Note
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
 from ckpt_hooks._torch.modes import (
     is_any_transform_active,
@@ -42,9 +44,7 @@ from . import words
 from .arguments import HandedOut, Hooks, put_hooks_back
 from .collector import Collector, PackHook
 from .compare import result_of
-from .contents import WatchReads
-from .journal import JournalLoan
-from .notes import Note
+from .reads import WatchReads
 from .words import blame, draws_error, explain_failure, warn_of_drawing_thread
 
 if TYPE_CHECKING:

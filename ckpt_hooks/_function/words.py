@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._state.walk import walk_from
 from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
-
-from .reach import walk_from
 
 #: The causes of reruns which differ from forward.
 CAUSES = (

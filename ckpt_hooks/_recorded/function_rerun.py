@@ -27,7 +27,7 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import ReplacedGenerators, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of
-from ckpt_hooks._tensors.containers import ATOMS, build, builtin_of, slots_of
+from ckpt_hooks._state.containers import ATOMS, build, builtin_of, slots_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks._torch.tensors import storage_of, version_of

@@ -31,8 +31,9 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.packed import FunctionTapeHandle, TapeHandle
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, Written
-from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt, instances_in
+from ckpt_hooks._state.containers import ATOMS, Capture, TensorAt
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of, is_dense
+from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import APPLY_CODE
 from ckpt_hooks._torch.modes import FAKE

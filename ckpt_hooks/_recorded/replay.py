@@ -32,9 +32,9 @@ from ckpt_hooks._core.modes import pause_modes, resume_modes, reusable
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._operators.draws import InSeries, ReplacedGenerators, draw_again, draw_anew
 from ckpt_hooks._operators.operator_log import watch_replay
-from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
+from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._tensors.refilling import FilledMemory, Owner, borrow, give_back, is_lent
 from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import (

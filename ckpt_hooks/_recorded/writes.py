@@ -26,9 +26,9 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._operators.draws import device_of
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of_code
-from ckpt_hooks._tensors.containers import instances_in, tensors_in
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, Lost
+from ckpt_hooks._tensors.nested import instances_in, tensors_in
 from ckpt_hooks._torch.autograd import Hooks
 from ckpt_hooks._torch.tensors import counted_detach, storage_address, storage_of
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE

@@ -26,7 +26,7 @@ from ckpt_hooks._torch.tensors import (
     storage_of,
 )
 
-from .containers import replaced_in
+from .nested import replaced_in
 
 #: Types of tensors without a subclass's behaviour.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

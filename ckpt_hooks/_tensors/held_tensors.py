@@ -29,8 +29,8 @@ from ckpt_hooks._torch.tensors import (
 )
 from ckpt_hooks.errors import MutationError
 
-from .containers import instances_in
 from .copies import Clones, copy_in, layout_of, stand_in_for
+from .nested import instances_in
 from .refilling import RefillSource
 from .transfers import Batch, Moved, Transfers
 

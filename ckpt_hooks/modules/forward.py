@@ -22,8 +22,8 @@ from ckpt_hooks._checkpoint.region import checkpoint_region
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import checked_flag, unknown_error
-from ckpt_hooks._function.places import class_attribute
 from ckpt_hooks._options import Form, options_of
+from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks._torch.compiling import skipped
 
 #: In Transformers, since 4.35, and in diffusers: the attribute of a module that holds the function.

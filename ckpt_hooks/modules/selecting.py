@@ -13,8 +13,8 @@ from torch.nn import Module, ModuleList
 from ckpt_hooks._core.call_sites import name_expression
 from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, checked_integer, wrong
-from ckpt_hooks._function.places import class_attribute
 from ckpt_hooks._options import is_policy
+from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks.report.entries import name_pattern
 
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.

@@ -15,7 +15,7 @@ from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.misuse import Misuse, wrong
 from ckpt_hooks._core.modes import users_modes
-from ckpt_hooks._function.places import class_attribute
+from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 

@@ -23,7 +23,7 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.misuse import check_is, checked_part
 from ckpt_hooks._core.settings import current_settings, override
-from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import giving_way, is_profiling
 from ckpt_hooks.errors import CheckpointError

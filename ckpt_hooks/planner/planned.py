@@ -19,7 +19,7 @@ from ckpt_hooks._checkpoint.region import checkpoint_region
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
 from ckpt_hooks._core.misuse import check_is, unknown_error, wrong
-from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_for

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_hooks._core.call_sites import objects_of
 from ckpt_hooks._core.descriptions import describe_tensor
-from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.pytree import tree_map_only
 from ckpt_hooks.device_states import get_device_states, set_device_states
 from ckpt_hooks.errors import CheckpointError

@@ -21,7 +21,7 @@ from ckpt_hooks._core.misuse import check_signature
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._operators.facts import OpFacts, OpKind, facts_of
-from ckpt_hooks._tensors.containers import tensors_in
+from ckpt_hooks._tensors.nested import tensors_in
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.tensors import inner_tensors, storage_of
 

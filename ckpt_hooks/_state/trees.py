@@ -27,7 +27,7 @@ from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass, storage_add
 from .contents import WRITES, Group, is_small_on_host
 from .notes import Held, Note, TensorNote, Use, filled, notes_in
 from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, Content, Part, class_attribute, put_nothing
-from .reach import LEVELS, Walk, has_state, is_internal, modules_of, named_functions
+from .walk import LEVELS, Walk, has_state, is_internal, modules_of, named_functions
 
 #: Without the dictionaries which list a hook of another dictionary again.
 _LOOKED_AT = [name for name in DICTS if not name.endswith(("_with_kwargs", "_always_called"))]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._tensors.containers import new_frozen
 from ckpt_hooks._tensors.copies import (
     PLAIN,
     Layout,
@@ -45,6 +44,7 @@ from ckpt_hooks._torch.tensors import (
     weak_storage,
 )
 
+from .containers import new_frozen
 from .places import Content, Part, keys_of, new, num_same, same
 
 #: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._tensors.containers import builtin_of, slots_of
+from .containers import builtin_of, slots_of
 
 #: Stands for the content of an unassigned variable.
 ABSENT: Any = object()

@@ -26,8 +26,8 @@ from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_of, vers
 from .contents import WRITES, Complain, Contents, Undo
 from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
-from .reach import Walk, facts_of_code, walk_from
 from .trees import Tree, dicts_of, is_of_framework, tree_of
+from .walk import Walk, facts_of_code, walk_from
 
 _version: Callable[[Any], int] = attrgetter("_version")
 _storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
