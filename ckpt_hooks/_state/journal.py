@@ -26,7 +26,7 @@ from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_of, vers
 from .contents import WRITES, Complain, Contents, Undo
 from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
-from .trees import Tree, dicts_of, is_of_framework, tree_of
+from .trees import Bound, Tree, dicts_of, is_of_framework, tree_of
 from .walk import Walk, facts_of_code, walk_from
 
 _version: Callable[[Any], int] = attrgetter("_version")
@@ -53,32 +53,62 @@ def _are_modules_called_elsewhere() -> bool:
 
 
 class Journal:
-    def __init__(self, walk: Walk | None, trees: Sequence[tuple[Tree, tuple[Any, ...]]], *, preserve_buffers: bool) -> None:
-        self.trees, self.with_buffers = [tree for tree, _ in trees], preserve_buffers
+    __slots__ = (
+        "_outside",
+        "_parameters",
+        "_steps",
+        "_versions",
+        "bound",
+        "contents",
+        "emptied",
+        "generators",
+        "held",
+        "hooks",
+        "kept",
+        "roots",
+        "tensors",
+        "trees",
+        "with_buffers",
+    )
+
+    def __init__(self, walk: Walk | None, trees: Sequence[tuple[Tree, Bound]], *, preserve_buffers: bool) -> None:
+        self.with_buffers = preserve_buffers
+        self.trees: list[Tree] = []
+        self.bound: list[Bound] = []
         # Forward's may be bound nowhere else by then. Tensors that require no grad are not held, for the sake of frameworks.
-        self.held = [tree.get_held(flat) for tree, flat in trees]
-        self._parameters: Any = [tree.get_parameters(flat) for tree, flat in trees]  # while forward runs
-        self._versions = [list(map(_version, parameters)) for parameters in self._parameters]
-        # While forward runs, in which ``.data =`` may drop a storage; afterwards storages that forward has exchanged are kept.
-        self._storages: Any = [list(map(_storage, parameters)) for parameters in self._parameters]
-        self.kept: Sequence[Any] = ()
-        self.emptied: set[int] = set()
-        self._steps = fused_steps.count
-        self.roots: Sequence[tuple[Any, Note]] = () if walk is None else walk.roots
-        self.hooks = _hooks_now()
+        self.held: list[Sequence[Any]] = []
+        self._versions: list[list[int]] = []  # of parameters
+        self._parameters: Any = []  # while forward runs
         # The numbers of tensors that may be arguments as well.
-        self.tensors: list[Collection[int]] = [tree.tensors for tree in self.trees]
+        self.tensors: list[Collection[int]] = []
+        self.generators: list[torch.Generator] = [] if walk is None else [*walk.generators]
+        has_contents = walk is not None
+        for tree, bound in trees:
+            self.trees.append(tree)
+            self.bound.append(bound)
+            self.held.append(bound.parameters if tree.holds_parameters else tree.get_held(bound.flat))
+            self._parameters.append(bound.parameters)
+            self._versions.append(list(map(_version, bound.parameters)))
+            self.tensors.append(tree.tensors)
+            if tree.generators:
+                self.generators += tree.generators
+            has_contents = has_contents or tree.has_contents()
+        # Storages that forward has exchanged, by ``.data =``, and may have dropped.
+        self.kept: Sequence[Any] = ()
+        self.emptied: Collection[int] = ()
+        self._steps = fused_steps.count
+        self.roots: Sequence[tuple[Any, Note]] = ()
+        self.hooks = _hooks_now()
+        self._outside: Sequence[tuple[torch.Tensor, int]] = ()
         outside: Sequence[TensorNote] = ()
         if walk is not None:
+            self.roots = walk.roots
             self.tensors.append(walk.tensors.keys())
             outside = list(walk.tensors.values())
-        known = [(note, note.leaf if note.alias is None else note.alias) for note in outside if note.requires_grad]
-        self._outside = [(tensor, tensor._version) for _, tensor in known if tensor is not None and not tensor.is_inference()]
-        self.generators = [] if walk is None else list(walk.generators)
-        for tree in self.trees:
-            self.generators += tree.generators
+            known = [note.leaf if note.alias is None else note.alias for note in outside if note.requires_grad]
+            self._outside = [(leaf, leaf._version) for leaf in known if leaf is not None and not leaf.is_inference()]
         self.contents: Contents | None = None
-        if preserve_buffers and not torch.is_inference_mode_enabled():
+        if has_contents and preserve_buffers and not torch.is_inference_mode_enabled():
             contents = self._contents_of(outside)
             self.contents = contents if contents.seen else None
 
@@ -104,39 +134,48 @@ class Journal:
     def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
         """Ends forward; as :meth:`Contents.settle`."""
         late = None if self.contents is None else self.contents.settle(failed=failed)
-        kept: list[Any] = []
-        for tree, parameters, versions, storages in zip(
-            self.trees, self._parameters, self._versions, self._storages, strict=True
-        ):
-            tree.history.num_forwards += not failed
-            if list(map(_version, parameters)) != versions or tree.history.num_forwards == 1:
+        for at, (tree, parameters) in enumerate(zip(self.trees, self._parameters, strict=True)):
+            history, bound, versions = tree.history, self.bound[at], self._versions[at]
+            if not history.num_forwards or list(map(_version, parameters)) != versions:
                 tree.note_writes(parameters, versions)
-            # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
-            if any(map(is_not, storages, map(_storage, parameters))):
-                for parameter, storage in zip(parameters, storages, strict=True):
-                    if _storage(parameter) is storage:
-                        continue
-                    if parameter.numel():
-                        kept.append(storage)
-                    else:
-                        self.emptied.add(id(parameter))  # by a framework, which fills it before a rerun reads it
-            kept += tree.unbound(parameters) if tree.has_frozen else ()
-        self.kept, self._storages, self._parameters = kept, (), ()
+            if not history.num_forwards or history.exchanges:  # else, a rerun finds that a storage is gone, and ends
+                self._note_exchanged(tree, bound)
+            history.num_forwards += not failed
+            if tree.has_frozen:
+                self.kept = [*self.kept, *tree.unbound(parameters)]
+            bound.let_go()
+        self._parameters = ()
         return late
+
+    def _note_exchanged(self, tree: Tree, bound: Bound) -> None:
+        """Keeps the storages of parameters which have other storages by now."""
+        # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
+        if not any(map(is_not, bound.storages, map(_storage, bound.parameters))):
+            return
+        tree.history.exchanges = True
+        kept, emptied = [*self.kept], {*self.emptied}
+        for parameter, storage in zip(bound.parameters, bound.storages, strict=True):
+            if _storage(parameter) is not storage and parameter.numel():
+                kept.append(storage)
+            elif _storage(parameter) is not storage:
+                emptied.add(id(parameter))  # by a framework, which fills it before a rerun reads it
+        self.kept, self.emptied = kept, emptied
 
     def changed(self, loan: JournalLoan) -> _ChangedTensors:
         """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
         steps = self._steps if self._steps != fused_steps.count else None
-        pairs = [*self._outside]
-        for tree, versions, flat in zip(self.trees, self._versions, loan.flats, strict=True):
-            if flat is None:
+        pairs = [*self._outside] if self._outside else []
+        for tree, versions, bound in zip(self.trees, self._versions, loan.bound, strict=True):
+            if bound is None:
                 leaves: Sequence[Any] = [loan.held.get(note.number, loan.met.get(note.number)) for note in tree.parameters]
             else:
-                leaves = tree.get_parameters(flat)
+                leaves = bound.parameters
                 if steps is None and list(map(_version, leaves)) == versions:
                     continue
             pairs += [(leaf, version) for leaf, version in zip(leaves, versions, strict=True) if isinstance(leaf, torch.Tensor)]
-        copied = set() if self.contents is None or not pairs else self.contents.copied()
+        if not pairs:
+            return [] if self.contents is None else self.contents.changed()
+        copied = set() if self.contents is None else self.contents.copied()
         changed = []
         for leaf, version in pairs:
             if (leaf._version != version or (steps is not None and stepped_since(leaf, steps))) and id(leaf) not in copied:
@@ -195,7 +234,7 @@ def journal_of(
     if any(tree.is_lazy for tree, _ in trees):
         return False
     # Modules to which these functions lead are left out: a hook may be a method of the whole model.
-    functions = [called for tree, flat in trees for called in tree.functions(flat)]
+    functions = [called for tree, bound in trees for called in tree.functions(bound.flat)]
     for called in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
         if called is not True:
             walk.look_into(called)
@@ -209,6 +248,15 @@ def journal_of(
 _lock = threading.RLock()
 _turn = threading.Condition(_lock)
 _loans: dict[int, JournalLoan] = {}
+_waiting: list[JournalLoan] = []
+
+
+def _wait(loan: JournalLoan) -> None:
+    _waiting.append(loan)
+    try:
+        _turn.wait()
+    finally:
+        _waiting.remove(loan)
 
 
 class JournalLoan:
@@ -225,7 +273,7 @@ class JournalLoan:
         self.lost: _ChangedTensors = []  # parameters which stand in the places of forward's, which are gone
         self.names: list[str] = []  # for which forward's parameter is gone, and nothing stands in its place
         self.storages: frozenset[int | None] = frozenset()  # with another content in the rerun
-        self.flats: list[tuple[Any, ...] | None] = []
+        self.bound: list[Bound | None] = []
         self._is_quiet = False  # whether all is as noted
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that need what this loan lends
@@ -240,9 +288,9 @@ class JournalLoan:
         with _lock:
             while True:
                 self._look()
-                if not self._is_in_conflict():
+                if not (_loans and self._is_in_conflict()):
                     break
-                _turn.wait()
+                _wait(self)
             _loans[id(self)] = self
             try:
                 if not self._is_quiet:
@@ -256,7 +304,7 @@ class JournalLoan:
                 raise
 
     def _look(self) -> None:
-        self.flats = [tree.look() for tree in self.journal.trees]
+        self.bound = list(map(Tree.look, self.journal.trees, self.journal.bound))
         is_quiet = self._is_as_noted()
         if is_quiet and self.stand_ins:
             is_quiet = all(map(self.stand_ins.keys().isdisjoint, self.journal.tensors))
@@ -264,11 +312,12 @@ class JournalLoan:
 
     def _is_as_noted(self) -> bool:
         journal = self.journal
-        if None in self.flats and not all(tree.holds() for tree in journal.trees):
+        if None in self.bound and not all(tree.holds() for tree in journal.trees):
             return False
         hooks = _hooks_now()
-        hold = hooks is journal.hooks or all(map(same, hooks, journal.hooks))
-        return hold and all(note.holds(value) for value, note in journal.roots)
+        if hooks is not journal.hooks and not all(map(same, hooks, journal.hooks)):
+            return False
+        return not journal.roots or all(note.holds(value) for value, note in journal.roots)
 
     def _is_in_conflict(self) -> bool:
         others = [loan for loan in _loans.values() if loan._thread != self._thread]
@@ -339,6 +388,8 @@ class JournalLoan:
         if content is None and not memory.has_same_content(tensor):
             if id(tensor) not in self.journal.emptied:
                 self.lost.append((tensor, GONE))
+                for tree in self.journal.trees:
+                    tree.history.exchanges = True
             return
         self.note_memory(tensor)
         # The tensor itself, which has attributes and hooks, and which functions know: no alias of it.
@@ -374,7 +425,7 @@ class JournalLoan:
     def end(self) -> None:
         with _lock:
             while self._users:
-                _turn.wait()
+                _wait(self)
             try:
                 self._put_back()
             finally:
@@ -383,13 +434,14 @@ class JournalLoan:
                 _loans.pop(id(self), None)
                 for loan in _loans.values():
                     loan._users.discard(id(self))
-                _turn.notify_all()
+                if _waiting:
+                    _turn.notify_all()
 
     def _put_back(self) -> None:
         journal = self.journal
         try:
             if self._is_quiet:
-                flats = self.flats
+                bound = self.bound
                 self._look()
                 if not self._is_quiet:
                     self.made = {}  # which has what was there, for arguments
@@ -397,7 +449,7 @@ class JournalLoan:
                     for tree in journal.trees:
                         tree.history.changes = True
                     self._is_quiet = True
-                self.flats = flats
+                self.bound = bound
                 self._exchanged.clear()
             else:
                 for tree in journal.trees:

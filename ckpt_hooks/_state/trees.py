@@ -35,10 +35,12 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, partial, RemovableHandle)
 _NOTED = (Note, TensorNote, weakref.ref)
 
 _vars: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
+_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 dicts_of: Callable[[Any], Any] = itemgetter(*DICTS)
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 _size: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
 _strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+_has_name: Callable[[dict[str, Any], str], bool] = dict.__contains__
 _flatten = chain.from_iterable
 
 #: Where torch's own wrappers of modules are defined, which note the progress of a step in attributes: left alone.
@@ -52,6 +54,22 @@ def _values_of(*objects: Any) -> list[Any]:
     # From Python 3.13 on the collector shows the values of an object's attributes with that object alone, and not with another
     # object which shares the dictionary, as a module made a region does.
     return [*_flatten(value.values() if type(value) is dict else (type(value),) for value in objects)]
+
+
+class Bound:
+    """All that a tree binds at one moment; a journal keeps where it is bound, and lets go of the rest when forward ends."""
+
+    __slots__ = ("flat", "named", "parameters", "storages", "where")
+
+    def __init__(self, where: list[Any]) -> None:
+        self.where = where  # modules and functions, and dictionaries of theirs
+        self.named: Sequence[dict[str, Any]] = ()  # the dictionaries of which a name is looked for
+        self.flat: Sequence[Any] = ()
+        self.parameters: Sequence[Any] = ()
+        self.storages: Sequence[torch.UntypedStorage] = ()  # of the parameters
+
+    def let_go(self) -> None:
+        self.flat = self.parameters = self.storages = ()
 
 
 def _is_left_alone(module: Module) -> bool:
@@ -143,6 +161,7 @@ class History:
         self.num_forwards = 0  # whole ones since the first, or since a change of flags
         self.changes: bool = before is not None and before.changes  # whether they change what modules bind
         self.writes_parameters: bool = before is not None and before.writes_parameters
+        self.exchanges: bool = before is not None and before.exchanges  # whether they give parameters other storages
         self.places: Places = {}
 
 
@@ -186,17 +205,21 @@ class Tree:
         self._references = [note.reference for note in self.notes]
         all_attrs = [vars(refer()) for refer in self._references]
         modules = all_attrs[: len(self.modules)]
+        self._names: list[str] = []
         self._get_dicts: Callable[[Any], tuple[Any, ...]] = _nothing_of
         self._get_filled: Callable[[Any], tuple[Any, ...]] = _nothing_of
         self._referents: Callable[..., list[Any]] = get_referents
-        where = {id(bound): at for at, bound in enumerate(self._flat())}
+        where = {id(bound): at for at, bound in enumerate(self.bound().flat)}
         if not all(id(bound) in where for attrs in all_attrs for bound in attrs.values()):
             self._referents = _values_of
-            where = {id(bound): at for at, bound in enumerate(self._flat())}
+            where = {id(bound): at for at, bound in enumerate(self.bound().flat)}
+        filled = [attrs[name] for attrs in modules for name in DICTS if attrs[name]]
         self._get_dicts = _getter([where[id(attrs[name])] for attrs in modules for name in _LOOKED_AT])
-        self._get_filled = _getter([where[id(attrs[name])] for attrs in modules for name in DICTS if attrs[name]])
-        flat = self._flat()
-        where = {id(bound): at for at, bound in enumerate(flat)}
+        self._get_filled = _getter([where[id(values)] for values in filled])
+        bound = self.bound()
+        self._names = [next(reversed(values)) for values in bound.named]
+        flat = bound.flat
+        where = {id(value): at for at, value in enumerate(flat)}
         pairs = [pair for note, attrs in zip(self.notes, all_attrs, strict=True) for pair in _pairs_of(note, attrs)]
         at: dict[str, list[int]] = {"held": [], "hooks": [], "parameters": [], "others": []}
         self.parameters: list[TensorNote] = []
@@ -216,10 +239,12 @@ class Tree:
                 at["held"].append(position)
         # Which of all that is bound: what forward's journal holds, hooks with state, the parameters, the other tensors.
         self.get_held, self._get_hooks, self.get_parameters, self._get_others = map(_getter, at.values())
+        self.holds_parameters = at["held"] == at["parameters"]
         held = [function for function in self.get_held(flat) if isinstance(function, _FUNCTIONS)]
         inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
         self._met_functions = [*map(weakref.ref, held), *inside]
-        self._image, self._layouts = pointers(flat), self._layouts_of(flat)
+        self._layouts = self.take_memory(bound)
+        self._image = pointers((*flat, *bound.storages))
         if len(self.parameters) == 1:  # ``itemgetter`` of a single place returns no tuple, so it has the place twice
             self.parameters *= 2
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
@@ -231,8 +256,13 @@ class Tree:
         self.group = group if group is not None and group.notes == small else (Group(small) if small else None)
         left = tensors.keys() - {note.number for note in (*small, *self.parameters)}
         self.others = [note for number, note in tensors.items() if number in left and not note.requires_grad]
+        self._has_contents = bool(self.group or self.others or self.scripted)
 
-    def functions(self, flat: tuple[Any, ...]) -> list[Any]:
+    def has_contents(self) -> bool:
+        """Whether a forward may write to tensors inside."""
+        return self._has_contents or not self.history.num_forwards or self.history.writes_parameters
+
+    def functions(self, flat: Sequence[Any]) -> list[Any]:
         """Returns the functions with state that modules call: hooks, forwards of classes, and functions in attributes."""
         inside = [function for refer in self._inside if (function := refer()) is not None]
         forwards = [class_attribute(kind, "forward") for refer in self._kinds if (kind := refer()) is not None]
@@ -242,35 +272,49 @@ class Tree:
         contents = [content[key] for note in self.notes for _, _, content, keys in note.rows for key in keys]
         return [note for note in notes_in(contents) if type(note) is TensorNote]
 
-    def _flat(self) -> tuple[Any, ...]:
-        """Returns all that is bound, classes and dictionaries included, and names."""
+    def bound(self, before: Bound | None = None) -> Bound:
+        """Returns all that is bound, classes and dictionaries included; at the places of before, if given."""
         # The garbage collector goes through objects in C: in a quarter of the time of iterating.
-        objects = [refer() for refer in self._references]
-        owns = list(map(_vars, objects))
-        values = self._referents(*objects, *owns)
-        inner = get_referents(*self._get_dicts(values))
-        names = map(next, map(reversed, owns[: len(self.modules)]))  # of others in between the values would be elsewhere
-        return (*values, *inner, *names, *_flatten(self._get_filled(values)))
+        if before is not None:
+            before.flat = self._referents(*before.where)
+            return before
+        where = [refer() for refer in self._references]
+        owns = list(map(_vars, where))
+        where += owns
+        values = self._referents(*where)
+        dicts = self._get_dicts(values)
+        where += dicts
+        bound = Bound(where)
+        bound.named = (*owns[: len(self.modules)], *self._get_filled(values))
+        values += self._referents(*dicts)
+        bound.flat = values
+        return bound
 
-    def _layouts_of(self, flat: tuple[Any, ...]) -> list[Any]:
-        """Returns where tensors are in memory, and whether they require grad; of others than parameters the layout too."""
-        parameters = self.get_parameters(flat)
-        layout: list[Any] = [*map(storage_address, parameters), *map(_requires_grad, parameters)]
-        if others := self._get_others(flat):
+    def take_memory(self, bound: Bound) -> list[Any]:
+        """Takes the parameters and their storages; returns what requires grad, and of others than parameters the layout."""
+        bound.parameters = parameters = self.get_parameters(bound.flat)
+        bound.storages = list(map(_storage, parameters))
+        layout: list[Any] = list(map(_requires_grad, parameters))
+        if others := self._get_others(bound.flat):
             layout += [*map(storage_address, others), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
         return layout
 
-    def look(self) -> tuple[Any, ...] | None:
-        """Returns all that is bound, if it is as noted; else None."""
+    def look(self, before: Bound | None = None) -> Bound | None:
+        """Returns all that is bound, at the places of before if given, if it is as noted; else None."""
         try:
-            flat = self._flat()
-            if pointers(flat) != self._image or self._layouts_of(flat) != self._layouts:
+            bound = self.bound(before)
+            if self.take_memory(bound) != self._layouts or pointers((*bound.flat, *bound.storages)) != self._image:
+                return None
+            # With a name that is gone, or another name last, a value would be elsewhere or the last name missing.
+            if not all(map(_has_name, bound.named, self._names)):
                 return None
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):  # a module or tensor is gone, say
             return None
         if self._met_functions and None in [refer() for refer in self._met_functions]:
             return None
-        return flat if all(note.holds(flat[position]) for position, note in self._inner) else None
+        if self._inner and not all(note.holds(bound.flat[position]) for position, note in self._inner):
+            return None
+        return bound
 
     def holds(self) -> bool:
         """Whether all is as noted, though other pointers may lead to it."""
@@ -314,11 +358,11 @@ def _forget(key: int, root: Any) -> None:
         del _trees[key]
 
 
-def tree_of(root: Module) -> tuple[Tree, tuple[Any, ...]]:
+def tree_of(root: Module) -> tuple[Tree, Bound]:
     """Returns the tree of a module, a new tree if something has changed, and all that is bound."""
     tree = _trees.get(id(root))
-    if tree is not None and (flat := tree.look()) is not None:
-        return tree, flat
+    if tree is not None and (bound := tree.look()) is not None:
+        return tree, bound
     everything = modules_of(root)
     modules = [module for module in everything if isinstance(module._modules, dict)]
     # What TorchScript made has its tensors elsewhere; they are taken as they are.
@@ -331,7 +375,9 @@ def tree_of(root: Module) -> tuple[Tree, tuple[Any, ...]]:
     ]
     # Made whole before anybody sees it: an exception on the way, such as Ctrl-C, leaves the tree from before.
     tree = _trees[id(root)] = Tree(root, notes, scripted, tree)
-    return tree, tree._flat()
+    bound = tree.bound()
+    tree.take_memory(bound)
+    return tree, bound
 
 
 # ------------------------------------------------------------------------------------------------------------------ pointers
