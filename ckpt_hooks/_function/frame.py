@@ -33,7 +33,7 @@ from ckpt_hooks._core.self_check import CheckedPlace, place_of
 from ckpt_hooks._core.self_check import settings as self_check
 from ckpt_hooks._core.settings import DEFAULTS, Settings
 from ckpt_hooks._function.contexts import ContextPair, suppressed_error, telling_operators, under_modes
-from ckpt_hooks._options import NOTHING, RegionOptions, check_of
+from ckpt_hooks._options import DEFAULT_OPTIONS, NOTHING, RegionOptions, check_of
 from ckpt_hooks._state.journal import Journal, journal_of
 from ckpt_hooks._state.trees import Tree
 from ckpt_hooks._state.walk import variables_in
@@ -55,6 +55,9 @@ from .arguments import Arguments
 from .collector import ends_small
 from .rerun import rerun
 from .words import name_of_tensor, uninitialized
+
+#: Options, and what they are in a pass that the self-check compares: one value for many frames.
+_latest_sampled: tuple[RegionOptions | None, RegionOptions] = None, DEFAULT_OPTIONS
 
 # The result of ``getrefcount`` for a number held by a list of numbers alone.
 _UNHELD = next(map(getrefcount, [FIRST_NUMBER + 1]))
@@ -265,8 +268,12 @@ class FunctionFrame(Frame):
         """Has the self-check compare the values of this pass."""
         from ckpt_hooks._tensors.samples import Sampled, sample_of
 
+        global _latest_sampled
         self.sampled = Sampled(place)
-        self.options = self.options.replaced(check=dataclasses.replace(self.options.check, fingerprint=sample_of))
+        if self.options is not _latest_sampled[0]:
+            check = dataclasses.replace(self.options.check, fingerprint=sample_of)
+            _latest_sampled = self.options, self.options.replaced(check=check)
+        self.options = _latest_sampled[1]
 
     @skipped
     def _open(self) -> None:

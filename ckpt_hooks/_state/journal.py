@@ -52,6 +52,10 @@ def _are_modules_called_elsewhere() -> bool:
     return any(frame.f_code is code for thread_frame in frames.values() for frame, _ in traceback.walk_stack(thread_frame))
 
 
+#: What journals without trees share, which nobody changes.
+_NO_TREES: tuple[list[Any], ...] = ([], [], [], [], [], [])
+
+
 class Journal:
     __slots__ = (
         "_outside",
@@ -71,27 +75,31 @@ class Journal:
         "with_buffers",
     )
 
+    trees: list[Tree]
+    bound: list[Bound]
+    held: list[Sequence[Any]]
+    tensors: list[Collection[int]]  # the numbers of tensors that may be arguments as well
+    _versions: list[list[int]]  # of parameters
+    _parameters: list[Sequence[Any]]  # while forward runs
+
     def __init__(self, walk: Walk | None, trees: Sequence[tuple[Tree, Bound]], *, preserve_buffers: bool) -> None:
         self.with_buffers = preserve_buffers
-        self.trees: list[Tree] = []
-        self.bound: list[Bound] = []
-        # Forward's may be bound nowhere else by then. Tensors that require no grad are not held, for the sake of frameworks.
-        self.held: list[Sequence[Any]] = []
-        self._versions: list[list[int]] = []  # of parameters
-        self._parameters: Any = []  # while forward runs
-        # The numbers of tensors that may be arguments as well.
-        self.tensors: list[Collection[int]] = []
-        self.generators: list[torch.Generator] = [] if walk is None else [*walk.generators]
+        self.generators: Sequence[torch.Generator] = () if walk is None else walk.generators
         has_contents = walk is not None
+        self.trees, self.bound, self.held, self._versions, self._parameters, self.tensors = _NO_TREES
+        if trees:
+            self.trees, self.bound, self.held, self._versions, self._parameters, self.tensors = [], [], [], [], [], []
         for tree, bound in trees:
+            parameters = bound.parameters
             self.trees.append(tree)
             self.bound.append(bound)
-            self.held.append(bound.parameters if tree.holds_parameters else tree.get_held(bound.flat))
-            self._parameters.append(bound.parameters)
-            self._versions.append(list(map(_version, bound.parameters)))
+            # Forward's may be bound nowhere else by then. Tensors without gradients are not held, for the sake of frameworks.
+            self.held.append(parameters if tree.holds_parameters else tree.get_held(bound.flat))
+            self._versions.append(list(map(_version, parameters)))
+            self._parameters.append(parameters)
             self.tensors.append(tree.tensors)
             if tree.generators:
-                self.generators += tree.generators
+                self.generators = [*self.generators, *tree.generators]
             has_contents = has_contents or tree.has_contents()
         # Storages that forward has exchanged, by ``.data =``, and may have dropped.
         self.kept: Sequence[Any] = ()
@@ -103,10 +111,11 @@ class Journal:
         outside: Sequence[TensorNote] = ()
         if walk is not None:
             self.roots = walk.roots
-            self.tensors.append(walk.tensors.keys())
-            outside = list(walk.tensors.values())
+            if walk.tensors:
+                self.tensors = [*self.tensors, walk.tensors.keys()]
+            outside = tuple(walk.tensors.values())
             known = [note.leaf if note.alias is None else note.alias for note in outside if note.requires_grad]
-            self._outside = [(leaf, leaf._version) for leaf in known if leaf is not None and not leaf.is_inference()]
+            self._outside = tuple([(leaf, leaf._version) for leaf in known if leaf is not None and not leaf.is_inference()])
         self.contents: Contents | None = None
         if has_contents and preserve_buffers and not torch.is_inference_mode_enabled():
             contents = self._contents_of(outside)
@@ -144,7 +153,7 @@ class Journal:
             if tree.has_frozen:
                 self.kept = [*self.kept, *tree.unbound(parameters)]
             bound.let_go()
-        self._parameters = ()
+        self._parameters = _NO_TREES[0]
         return late
 
     def _note_exchanged(self, tree: Tree, bound: Bound) -> None:
@@ -429,7 +438,7 @@ class JournalLoan:
             try:
                 self._put_back()
             finally:
-                self.made, self.met, self._exchanged, self._by_address = {}, {}, [], None
+                self.made, self.met, self._exchanged, self._by_address, self.bound = {}, {}, [], None, []
                 self.lent.clear()
                 _loans.pop(id(self), None)
                 for loan in _loans.values():

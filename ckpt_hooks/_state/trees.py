@@ -61,9 +61,9 @@ class Bound:
 
     __slots__ = ("flat", "named", "parameters", "storages", "where")
 
-    def __init__(self, where: list[Any]) -> None:
+    def __init__(self, where: list[Any], named: Sequence[dict[str, Any]] = ()) -> None:
         self.where = where  # modules and functions, and dictionaries of theirs
-        self.named: Sequence[dict[str, Any]] = ()  # the dictionaries of which a name is looked for
+        self.named = named  # the dictionaries of which a name is looked for
         self.flat: Sequence[Any] = ()
         self.parameters: Sequence[Any] = ()
         self.storages: Sequence[torch.UntypedStorage] = ()  # of the parameters
@@ -276,16 +276,16 @@ class Tree:
         """Returns all that is bound, classes and dictionaries included; at the places of before, if given."""
         # The garbage collector goes through objects in C: in a quarter of the time of iterating.
         if before is not None:
-            before.flat = self._referents(*before.where)
-            return before
+            bound = Bound(before.where, before.named)
+            bound.flat = self._referents(*bound.where)
+            return bound
         where = [refer() for refer in self._references]
         owns = list(map(_vars, where))
         where += owns
         values = self._referents(*where)
         dicts = self._get_dicts(values)
         where += dicts
-        bound = Bound(where)
-        bound.named = (*owns[: len(self.modules)], *self._get_filled(values))
+        bound = Bound(where, (*owns[: len(self.modules)], *self._get_filled(values)))
         values += self._referents(*dicts)
         bound.flat = values
         return bound

@@ -53,6 +53,7 @@ _MOST_LOOKS = 2000
 _MOST_ENTRIES = 1000
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_EMPTY: dict[type, Any] = {dict: {}, list: []}  # contents, which notes share, and nobody changes
 
 
 class Walk:
@@ -179,7 +180,7 @@ class Walk:
                 content[key] = value_note
                 keys.append(key)
                 note.has_history = note.has_history or (type(value_note) in _WITH_HISTORY and value_note.has_history)
-        note.rows.append((part, base, content, keys))
+        note.rows.append((part, base, content or _EMPTY[type(content)], tuple(keys)))
 
     def _into_object(self, value: Any, levels: int) -> None:
         """Looks for modules, tensors and objects of users in an object of a library, which is not put back itself."""

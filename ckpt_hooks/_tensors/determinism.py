@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -279,9 +280,9 @@ def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
     """Whether two results of :func:`projections_of`, as numbers, differ by no more than another order of adding makes."""
     if isinstance(expected, list) and isinstance(recomputed, list):
         return len(expected) == len(recomputed) and all(map(are_close, expected, recomputed, [dtype] * len(recomputed)))
-    if not (isinstance(expected, tuple) and isinstance(recomputed, tuple)):
+    if not (isinstance(expected, (tuple, array)) and isinstance(recomputed, (tuple, array))):
         return expected is None or recomputed is None or bool(expected == recomputed)
-    numbers, other = expected, recomputed
+    numbers, other = tuple(expected), tuple(recomputed)
     if len(numbers) != len(other):
         return True  # by now another way to compare is asked for
     if len(numbers) == 1:  # a hash

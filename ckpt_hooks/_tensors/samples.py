@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,12 @@ def sample_of(tensor: torch.Tensor) -> Any:
     sample = ordered_hash_of(tensor) if torch.are_deterministic_algorithms_enabled() else projections_of(tensor)
     if not on_host:
         return sample
-    return tuple(sample.reshape(-1).tolist()) if isinstance(sample, torch.Tensor) else numbers_of([sample])[0]
+    return _numbers_in(sample.reshape(-1)) if isinstance(sample, torch.Tensor) else numbers_of([sample])[0]
+
+
+def _numbers_in(sample: torch.Tensor) -> Any:
+    """Returns the numbers of projections in a third of a tuple's memory, or a hash in a tuple."""
+    return array("d", sample.tolist()) if sample.is_floating_point() else tuple(sample.tolist())
 
 
 def numbers_of(samples: Sequence[Any]) -> list[Any]:
