@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,7 +14,11 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import wrong
 
-from .random import TRACKED, RandomSource, source_of_generator
+from .random import CPU, TRACKED, RandomSource, device_sources, source_of_generator
+
+#: Modules with a random source, by the names that users give, and their functions to read and to set its state: for a new
+#: source, add a row.
+MODULES = {"python": ("random", "getstate", "setstate"), "numpy": ("numpy.random", "get_state", "set_state")}
 
 #: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
 shared_sources_lock = threading.RLock()
@@ -85,11 +89,9 @@ def track_rng(source: Any) -> TrackedSource:
 
 
 def _source_of(source: Any) -> RandomSource:
-    if source == "python":
-        return RandomSource(random.getstate, random.setstate)
-    if source == "numpy":
-        numpy_random = importlib.import_module("numpy.random")
-        return RandomSource(numpy_random.get_state, numpy_random.set_state)
+    if isinstance(source, str) and source in MODULES:
+        module, read, write = MODULES[source]
+        return RandomSource(*(getattr(importlib.import_module(module), name) for name in (read, write)))
     if isinstance(source, torch.Generator):
         return source_of_generator(source)
     for read, write in () if isinstance(source, type) else (("get_state", "set_state"), ("getstate", "setstate")):
@@ -98,6 +100,12 @@ def _source_of(source: Any) -> RandomSource:
     bits = getattr(source, "bit_generator", source)
     if isinstance(getattr(bits, "state", None), dict):
         return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    wanted = "'python', 'numpy', a generator, or an object with get_state() and set_state(state)"
+    wanted = f"{', '.join(map(repr, MODULES))}, a generator, or an object with get_state() and set_state(state)"
     kind, advice = ValueError if isinstance(source, str) else TypeError, "Pass the object that draws, or one with its state."
     raise wrong(source, "source", wanted, advice, kind)
+
+
+def all_sources() -> list[RandomSource]:
+    """Returns the default sources, those that are tracked, and those of listed modules that are loaded."""
+    loaded = [_source_of(name) for name, (module, *_) in MODULES.items() if module in sys.modules]
+    return [CPU, *device_sources(needed=False), *TRACKED, *loaded]

@@ -27,7 +27,7 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import ReplacedGenerators, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of
-from ckpt_hooks._state.containers import ATOMS, build, builtin_of, slots_of
+from ckpt_hooks._state.containers import ATOMS, CONTAINERS, build, builtin_of, slots_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks._torch.tensors import storage_of, version_of
@@ -102,12 +102,10 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
                 return None
             continue
         seen.add(id(value))
-        if kind in (list, tuple):
-            parts.append(len(value))
-            todo += value
-        elif kind is dict:
-            parts.append(len(value))
-            todo += itertools.chain.from_iterable(value.items())
+        if kind in CONTAINERS:
+            content = CONTAINERS[kind].read(value, 0)
+            parts.append(len(content))
+            todo += itertools.chain.from_iterable(content.items()) if type(content) is dict else content
         elif kind is types.FunctionType and is_without_state(value):
             continue
         elif builtin_of(kind) is object and not issubclass(kind, (Module, Iterator)):

@@ -1,7 +1,6 @@
-"""Containers: arguments taken apart, with a stand-in for each tensor.
+"""Containers: how their entries are read, and put back; and arguments taken apart, with a stand-in for each tensor.
 
-Containers are captured with their entries of forward. A rerun gets containers of its own, and sees no later change to the
-originals; all else is handed on as the same object.
+Methods of builtin classes read and write: no code of a subclass runs.
 """
 
 from __future__ import annotations
@@ -11,65 +10,88 @@ import enum
 import io
 import types
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
 #: Types whose values neither are nor hold tensors.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 
-
-class TensorAt:
-    """Stands for a tensor, by its position among the saved tensors."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+#: Values by name, key or slot, or in order.
+Content = Any
 
 
-class Container:
-    """Stands for a list, tuple, dict or dataclass, subclasses included."""
+class Part(NamedTuple):
+    """A place: how its content is read, and put back."""
 
-    __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "slots", "variables")
+    read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
+    put: Callable[[Any, int, Content, Content], object]  # replaces such a content by another
+    size: Callable[[Any], int] | None = None  # of entries alone
+    has_end: bool = False  # whether of a long container the length is noted, and what is added
+    is_rebuilt: bool = False  # whether a rerun gets a container of its own where forward had it as an argument
 
-    def __init__(self, original: Any) -> None:
-        self.original = original  # dropped when the walk is over
-        self.kind, self.identity = type(original), id(original)
-        # Captured entries of a list or tuple; of a dict, keys with captured values.
-        self.entries: list[Any] = []
-        # Captured attributes in slots, by their descriptors, and in ``__dict__``, by name.
-        self.slots: list[tuple[Any, Any]] = []
-        self.variables: list[tuple[str, Any]] = []
-        # A dict which is its own ``__dict__``.
-        self.is_namespace = False
 
-    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-        if self.identity in built:
-            return built[self.identity]
-        kind = self.kind
-        made: Any
-        if issubclass(kind, tuple):
-            made = built[self.identity] = new_frozen(kind, [build(entry, tensors, built) for entry in self.entries])
-        else:
-            # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
-            new: Any = builtin_of(kind).__new__
-            made = built[self.identity] = new(kind)
-            if issubclass(kind, list):
-                list.extend(made, (build(entry, tensors, built) for entry in self.entries))
-            elif issubclass(kind, dict):
-                set_item = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
-                for key, entry in self.entries:
-                    set_item(made, key, build(entry, tensors, built))
-        for slot, captured in self.slots:
-            slot.__set__(made, build(captured, tensors, built))
-        if self.is_namespace:
-            object.__setattr__(made, "__dict__", made)
-        elif self.variables:
-            vars(made).update((name, build(captured, tensors, built)) for name, captured in self.variables)
-        return made
+def _at_once(*steps: partial[Any]) -> None:
+    """Calls functions with no Python code in between, where another thread would see what is half done."""
+    deque(map(partial.__call__, steps), 0)
+
+
+def put_keyed(owner: Any, current: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """Replaces some entries of a dictionary; at once, and at their places, where others have to come or go."""
+    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    if len(current) == len(content) and all(map(is_, current, content)):
+        for key, value in content.items():
+            if current[key] is not value:
+                kind.__setitem__(owner, key, value)
+        return
+    everything = {**{key: other for key, other in kind.items(owner) if key not in current}, **content}
+    _at_once(partial(kind.clear, owner), partial(kind.update, owner, everything))
+
+
+def read_dict(owner: Any, base: int) -> Content:
+    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    if not base:
+        return dict(kind.items(owner))
+    size = dict.__len__(owner) - base
+    return None if size < 0 else dict([*islice(reversed(dict.items(owner)), size)][::-1])
+
+
+def _refill(clear: Any, fill: Any) -> Callable[[Any, int, Content, Content], None]:
+    def put(owner: Any, _: int, current: Content, content: Content) -> None:
+        _at_once(partial(clear, owner), partial(fill, owner, content))
+
+    return put
+
+
+def put_nothing(owner: Any, _: int, current: Content, content: Content) -> None:
+    """Leaves a place alone."""
+
+
+#: The kinds of containers, by the builtin class from which a container's class derives: for a new kind, add a row.
+CONTAINERS: dict[type, Part] = {
+    dict: Part(read_dict, lambda owner, _, now, content: put_keyed(owner, now, content), dict.__len__, True, is_rebuilt=True),
+    list: Part(
+        lambda owner, base: list.__getitem__(owner, slice(base, None)) if list.__len__(owner) >= base else None,
+        lambda owner, base, now, content: list.__setitem__(owner, slice(base, None), content),
+        list.__len__,
+        has_end=True,
+        is_rebuilt=True,
+    ),
+    tuple: Part(lambda owner, _: list(tuple.__iter__(owner)), put_nothing, tuple.__len__, is_rebuilt=True),
+    set: Part(lambda owner, _: list(set.__iter__(set.copy(owner))), _refill(set.clear, set.update), set.__len__),
+    frozenset: Part(lambda owner, _: list(frozenset.__iter__(owner)), put_nothing, frozenset.__len__),
+    deque: Part(lambda owner, _: list(deque.__iter__(owner)), _refill(deque.clear, deque.extend), deque.__len__),
+}
+
+
+def entries_of(kind: type[Any]) -> Part | None:
+    """Returns the place of the entries of a class's instances; None for a class of other objects than containers."""
+    return next((part for base, part in CONTAINERS.items() if issubclass(kind, base)), None)
 
 
 def slots_of(kind: type[Any]) -> list[Any]:
@@ -87,6 +109,68 @@ def new_frozen(kind: Any, content: list[Any]) -> Any:
 def builtin_of(kind: type[Any]) -> type[Any]:
     """Returns the builtin class from which a class derives, ``object`` if no other."""
     return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType))
+
+
+def new(kind: Any, maxlen: int | None = None) -> Any:
+    """Returns an empty instance, made by the builtin base class of a subclass; of a deque, with its largest length."""
+    make: Any = builtin_of(kind).__new__
+    made = make(kind)
+    if maxlen is not None:
+        deque.__init__(made, (), maxlen)
+    return made
+
+
+# Arguments taken apart
+
+
+class TensorAt:
+    """Stands for a tensor, by its position among the saved tensors."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class Container:
+    """Stands for a container or dataclass with its content of forward: no rerun sees a later change to the original."""
+
+    __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "slots", "variables")
+
+    def __init__(self, original: Any) -> None:
+        self.original = original  # dropped when the walk is over
+        self.kind, self.identity = type(original), id(original)
+        self.entries: Content = None  # captured; None for a dataclass
+        # Captured attributes in slots, by their descriptors, and in ``__dict__``, by name.
+        self.slots: list[tuple[Any, Any]] = []
+        self.variables: list[tuple[str, Any]] = []
+        # A dict which is its own ``__dict__``.
+        self.is_namespace = False
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
+        if self.identity in built:
+            return built[self.identity]
+        kind, entries = self.kind, self.entries
+        made: Any
+        if issubclass(kind, tuple):
+            made = built[self.identity] = new_frozen(kind, [build(entry, tensors, built) for entry in entries])
+        else:
+            # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
+            made = built[self.identity] = new(kind)
+            if type(entries) is dict:
+                set_item = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
+                for key, entry in entries.items():
+                    set_item(made, key, build(entry, tensors, built))
+            elif entries is not None:
+                part: Any = entries_of(kind)
+                part.put(made, 0, [], [build(entry, tensors, built) for entry in entries])
+        for slot, captured in self.slots:
+            slot.__set__(made, build(captured, tensors, built))
+        if self.is_namespace:
+            object.__setattr__(made, "__dict__", made)
+        elif self.variables:
+            vars(made).update((name, build(captured, tensors, built)) for name, captured in self.variables)
+        return made
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
@@ -129,12 +213,16 @@ class Capture:
         kind = type(value)
         if issubclass(kind, enum.Enum):  # a singleton
             return value
-        if issubclass(kind, list):
-            return self._sequence(value, list.__iter__(value), path)
-        if issubclass(kind, dict):
-            return self._dict(value, path)
-        if issubclass(kind, tuple):
-            return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
+        part = entries_of(kind)
+        if part is not None and part.is_rebuilt:
+            container = self._container(value)
+            content = part.read(value, 0)
+            if type(content) is dict:
+                container.entries = {key: self.value(entry, f"{path}[{key!r}]") for key, entry in content.items()}
+            else:
+                container.entries = [self.value(entry, f"{path}[{index}]") for index, entry in enumerate(content)]
+            self._with_attributes(container, path)
+            return self._unless_empty(container) if part.put is put_nothing else container
         # A dataclass which is also a number, a set or an exception has more state than attributes.
         if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and builtin_of(kind) is object:
             return self._unless_empty(self._with_attributes(self._container(value), path))
@@ -150,18 +238,6 @@ class Capture:
         container = self._seen[id(value)] = Container(value)
         self._containers.append(container)
         return container
-
-    def _sequence(self, value: Any, entries: Iterator[Any], path: str) -> Container:
-        container = self._container(value)
-        for index, entry in enumerate(entries):
-            container.entries.append(self.value(entry, f"{path}[{index}]"))
-        return self._with_attributes(container, path)
-
-    def _dict(self, value: dict[Any, Any], path: str) -> Container:
-        container = self._container(value)
-        for key, entry in dict.items(value):
-            container.entries.append((key, self.value(entry, f"{path}[{key!r}]")))
-        return self._with_attributes(container, path)
 
     def _with_attributes(self, container: Container, path: str) -> Container:
         value = container.original
@@ -183,7 +259,7 @@ class Capture:
 
     def _unless_empty(self, container: Container) -> Any:
         """Returns the original if it is immutable, and nothing in it is rebuilt; else the container."""
-        parts = (*container.entries, *(captured for _, captured in (*container.slots, *container.variables)))
+        parts = (*(container.entries or ()), *(captured for _, captured in (*container.slots, *container.variables)))
         parameters = getattr(container.kind, "__dataclass_params__", None)
         is_mutable = parameters is not None and not parameters.frozen
         if is_mutable or any(type(captured) in (TensorAt, Container, torch.Generator) for captured in parts):

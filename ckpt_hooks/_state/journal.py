@@ -23,9 +23,10 @@ from ckpt_hooks._core.mutation import GONE, fused_steps, stepped_since
 from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
 from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_of, version_of
 
+from .containers import Content, Part
 from .contents import WRITES, Complain, Contents, Undo
 from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
-from .places import ATOMS, Content, Part, parts_of, same
+from .places import ATOMS, parts_of, same
 from .trees import Bound, Tree, dicts_of, is_of_framework, tree_of
 from .walk import Walk, facts_of_code, walk_from
 

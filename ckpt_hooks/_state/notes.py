@@ -44,8 +44,8 @@ from ckpt_hooks._torch.tensors import (
     weak_storage,
 )
 
-from .containers import new_frozen
-from .places import Content, Part, keys_of, new, num_same, same
+from .containers import Content, Part, new, new_frozen
+from .places import keys_of, num_same, same
 
 #: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy
 #: of each mask of 64 KiB was five times what the regions of a small GPT hold besides.

@@ -9,24 +9,19 @@ import enum
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import islice
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import Module
 
-from .containers import builtin_of, slots_of
+from .containers import CONTAINERS, Content, Part, entries_of, put_keyed, read_dict, slots_of
 
 #: Stands for the content of an unassigned variable.
 ABSENT: Any = object()
-
-#: Values by name, key or slot, or in order.
-Content = Any
 
 #: Types of values without a content to change.
 ATOMS = frozenset(
@@ -61,13 +56,6 @@ def class_attribute(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
-class Part(NamedTuple):
-    read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
-    put: Callable[[Any, int, Content, Content], object]  # replaces such a content by another
-    size: Callable[[Any], int] | None = None  # of entries alone
-    has_end: bool = False  # whether of a long container the length is noted, and what is added
-
-
 def num_same(first: Content, other: Content) -> int:
     """Returns how many values of two contents are the same objects; -1 where not all keys are."""
     if len(first) != len(other):
@@ -79,31 +67,6 @@ def num_same(first: Content, other: Content) -> int:
 
 def same(first: Content, other: Content) -> bool:
     return num_same(first, other) == len(first)
-
-
-def _at_once(*steps: partial[Any]) -> None:
-    """Calls functions with no Python code in between, where another thread would see what is half done."""
-    deque(map(partial.__call__, steps), 0)
-
-
-def _put_keyed(owner: Any, current: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """Replaces some entries of a dictionary; at once, and at their places, where others have to come or go."""
-    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
-    if len(current) == len(content) and all(map(is_, current, content)):
-        for key, value in content.items():
-            if current[key] is not value:
-                kind.__setitem__(owner, key, value)
-        return
-    everything = {**{key: other for key, other in kind.items(owner) if key not in current}, **content}
-    _at_once(partial(kind.clear, owner), partial(kind.update, owner, everything))
-
-
-def _read_dict(owner: Any, base: int) -> Content:
-    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
-    if not base:
-        return dict(kind.items(owner))
-    size = dict.__len__(owner) - base
-    return None if size < 0 else dict([*islice(reversed(dict.items(owner)), size)][::-1])
 
 
 def _read_slots(slots: Sequence[Any], owner: Any, _: int) -> Content:
@@ -126,34 +89,7 @@ def _vars(owner: Any) -> dict[str, Any]:
     return variables if type(variables) is dict and variables is not owner else {}  # a dict may be its own ``__dict__``
 
 
-def _refill(clear: Any, fill: Any) -> Callable[[Any, int, Content, Content], None]:
-    def put(owner: Any, _: int, current: Content, content: Content) -> None:
-        _at_once(partial(clear, owner), partial(fill, owner, content))
-
-    return put
-
-
-def put_nothing(owner: Any, _: int, current: Content, content: Content) -> None:
-    """Leaves a place alone."""
-
-
-VARIABLES = Part(lambda owner, _: dict.copy(_vars(owner)), lambda owner, _, now, values: _put_keyed(_vars(owner), now, values))
-_DICT = Part(_read_dict, lambda owner, _, now, content: _put_keyed(owner, now, content), dict.__len__, has_end=True)
-_ENTRIES: dict[type, Part] = {
-    dict: _DICT,
-    list: Part(
-        lambda owner, base: list.__getitem__(owner, slice(base, None)) if list.__len__(owner) >= base else None,
-        lambda owner, base, now, content: list.__setitem__(owner, slice(base, None), content),
-        list.__len__,
-        has_end=True,
-    ),
-    tuple: Part(lambda owner, _: list(tuple.__iter__(owner)), put_nothing, tuple.__len__),
-    set: Part(lambda owner, _: list(set.__iter__(set.copy(owner))), _refill(set.clear, set.update), set.__len__),
-    frozenset: Part(lambda owner, _: list(frozenset.__iter__(owner)), put_nothing, frozenset.__len__),
-    deque: Part(lambda owner, _: list(deque.__iter__(owner)), _refill(deque.clear, deque.extend), deque.__len__),
-}
-
-
+VARIABLES = Part(lambda owner, _: dict.copy(_vars(owner)), lambda owner, _, now, values: put_keyed(_vars(owner), now, values))
 # Tables of modules outlive regions, and must not hold keys which hold the module.
 
 
@@ -174,7 +110,7 @@ def _can_be_noted(key: Any) -> bool:
 
 def _read_weakly(owner: Any, base: int) -> Content:
     # Two plain references to an object are the same reference, so that references are compared as keys are.
-    content = _read_dict(owner, base)
+    content = read_dict(owner, base)
     if content is None:
         return None
     return {
@@ -184,7 +120,7 @@ def _read_weakly(owner: Any, base: int) -> Content:
 
 def _put_weakly(owner: Any, base: int, current: Content, content: Content) -> None:
     pairs = [(key() if type(key) is weakref.ref else key, key, value) for key, value in content.items()]
-    _put_keyed(owner, _read_dict(owner, base), {live: value for live, key, value in pairs if live is not None or key is None})
+    put_keyed(owner, read_dict(owner, base), {live: value for live, key, value in pairs if live is not None or key is None})
 
 
 _WEAKLY_KEYED = Part(_read_weakly, _put_weakly, dict.__len__, has_end=True)
@@ -195,7 +131,7 @@ def parts_for_tables(value: dict[Any, Any], parts: tuple[Part, ...]) -> tuple[Pa
     keys = list(dict.keys(value))
     if all(map(is_atom, keys)):
         return parts
-    return tuple(_WEAKLY_KEYED if part is _DICT else part for part in parts) if all(map(_can_be_noted, keys)) else ()
+    return tuple(_WEAKLY_KEYED if part is CONTAINERS[dict] else part for part in parts) if all(map(_can_be_noted, keys)) else ()
 
 
 def keys_of(content: Content) -> list[Any]:
@@ -262,14 +198,14 @@ def _put_class(module: Module, _: int, current: Content, content: Content) -> No
 CLASS = Part(_read_class, _put_class)
 ATTRIBUTES = Part(
     lambda module, _: {name: value for name, value in module.__dict__.items() if name not in MACHINERY},
-    lambda module, _, now, content: _put_keyed(module.__dict__, now, content),
+    lambda module, _, now, content: put_keyed(module.__dict__, now, content),
 )
 
 
 def _part_of_module(name: str) -> Part:
     return Part(
-        lambda module, _: _read_dict(module.__dict__[name], 0),
-        lambda module, _, now, content: _put_keyed(module.__dict__[name], now, content),
+        lambda module, _: read_dict(module.__dict__[name], 0),
+        lambda module, _, now, content: put_keyed(module.__dict__[name], now, content),
     )
 
 
@@ -301,7 +237,7 @@ def _parts_of(kind: Any) -> tuple[Part, ...]:
     """Returns the places of instances of a class; none for objects whose content is their own business."""
     if issubclass(kind, (torch.Tensor, Module, type, BaseException, *VALUES)):
         return ()
-    entries = next((part for base, part in _ENTRIES.items() if issubclass(kind, base)), None)
+    entries = entries_of(kind)
     is_of_user = kind.__flags__ & _HEAP_TYPE and not any(map(is_of_library, kind.__mro__))
     if entries is None and not (is_of_user or kind is types.SimpleNamespace):
         return ()
@@ -311,12 +247,3 @@ def _parts_of(kind: Any) -> tuple[Part, ...]:
 # Some programs make classes anew all the time.
 attributes_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_attributes_of)
 parts_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_parts_of)
-
-
-def new(kind: Any, maxlen: int | None = None) -> Any:
-    """Returns an empty instance, made by the builtin base class of a subclass; of a deque, with its largest length."""
-    make: Any = builtin_of(kind).__new__
-    made = make(kind)
-    if maxlen is not None:
-        deque.__init__(made, (), maxlen)
-    return made

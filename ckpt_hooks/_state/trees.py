@@ -24,9 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks._core.self_check import Places
 from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass, storage_address
 
+from .containers import Content, Part, put_nothing
 from .contents import WRITES, Group, is_small_on_host
 from .notes import Held, Note, TensorNote, Use, filled, notes_in
-from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, Content, Part, class_attribute, put_nothing
+from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, class_attribute
 from .walk import LEVELS, Walk, has_state, is_internal, modules_of, named_functions
 
 #: Without the dictionaries which list a hook of another dictionary again.

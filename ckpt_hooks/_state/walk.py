@@ -11,7 +11,6 @@ import dis
 import functools
 import types
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import Context, ContextVar
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._torch.checkpoint import COMPOSABLE
 
+from .containers import CONTAINERS, Part
 from .notes import Again, Held, Note, Passing, TensorNote, Use, Weak, notes_in
 from .places import (
     ABSENT,
@@ -30,7 +30,6 @@ from .places import (
     MACHINERY,
     VALUES,
     VARIABLES,
-    Part,
     attributes_of,
     class_attribute,
     globals_part,
@@ -52,7 +51,7 @@ _MOST_LOOKS = 2000
 #: a log of 100,000 losses would take as long as a small block.
 _MOST_ENTRIES = 1000
 
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_CONTAINERS = tuple(CONTAINERS)
 _EMPTY: dict[type, Any] = {dict: {}, list: []}  # contents, which notes share, and nobody changes
 
 

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import functools
 import gc
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -17,17 +16,18 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckpt_hooks._ambient.random import leave
+from ckpt_hooks._ambient.tracking import all_sources
 from ckpt_hooks._core.call_sites import objects_of
 from ckpt_hooks._core.descriptions import describe_tensor
+from ckpt_hooks._state.containers import Content, Part, entries_of
+from ckpt_hooks._state.places import same
 from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.pytree import tree_map_only
-from ckpt_hooks.device_states import get_device_states, set_device_states
 from ckpt_hooks.errors import CheckpointError
 
 #: The fake mode under which steps run, of a dry run.
 dry_mode: ContextVar[Any] = ContextVar("dry_mode", default=None)
-
-_CONTAINERS = (list, dict, set, collections.deque)
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ class StateBeforeStep:
                     self._contents.add(value)
         for owner in (*trainers, *model.modules()):
             self._contents.add(vars(owner), is_late and isinstance(owner, Optimizer))
-        self._streams = _RandomStates(model)
+        self._random = [(source, source.read()) for source in all_sources()]
 
     def copy_for(self, optimizer: Optimizer) -> None:
         """Copies the tensors which an optimizer is about to write to."""
@@ -84,7 +84,7 @@ class StateBeforeStep:
                     copied.put_back()
             for parameter, requires_grad in self._flags:
                 parameter.requires_grad_(requires_grad)
-        self._streams.put_back()
+        leave(self._random)
         if lost:
             raise CheckpointError(
                 f"The step wrote to {describe_tensor(lost[0])}, a parameter or the state of an optimizer, outside of any "
@@ -154,9 +154,10 @@ class _TensorContents:
                     self._undo.append(copy.put_back if is_tensor or is_late else copy.put_back_if_written)
             elif isinstance(value, torch.Generator):
                 self._undo.append(functools.partial(value.set_state, value.get_state()))
-            elif isinstance(value, _CONTAINERS):
-                self._undo.append(functools.partial(_refill, value, value.copy()))
-                todo += value.values() if isinstance(value, dict) else value
+            elif (part := entries_of(type(value))) is not None:
+                content = part.read(value, 0)
+                self._undo.append(functools.partial(_put_back, part, value, content))
+                todo += content.values() if type(content) is dict else content
             elif (numpy := sys.modules.get("numpy")) is not None:
                 if isinstance(value, numpy.ndarray):
                     self._undo.append(functools.partial(numpy.copyto, value, value.copy()))
@@ -178,20 +179,10 @@ class _TensorContents:
         return lost
 
 
-def _refill(value: Any, entries: Any) -> None:
-    if not _is_same(value, entries):
-        value.clear()
-        (value.update if isinstance(value, (dict, set)) else value.extend)(entries)
-
-
-def _is_same(value: Any, entries: Any) -> bool:
-    if len(value) != len(entries):
-        return False
-    if isinstance(value, set):
-        return {*map(id, value)} == {*map(id, entries)}
-    if isinstance(value, dict):
-        return all(key is other and value[key] is entries[other] for key, other in zip(value, entries, strict=True))
-    return all(member is former for member, former in zip(value, entries, strict=True))
+def _put_back(part: Part, value: Any, content: Content) -> None:
+    current = part.read(value, 0)
+    if not same(current, content):
+        part.put(value, 0, current, content)
 
 
 def trainers_of(model: Module) -> list[Any]:
@@ -207,27 +198,6 @@ def trainers_of(model: Module) -> list[Any]:
     ids = {id(optimizer) for optimizer in optimizers}
     schedulers = [owner for owner in owners if isinstance(owner, LRScheduler) and id(getattr(owner, "optimizer", None)) in ids]
     return [*optimizers, *schedulers, *(owner for owner in owners if isinstance(owner, torch.amp.GradScaler))]
-
-
-class _RandomStates:
-    """Random sources: of the host, of the devices of a model, of Python, and of NumPy if it is there."""
-
-    def __init__(self, model: Module) -> None:
-        self._host = torch.get_rng_state()
-        devices = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type not in ("cpu", "meta")]
-        self._device_type = devices[0].device.type if devices else None
-        self._devices = get_device_states(*devices) if devices else ([], [])
-        self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._device_type is not None:
-            set_device_states(*self._devices, device_type=self._device_type)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
