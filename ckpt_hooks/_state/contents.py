@@ -36,7 +36,6 @@ Complain = Callable[[torch.Tensor, int], BaseException]
 _Before = tuple[torch.Tensor, int, torch.Tensor, None]
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
-_strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _version: Callable[[Any], int] = operator.attrgetter("_version")
 
 
@@ -60,15 +59,14 @@ class Group:
     def __init__(self, notes: Sequence[TensorNote]) -> None:
         self.notes = notes
         self.tensors = [note.alias for note in notes if note.alias is not None]
-        self._addresses, self._strides = list(map(_address, self.tensors)), list(map(_strides, self.tensors))
+        self._addresses = list(map(_address, self.tensors))
         self._memory = [(ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self.tensors]
         self.storages = frozenset(map(storage_of, self.tensors))
         self.content = b""  # as the latest forward found it, for regions to share
 
     def read(self) -> bytes | None:
-        """Returns the content; None if a tensor has no memory, or another layout."""
-        is_there = list(map(_address, self.tensors)) == self._addresses and list(map(_strides, self.tensors)) == self._strides
-        return b"".join(self._memory) if is_there else None
+        """Returns the content; None if a tensor has no memory, or other memory, as after ``resize_``."""
+        return b"".join(self._memory) if list(map(_address, self.tensors)) == self._addresses else None
 
     def versions(self) -> list[int]:
         return list(map(_version, self.tensors))

@@ -22,7 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._core.self_check import Places
-from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass, storage_address
+from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass
 
 from .containers import Content, Part, put_nothing
 from .contents import WRITES, Group, is_small_on_host
@@ -297,7 +297,8 @@ class Tree:
         bound.storages = list(map(_storage, parameters))
         layout: list[Any] = list(map(_requires_grad, parameters))
         if others := self._get_others(bound.flat):
-            layout += [*map(storage_address, others), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
+            storages = tuple(map(_storage, others))
+            layout += [pointers(storages), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
         return layout
 
     def look(self, before: Bound | None = None) -> Bound | None:
