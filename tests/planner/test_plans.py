@@ -6,6 +6,7 @@ import collections
 import copy
 import itertools
 import math
+import random
 import statistics
 import warnings
 
@@ -14,7 +15,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, estimate_memory, memory_ledger, plan_memory
+from ckpt_hooks import (
+    BudgetTooSmallError,
+    apply_checkpointing,
+    checkpoint,
+    estimate_memory,
+    memory_ledger,
+    plan_memory,
+    track_rng,
+)
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, _choices_of, block_options, choices_of, choose, lasting_in
 from ckpt_hooks.planner.profiling import cost_of, profile_step
@@ -623,6 +632,22 @@ def test_everything_in_place_is_restored():
     assert str(everything()) == str(before)
     plan_memory(model, step, 0.5, blocks=["1.inner", "2.inner"])
     assert str(everything()) == str(before)
+
+
+def test_a_plan_puts_back_sources_of_random_numbers():
+    """Python's, and a source that is tracked."""
+    model, step, blocks = built("mlp")
+    tracked = random.Random(3)
+    before = random.getstate(), tracked.getstate(), torch.get_rng_state()
+
+    def draws(model):
+        step(model)
+        random.random(), tracked.random(), torch.rand(1)
+
+    with track_rng(tracked):
+        plan_memory(model, draws, 0.5, blocks=blocks)
+    assert (random.getstate(), tracked.getstate()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 def test_the_least_of_a_part_is_as_measured():
