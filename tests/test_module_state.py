@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import checkpoint, trace
+from ckpt_hooks import MutationError, checkpoint, trace
 
 
 def leaf(size):
@@ -111,3 +111,22 @@ def test_a_module_with_buffers_in_inference_mode_with_gradients_enabled():
     with torch.inference_mode(), torch.enable_grad():
         assert torch.equal(checkpoint(norm, x), plain(x))
     assert torch.equal(norm.running_mean, plain.running_mean)
+
+
+def test_memory_that_takes_the_place_of_other_memory():
+    """A parameter's new storage may have the Python object of the old storage, which nobody holds: it is seen all the same."""
+    layer, plain = nn.Linear(64, 64), nn.Linear(64, 64)
+    x = torch.randn(3, 64, requires_grad=True)
+    plain.load_state_dict(layer.state_dict())
+    for _ in range(6):
+        results = []
+        for module, run in ((plain, lambda module, x: module(x)), (layer, checkpoint)):
+            module.weight.data = module.weight.data * 1.5
+            y = run(module, x)
+            results.append((y, *torch.autograd.grad(y.sum(), [x, *module.parameters()])))
+        assert all(map(torch.equal, *results))
+        y = checkpoint(layer, x)
+        layer.weight.data = layer.weight.data * 1.0
+        layer.weight.untyped_storage()  # whose object is where the object of the old storage was
+        with pytest.raises(MutationError):
+            y.sum().backward()

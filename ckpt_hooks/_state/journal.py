@@ -55,6 +55,7 @@ def _are_modules_called_elsewhere() -> bool:
 
 #: What journals without trees share, which nobody changes.
 _NO_TREES: tuple[list[Any], ...] = ([], [], [], [], [], [])
+_NO_STORAGES: dict[Tree, list[torch.UntypedStorage]] = {}
 
 
 class Journal:
@@ -62,6 +63,7 @@ class Journal:
         "_outside",
         "_parameters",
         "_steps",
+        "_storages",
         "_versions",
         "bound",
         "contents",
@@ -87,6 +89,7 @@ class Journal:
         self.with_buffers = preserve_buffers
         self.generators: Sequence[torch.Generator] = () if walk is None else walk.generators
         has_contents = walk is not None
+        self._storages: dict[Tree, list[torch.UntypedStorage]] = _NO_STORAGES
         self.trees, self.bound, self.held, self._versions, self._parameters, self.tensors = _NO_TREES
         if trees:
             self.trees, self.bound, self.held, self._versions, self._parameters, self.tensors = [], [], [], [], [], []
@@ -98,11 +101,15 @@ class Journal:
             self.held.append(parameters if tree.holds_parameters else tree.get_held(bound.flat))
             self._versions.append(list(map(_version, parameters)))
             self._parameters.append(parameters)
+            history = tree.history
+            # While forward runs, in which ``.data =`` may drop a storage: in a first forward, and where some have done so.
+            if not history.num_forwards or history.exchanges:
+                self._storages = {**self._storages, tree: list(map(_storage, parameters))}
             self.tensors.append(tree.tensors)
             if tree.generators:
                 self.generators = [*self.generators, *tree.generators]
             has_contents = has_contents or tree.has_contents()
-        # Storages that forward has exchanged, by ``.data =``, and may have dropped.
+        # Storages that forward has exchanged.
         self.kept: Sequence[Any] = ()
         self.emptied: Collection[int] = ()
         self._steps = fused_steps.count
@@ -148,23 +155,24 @@ class Journal:
             history, bound, versions = tree.history, self.bound[at], self._versions[at]
             if not history.num_forwards or list(map(_version, parameters)) != versions:
                 tree.note_writes(parameters, versions)
-            if not history.num_forwards or history.exchanges:  # else, a rerun finds that a storage is gone, and ends
-                self._note_exchanged(tree, bound)
+            if tree in self._storages:  # else a rerun finds that a storage is gone, and ends
+                self._note_exchanged(tree, parameters)
             history.num_forwards += not failed
             if tree.has_frozen:
                 self.kept = [*self.kept, *tree.unbound(parameters)]
             bound.let_go()
-        self._parameters = _NO_TREES[0]
+        self._parameters, self._storages = _NO_TREES[0], _NO_STORAGES
         return late
 
-    def _note_exchanged(self, tree: Tree, bound: Bound) -> None:
+    def _note_exchanged(self, tree: Tree, parameters: Sequence[torch.Tensor]) -> None:
         """Keeps the storages of parameters which have other storages by now."""
         # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
-        if not any(map(is_not, bound.storages, map(_storage, bound.parameters))):
+        storages = self._storages[tree]
+        if not any(map(is_not, storages, map(_storage, parameters))):
             return
         tree.history.exchanges = True
         kept, emptied = [*self.kept], {*self.emptied}
-        for parameter, storage in zip(bound.parameters, bound.storages, strict=True):
+        for parameter, storage in zip(parameters, storages, strict=True):
             if _storage(parameter) is not storage and parameter.numel():
                 kept.append(storage)
             elif _storage(parameter) is not storage:

@@ -22,7 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._core.self_check import Places
-from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass
+from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass, storage_address
 
 from .containers import Content, Part, put_nothing
 from .contents import WRITES, Group, is_small_on_host
@@ -36,7 +36,6 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, partial, RemovableHandle)
 _NOTED = (Note, TensorNote, weakref.ref)
 
 _vars: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
-_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 dicts_of: Callable[[Any], Any] = itemgetter(*DICTS)
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 _size: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
@@ -60,17 +59,16 @@ def _values_of(*objects: Any) -> list[Any]:
 class Bound:
     """All that a tree binds at one moment; a journal keeps where it is bound, and lets go of the rest when forward ends."""
 
-    __slots__ = ("flat", "named", "parameters", "storages", "where")
+    __slots__ = ("flat", "named", "parameters", "where")
 
     def __init__(self, where: list[Any], named: Sequence[dict[str, Any]] = ()) -> None:
         self.where = where  # modules and functions, and dictionaries of theirs
         self.named = named  # the dictionaries of which a name is looked for
         self.flat: Sequence[Any] = ()
         self.parameters: Sequence[Any] = ()
-        self.storages: Sequence[torch.UntypedStorage] = ()  # of the parameters
 
     def let_go(self) -> None:
-        self.flat = self.parameters = self.storages = ()
+        self.flat = self.parameters = ()
 
 
 def _is_left_alone(module: Module) -> bool:
@@ -244,8 +242,7 @@ class Tree:
         held = [function for function in self.get_held(flat) if isinstance(function, _FUNCTIONS)]
         inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
         self._met_functions = [*map(weakref.ref, held), *inside]
-        self._layouts = self.take_memory(bound)
-        self._image = pointers((*flat, *bound.storages))
+        self._image, self._layouts = pointers(tuple(flat)), self.take_memory(bound)
         if len(self.parameters) == 1:  # ``itemgetter`` of a single place returns no tuple, so it has the place twice
             self.parameters *= 2
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
@@ -292,20 +289,19 @@ class Tree:
         return bound
 
     def take_memory(self, bound: Bound) -> list[Any]:
-        """Takes the parameters and their storages; returns what requires grad, and of others than parameters the layout."""
+        """Takes the parameters; returns where tensors are, and what requires grad, and of others than parameters the layout."""
+        # By addresses: a freed storage's object gives its place to that of the next, and its address not, while it is noted.
         bound.parameters = parameters = self.get_parameters(bound.flat)
-        bound.storages = list(map(_storage, parameters))
-        layout: list[Any] = list(map(_requires_grad, parameters))
+        layout: list[Any] = [*map(storage_address, parameters), *map(_requires_grad, parameters)]
         if others := self._get_others(bound.flat):
-            storages = tuple(map(_storage, others))
-            layout += [pointers(storages), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
+            layout += [*map(storage_address, others), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
         return layout
 
     def look(self, before: Bound | None = None) -> Bound | None:
         """Returns all that is bound, at the places of before if given, if it is as noted; else None."""
         try:
             bound = self.bound(before)
-            if self.take_memory(bound) != self._layouts or pointers((*bound.flat, *bound.storages)) != self._image:
+            if pointers(tuple(bound.flat)) != self._image or self.take_memory(bound) != self._layouts:
                 return None
             # With a name that is gone, or another name last, a value would be elsewhere or the last name missing.
             if not all(map(_has_name, bound.named, self._names)):
