@@ -158,12 +158,15 @@ class Container:
             # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
             made = built[self.identity] = new(kind)
             if type(entries) is dict:
+                entries = {key: build(entry, tensors, built) for key, entry in entries.items()}
+            elif entries is not None:
+                entries = [build(entry, tensors, built) for entry in entries]
+            if issubclass(kind, dict):
                 set_item = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
                 for key, entry in entries.items():
-                    set_item(made, key, build(entry, tensors, built))
-            elif entries is not None:
-                part: Any = entries_of(kind)
-                part.put(made, 0, [], [build(entry, tensors, built) for entry in entries])
+                    set_item(made, key, entry)
+            elif (part := entries_of(kind)) is not None:
+                part.put(made, 0, part.read(made, 0), entries)
         for slot, captured in self.slots:
             slot.__set__(made, build(captured, tensors, built))
         if self.is_namespace:
