@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple
@@ -74,7 +74,13 @@ def put_nothing(owner: Any, _: int, current: Content, content: Content) -> None:
 
 #: The kinds of containers, by the builtin class from which a container's class derives: for a new kind, add a row.
 CONTAINERS: dict[type, Part] = {
-    dict: Part(read_dict, lambda owner, _, now, content: put_keyed(owner, now, content), dict.__len__, True, is_rebuilt=True),
+    dict: Part(
+        read_dict,
+        lambda owner, _, now, content: put_keyed(owner, now, content),
+        dict.__len__,
+        has_end=True,
+        is_rebuilt=True,
+    ),
     list: Part(
         lambda owner, base: list.__getitem__(owner, slice(base, None)) if list.__len__(owner) >= base else None,
         lambda owner, base, now, content: list.__setitem__(owner, slice(base, None), content),
@@ -89,9 +95,13 @@ CONTAINERS: dict[type, Part] = {
 }
 
 
-def entries_of(kind: type[Any]) -> Part | None:
+def _entries_of(kind: type[Any]) -> Part | None:
     """Returns the place of the entries of a class's instances; None for a class of other objects than containers."""
     return next((part for base, part in CONTAINERS.items() if issubclass(kind, base)), None)
+
+
+# Some programs make classes anew all the time.
+entries_of: Callable[[Any], Part | None] = lru_cache(10_000)(_entries_of)
 
 
 def slots_of(kind: type[Any]) -> list[Any]:

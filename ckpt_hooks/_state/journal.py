@@ -54,14 +54,13 @@ def _are_modules_called_elsewhere() -> bool:
 
 
 #: What journals without trees share, which nobody changes.
-_NO_TREES: tuple[list[Any], ...] = ([], [], [], [], [], [])
+_NO_TREES: tuple[list[Any], ...] = ([], [], [], [], [])
 _NO_STORAGES: dict[Tree, list[torch.UntypedStorage]] = {}
 
 
 class Journal:
     __slots__ = (
         "_outside",
-        "_parameters",
         "_steps",
         "_storages",
         "_versions",
@@ -83,16 +82,15 @@ class Journal:
     held: list[Sequence[Any]]
     tensors: list[Collection[int]]  # the numbers of tensors that may be arguments as well
     _versions: list[list[int]]  # of parameters
-    _parameters: list[Sequence[Any]]  # while forward runs
 
     def __init__(self, walk: Walk | None, trees: Sequence[tuple[Tree, Bound]], *, preserve_buffers: bool) -> None:
         self.with_buffers = preserve_buffers
         self.generators: Sequence[torch.Generator] = () if walk is None else walk.generators
         has_contents = walk is not None
         self._storages: dict[Tree, list[torch.UntypedStorage]] = _NO_STORAGES
-        self.trees, self.bound, self.held, self._versions, self._parameters, self.tensors = _NO_TREES
+        self.trees, self.bound, self.held, self._versions, self.tensors = _NO_TREES
         if trees:
-            self.trees, self.bound, self.held, self._versions, self._parameters, self.tensors = [], [], [], [], [], []
+            self.trees, self.bound, self.held, self._versions, self.tensors = [], [], [], [], []
         for tree, bound in trees:
             parameters = bound.parameters
             self.trees.append(tree)
@@ -100,7 +98,6 @@ class Journal:
             # Forward's may be bound nowhere else by then. Tensors without gradients are not held, for the sake of frameworks.
             self.held.append(parameters if tree.holds_parameters else tree.get_held(bound.flat))
             self._versions.append(list(map(_version, parameters)))
-            self._parameters.append(parameters)
             history = tree.history
             # While forward runs, in which ``.data =`` may drop a storage: in a first forward, and where some have done so.
             if not history.num_forwards or history.exchanges:
@@ -131,14 +128,14 @@ class Journal:
 
     def _contents_of(self, outside: Sequence[TensorNote]) -> Contents:
         contents = Contents()
-        for tree, parameters in zip(self.trees, self._parameters, strict=True):
+        for tree, bound in zip(self.trees, self.bound, strict=True):
             is_first = tree.history.num_forwards == 0
             if tree.group is not None:
                 contents.add_group(tree.group)
             for note in tree.others:
                 contents.add(note, note.tensor(), may_wait=is_first)
             if is_first or tree.history.writes_parameters:
-                pairs = [pair for pair in zip(tree.parameters, parameters, strict=True) if not is_of_framework(pair[1])]
+                pairs = [pair for pair in zip(tree.parameters, bound.parameters, strict=True) if not is_of_framework(pair[1])]
                 contents.add_parameters(pairs, may_wait=is_first)
             for module in [module for refer in tree.scripted if (module := refer()) is not None]:
                 for buffer in module.buffers(recurse=False):
@@ -151,38 +148,39 @@ class Journal:
     def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
         """Ends forward; as :meth:`Contents.settle`."""
         late = None if self.contents is None else self.contents.settle(failed=failed)
-        for at, (tree, parameters) in enumerate(zip(self.trees, self._parameters, strict=True)):
-            history, bound, versions = tree.history, self.bound[at], self._versions[at]
+        for tree, bound, versions in zip(self.trees, self.bound, self._versions, strict=True):
+            history, parameters = tree.history, bound.parameters
             if not history.num_forwards or list(map(_version, parameters)) != versions:
                 tree.note_writes(parameters, versions)
             if tree in self._storages:  # else a rerun finds that a storage is gone, and ends
                 self._note_exchanged(tree, parameters)
             history.num_forwards += not failed
-            if tree.has_frozen:
+            if tree.has_frozen:  # forward's own may be bound no more
                 self.kept = [*self.kept, *tree.unbound(parameters)]
             bound.let_go()
-        self._parameters, self._storages = _NO_TREES[0], _NO_STORAGES
+        self._storages = _NO_STORAGES
         return late
 
     def _note_exchanged(self, tree: Tree, parameters: Sequence[torch.Tensor]) -> None:
         """Keeps the storages of parameters which have other storages by now."""
-        # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
         storages = self._storages[tree]
         if not any(map(is_not, storages, map(_storage, parameters))):
             return
         tree.history.exchanges = True
         kept, emptied = [*self.kept], {*self.emptied}
         for parameter, storage in zip(parameters, storages, strict=True):
-            if _storage(parameter) is not storage and parameter.numel():
+            if _storage(parameter) is storage:
+                continue
+            if parameter.numel():
                 kept.append(storage)
-            elif _storage(parameter) is not storage:
+            else:
                 emptied.add(id(parameter))  # by a framework, which fills it before a rerun reads it
         self.kept, self.emptied = kept, emptied
 
     def changed(self, loan: JournalLoan) -> _ChangedTensors:
         """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
         steps = self._steps if self._steps != fused_steps.count else None
-        pairs = [*self._outside] if self._outside else []
+        pairs = [*self._outside]
         for tree, versions, bound in zip(self.trees, self._versions, loan.bound, strict=True):
             if bound is None:
                 leaves: Sequence[Any] = [loan.held.get(note.number, loan.met.get(note.number)) for note in tree.parameters]

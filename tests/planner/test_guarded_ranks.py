@@ -63,6 +63,7 @@ def limited(kind: str) -> dict[str, Any]:
     with plan.guard(limit=int(limit)) as guard:
         assert [guard(guarded.step, rows) for rows in lengths] == losses
     assert same(plain.state(), guarded.state())
+    assert any(not block.recorded for block in guard.plan.blocks)
     return {"log": guard.log, "blocks": guard.plan.to_json()["blocks"]}
 
 
