@@ -505,7 +505,8 @@ def plan_memory(
         total: Whether the budget covers all memory in use, not only what the step adds.
         margin: The fraction of the budget to leave free, such as 0.03, for steps whose memory varies: mixtures of experts, or
             collectives whose threads free memory late.
-        tolerance: How far below the budget the measured peak may stay, as a fraction, before another plan is tried.
+        tolerance: How far the measured peak may be below the budget, or above its prediction, as a fraction, before another
+            plan is tried.
         cost: What to minimize. ``"seconds"``: measured seconds of the operators that run again, plus about what regions add.
             ``"operations"``: the same in each run; counts ten for each byte moved, a thousand for each number drawn on a
             host, and three million for each recorded operator. None chooses seconds on a host where measurements agree.
