@@ -8,6 +8,7 @@ import gc
 import sys
 import threading
 import types
+from collections import deque
 
 import pytest
 import torch
@@ -302,10 +303,27 @@ class Counting(Scales):
         return x * self.steps
 
 
-@pytest.mark.parametrize("kind", [Scales, Counting])
+class Gathered(Scales):
+    """Has its tensor in containers of other kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = {"all": deque([torch.tensor(2.0)], 3)}
+        self.names, self.both = {"all"}, frozenset({("all", self.by["all"][0])})
+
+
+class Adding(Gathered):
+    """Adds to a set."""
+
+    def __call__(self, x):
+        self.names.add("more")
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("kind", [Scales, Counting, Gathered, Adding])
 def test_an_object_that_the_function_leaves_as_it_is_may_be_read_again(kind):
     y, reasons = _region_of(kind())
-    assert bool(reasons) == (kind is not Scales)
+    assert bool(reasons) == (kind in (Counting, Adding))
     y.sum().backward()
     assert Counted.runs == 2 - bool(reasons)
 
@@ -322,9 +340,17 @@ def _written_to(scales):
     scales.by["all"][0].add_(1)
 
 
-@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to])
-def test_an_object_that_has_been_changed_since_is_an_error(change):
-    scales = Scales()
+def _other_entry(scales):
+    if isinstance(scales, Gathered):
+        scales.names.clear()
+    else:
+        scales.by["more"] = 1
+
+
+@pytest.mark.parametrize("change", [_other_number, _other_tensor, _written_to, _other_entry])
+@pytest.mark.parametrize("kind", [Scales, Gathered])
+def test_an_object_that_has_been_changed_since_is_an_error(kind, change):
+    scales = kind()
     y, _ = _region_of(scales)
     change(scales)
     with pytest.raises(MutationError if change is _written_to else DeterminismError, match=r"modified by|objects .* changed"):

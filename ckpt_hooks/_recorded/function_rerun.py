@@ -27,7 +27,8 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import ReplacedGenerators, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of
-from ckpt_hooks._state.containers import ATOMS, CONTAINERS, build, builtin_of, slots_of
+from ckpt_hooks._state.containers import ATOMS, CONTAINERS, Part, build, builtin_of
+from ckpt_hooks._state.places import attributes_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks._torch.tensors import storage_of, version_of
@@ -102,29 +103,24 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
                 return None
             continue
         seen.add(id(value))
-        if kind in CONTAINERS:
-            content = CONTAINERS[kind].read(value, 0)
-            parts.append(len(content))
-            todo += itertools.chain.from_iterable(content.items()) if type(content) is dict else content
-        elif kind is types.FunctionType and is_without_state(value):
+        if kind is types.FunctionType and is_without_state(value):
             continue
+        if kind in CONTAINERS:
+            places: tuple[Part, ...] = (CONTAINERS[kind],)
         elif builtin_of(kind) is object and not issubclass(kind, (Module, Iterator)):
-            todo += [*(_content_of(slot, value) for slot in slots_of(kind)), getattr(value, "__dict__", None)]
+            places = attributes_of(kind)
         else:
             return None
+        for place in places:
+            content = place.read(value, 0)
+            parts.append(len(content))
+            todo += itertools.chain.from_iterable(content.items()) if type(content) is dict else content
     return parts
 
 
 def is_without_state(function: types.FunctionType) -> bool:
     """Whether nothing that a function has may change, its globals left aside."""
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
-
-
-def _content_of(slot: Any, value: Any) -> Any:
-    try:
-        return slot.__get__(value)
-    except AttributeError:  # an empty slot
-        return None
 
 
 def memory_of(parts: Iterable[Any]) -> list[tuple[int | None, int]]:
