@@ -18,6 +18,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
+from ckpt_hooks._torch.bindings import binding_of, can_probe
 from ckpt_hooks._torch.compiling import graph_of
 from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
@@ -167,6 +168,7 @@ class OpFacts:
     __slots__ = (
         "alone",
         "call",
+        "calls",
         "draws",
         "full_name",
         "has_buffered_masks",
@@ -227,6 +229,8 @@ class OpFacts:
         # Positions of lists of tensors; of tensors, for each number of positional arguments; names of both.
         self.lists = tuple(index for index, type_name in enumerate(types) if "Tensor" in type_name and index not in positions)
         self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
+        # For each number of positional arguments, if there is nothing else: the quickest call; None where it is not known yet.
+        self.calls: list[Callable[..., Any] | None] = [None] * len(self.tensors)
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
         if self.is_compiled:
             self.lists = (1,)  # behind the code; there is no schema
@@ -315,6 +319,13 @@ class OpFacts:
             or (self.looks_at_switches and not is_aten)
         )
 
+    def find_call(self, count: int) -> Callable[..., Any]:
+        """Returns the quickest call for a number of arguments."""
+        if not can_probe():
+            return self.call
+        call = self.calls[count] = binding_of(self.operator, count) or self.call
+        return call
+
     def as_functional(self) -> OpFacts:
         """Returns the facts of a call whose result replaces its argument, since nothing else refers to that memory."""
         if self.alone is None:
@@ -372,6 +383,7 @@ class OpFacts:
         """Returns the facts of the operator under a dispatch mode which makes fake tensors without fake inputs."""
         facts = copy.copy(self)
         facts.call = functools.partial(_call_under, mode, self.call)
+        facts.calls = [facts.call] * len(self.calls)
         return facts
 
 

@@ -28,7 +28,7 @@ from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import bound
-from ckpt_hooks._torch.modes import be_seen_by_modes, is_seen_by_modes
+from ckpt_hooks._torch.modes import be_seen_by_modes, is_seen_by_modes, num_function_modes
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address
 from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE, SelectiveCheckpointContext
 
@@ -141,11 +141,11 @@ class Recorder(SelectiveCheckpointContext):
                     return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
             self._look_closely(facts)
-        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         tables = self._tables
         get = tables.known.get
         recorded = list(args)
-        present = facts.tensors[len(recorded)]
+        count = len(recorded)
+        call, present = facts.calls[count], facts.tensors[count]
         values = []
         for position in present:
             tensor = recorded[position]
@@ -153,12 +153,20 @@ class Recorder(SelectiveCheckpointContext):
             if value is None or storage_address(tensor) != value.store.address:  # given other memory (``tensor.data = other``)
                 if not isinstance(tensor, Tensor):
                     present = tuple(other for other in present if other != position)
+                    if tensor is not None:
+                        call = facts.call
                     continue
                 value = tape.value_of(tensor, facts, position)
             recorded[position] = value
             values.append(value)
+        if kwargs or tape.has_others or num_function_modes():
+            call = facts.call
+        elif call is None:
+            call = facts.find_call(count)
+        out = call(*args, **kwargs) if kwargs else call(*args)
         op = Op()  # attributes in turn, here and below: half the cost of an ``__init__``
         op.facts = facts
+        op.call = call
         op.args = recorded
         op.kwargs = kwargs or _NO_KWARGS
         op.present = present

@@ -175,7 +175,12 @@ def _look_at_writes(plan: ReplayPlan, ops: list[Op], asked: list[Value]) -> None
     for op in ops:
         for written in op.facts.written:
             for value in values_on_tape(written.of(op.args, op.kwargs)):
+                made_by = value.op
+                if made_by is not None and made_by.facts.is_uninitialized and plan.readers[value.number] == 1:
+                    continue  # new memory in place of statistics, say, for this write alone
                 last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
+    if not last:
+        return
     plan.written = set(last)
     plan.asked = {value.number for value in asked if id(value.store) in last}
     reads = itertools.chain((asked,), map(_read, ops))
@@ -489,7 +494,7 @@ class Replay:
                 if op.draw is not None:
                     out = self._draw(op, args, op.kwargs)
                 else:
-                    out = facts.call(*args, **op.kwargs) if op.kwargs else facts.call(*args)
+                    out = op.call(*args, **op.kwargs) if op.kwargs else op.call(*args)
                 number = op.number
                 if facts.single:
                     if number in readers:

@@ -83,17 +83,18 @@ class Store:
         return tensor is not None and (storage_of(tensor) or 0) == self.address
 
 
-_FROM_OUTSIDE = Cause(Reason.INPUT)
+FROM_OUTSIDE = Cause(Reason.INPUT)
 
 #: Stands for the state that an operator drew from, where a replay is to draw what comes next.
 ANEW: Any = object()
 
 
 class Op:
-    __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "shapes", "surroundings")
+    __slots__ = ("args", "call", "draw", "facts", "is_plain", "kwargs", "number", "present", "shapes", "surroundings")
 
     number: int  # the place on the tape, and the number of the first result
     facts: OpFacts  # the facts of the operator
+    call: Callable[..., Any]  # the call of a plain replay
     args: list[Any]  # positional arguments, with values in place of tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
     present: tuple[int, ...]  # the positions of values among the positional arguments
@@ -124,7 +125,7 @@ class Value:
 def new_store(address: int, birth: int) -> Store:
     """Returns a storage. Code which runs for each operator has this written out instead."""
     store = Store()
-    store.address, store.birth, store.cause = address, birth, _FROM_OUTSIDE
+    store.address, store.birth, store.cause = address, birth, FROM_OUTSIDE
     store.external = store.uninitialized = store.written = False
     store.members = []
     store.handles = store.held = None
@@ -348,6 +349,7 @@ def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, surroundings: S
         op = Op()
         tables.number = op.number = tables.number + 1
         op.facts, op.present, op.draw, op.surroundings = facts_of(_AS_STRIDED), (0,), None, surroundings
+        op.call = op.facts.call
         op.is_plain = True
         op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
         alias = new_value(op.number, store, counter_in(tables, store, tensor), op)

@@ -65,6 +65,10 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         value = _alone(tape, facts, args[0])
         if value is not None:
             return _run_writing_alone(tape, value, func, facts, args, kwargs)
+        if _is_unmet(tape, args[0]):  # a counter of batches
+            store = tape.tables.store_of(args[0])
+            store.written = True
+            return facts.call(*args, **kwargs)
     targets = targets_of(facts, args, kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
@@ -132,6 +136,15 @@ def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
     return None if store.uninitialized and not (facts.written[0].overwritten and _covers(target)) else value
 
 
+def _is_unmet(tape: Tape, target: torch.Tensor) -> bool:
+    """Whether a tensor is in memory of which the tape has no tensor."""
+    tables = tape.tables
+    if type(target) not in PLAIN_OR_FAKE or id(target) in tables.inputs or tables.value_now(target) is not None:
+        return False
+    address = storage_of(target)
+    return address is not None and not tables.is_taken(address)
+
+
 def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     tables, store, target = tape.tables, before.store, args[0]
     op, recorded, present = Op(), list(args), [0]
@@ -145,6 +158,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
             recorded[position] = value
             present.append(position)
     op.facts, op.args, op.kwargs, op.present = facts.as_functional(), recorded, kwargs, tuple(present)
+    op.call = facts.call
     op.draw, op.surroundings, op.is_plain = None, tape.surroundings, True
     try:
         out = run(tape, op, func, facts, args, kwargs)
