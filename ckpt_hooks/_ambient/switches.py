@@ -261,6 +261,12 @@ def capture() -> SwitchValues:
     return latest
 
 
+def capture_guarded() -> SwitchValues:
+    """Returns the switches, for a recorder: it compares those that no guard tells ahead of operators that heed them."""
+    latest = _latest
+    return latest if latest.guard.check() and not are_devices_in_use() else capture()
+
+
 def enter(captured: SwitchValues) -> tuple[SwitchValues, SwitchValues | None]:
     """Restores the switches, in the same gradient mode; returns them, and the different switches before, if any."""
     if captured.is_set():

@@ -124,7 +124,7 @@ def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator
     """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
     form, position = _signature_of(operator)
     if position >= 0 and (not _is_for_subclass(args) or _explicit_generator(operator, args, kwargs) is not None):
-        return form(*args[:position], **{**kwargs, "generator": generator})
+        return facts_of(form).call(*args[:position], **{**kwargs, "generator": generator})
     default = default_generator(generator.device)
     # An operator that is not known to draw may wait for others, collectives among them: no lock.
     with _one_draw if is_draw else nullcontext():
@@ -132,7 +132,7 @@ def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator
         if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.random`
             default.set_state(wanted)
         try:
-            return operator(*args, **kwargs)
+            return facts_of(operator).call(*args, **kwargs)
         finally:
             after = default.get_state()
             generator.set_state(after)
@@ -187,8 +187,9 @@ class _TensorLayout(NamedTuple):
 
 
 def _layout_of(argument: Any) -> Any:
-    is_tensor = isinstance(argument, torch.Tensor)
-    return _TensorLayout(argument.shape, argument.stride(), argument.dtype) if is_tensor else argument
+    if isinstance(argument, torch.Tensor):
+        return _TensorLayout(argument.shape, argument.stride(), argument.dtype)
+    return argument
 
 
 class InSeries(NamedTuple):
@@ -224,7 +225,7 @@ class NotedStates:
         series = None if self._series is None else self._series()
         if series is None or series.frame != frame or len(series.calls) == _LONGEST or CPU.look() != self._after:
             series = Series(torch.default_generator.get_state(), frame)
-        result = operator(*args, **kwargs)
+        result = facts_of(operator).call(*args, **kwargs)
         if type(result) is not torch.Tensor:  # of a class which a mode has given it
             number = -1
         if not isinstance(args[0], torch.Tensor):
@@ -238,6 +239,10 @@ def draw_noting(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: NotedStates | None, number: int = 0, frame: int = 0
 ) -> tuple[Any, Any]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
+    # Dropout on a host: what the next lines find out, and a fifth of the draw of a small block.
+    is_simple = states is not None and args and not kwargs and type(args[0]) is torch.Tensor and args[0].is_cpu
+    if states is not None and is_simple and _is_short(operator, args) and not _own_draws.active:
+        return states.draw(operator, args, kwargs, number, frame)
     explicit, device = _source_of(operator, args, kwargs)
     if device.type == "meta":
         return operator(*args, **kwargs), None

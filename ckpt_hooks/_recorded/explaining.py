@@ -29,10 +29,10 @@ from ckpt_hooks._torch.autograd import current_node, graph_task_id, queue_callba
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-from .values import Op, Tables, Value, flatten, read_by
+from .values import Op, OpWithShapes, Tables, Value, flatten, read_by
 
 
-def check_shapes(frame: Any, op: Op, out: Any) -> None:
+def check_shapes(frame: Any, op: OpWithShapes, out: Any) -> None:
     expected, actual = op.shapes, shapes_of(out)
     if expected is None or actual is None or expected == actual:
         return
@@ -116,7 +116,7 @@ class OperatorLines:
             self._explain(self._places.get(id(handle), -1), "Autograd saved it for", error)
 
     def explain_replay(self, error: CheckpointError, value: Value, steps: Iterable[Op | Value]) -> None:
-        readers = [step.number for step in steps if type(step) is Op and value in read_by(step)]
+        readers = [step.number for step in steps if isinstance(step, Op) and value in read_by(step)]
         if readers:
             self._explain(self._place_of(min(readers)), "It is read by", error)
 

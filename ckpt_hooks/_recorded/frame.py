@@ -279,6 +279,7 @@ class RecordedFrame(Replayable):
             push_saved_tensors_hooks(pack, unpack)  # fails where hooks are disabled; the caller rewinds the thread
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self.draws_anew
         tape.start, tape.held.handles = self.start, self.handles
+        tape.handles.append(self.handles)
         self.release = release
         stack.innermost = self
         if self.watch is not None:

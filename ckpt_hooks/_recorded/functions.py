@@ -341,7 +341,7 @@ class FunctionCall:
                 others.append((tensor, store))
         self._versions, facts.grads = versions, grads
         op.facts, op.args, op.kwargs, op.present = facts, values, _NO_KWARGS, tuple(range(len(values)))
-        op.is_plain, op.draw = False, None
+        op.call = op.draw = None
         if self._is_capturing:
             self._take_as_written(others)
         else:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
+from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.devices import capture as capture_current
-from ckpt_hooks._ambient.switches import read_common, read_fast
 from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.modes import count_writes, is_compiled_code_running, only_quiet_modes
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
@@ -36,7 +36,7 @@ from . import writes
 from .explaining import shapes_of
 from .functions import FunctionCall
 from .tape import Tape, decide, op_of, run
-from .values import Op, Store, Surroundings, Value, flatten
+from .values import Op, OpWithShapes, Store, Surroundings, Value, flatten
 
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
@@ -88,25 +88,32 @@ class Recorder(SelectiveCheckpointContext):
             if surroundings.switches.guard.check() and surroundings.current == current:
                 break
         else:
-            surroundings = Surroundings(current)
+            surroundings = Surroundings(current, switches.capture_guarded())
+        self._be_in(surroundings)
+
+    def _be_in(self, surroundings: Surroundings) -> None:
+        if surroundings not in self._seen:
             # Without the latest ones, gradients off and on in a region cost 13% of a small step.
             self._seen = [surroundings, *self._seen[:3]]
         self._tape.surroundings = surroundings
         self._check = surroundings.switches.guard.check
-        if current is not None:
-            self._check = current.checking(self._check)
+        if surroundings.current is not None:
+            self._check = surroundings.current.checking(self._check)
         self._without_grad = not surroundings.grad
 
-    def _look_closely(self, facts: OpFacts) -> None:
+    def _look_closely(self, *, at_all: bool) -> None:
         """Notes the surroundings for operators which depend on switches that change without notice."""
-        switches = self._tape.surroundings.switches
+        surroundings = self._tape.surroundings
         try:
-            same = read_fast() == switches.unguarded if facts.looks_at_all_switches else read_common() == switches.common
+            if at_all:
+                same = switches.read_fast() == surroundings.switches.unguarded
+            else:
+                same = switches.read_common() == surroundings.switches.common
         except RuntimeError:
             same = False
         if not same:
             self._seen = []
-            self._look()
+            self._be_in(Surroundings(surroundings.current, switches.capture()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func)) or facts_of(func)
@@ -140,7 +147,7 @@ class Recorder(SelectiveCheckpointContext):
                 if decision != RECOMPUTE:
                     return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
-            self._look_closely(facts)
+            self._look_closely(at_all=facts.looks_at_all_switches)
         tables = self._tables
         get = tables.known.get
         recorded = list(args)
@@ -172,7 +179,6 @@ class Recorder(SelectiveCheckpointContext):
         op.present = present
         op.draw = None
         op.surroundings = tape.surroundings
-        op.is_plain = True
         if not facts.single or type(out) is not Tensor:
             tape.note(op, values, out)
             return out
@@ -218,6 +224,7 @@ class Recorder(SelectiveCheckpointContext):
             return run_watched(around, function, args, kwargs)
         if not self._check():
             self._look()
+        self._look_closely(at_all=True)
         args, kwargs = bound(function, args, kwargs)
         call = self._call = FunctionCall(tape, function, args, kwargs)
         self.paused = 1
@@ -275,7 +282,7 @@ class Recorder(SelectiveCheckpointContext):
             # Autocast makes this cast once and keeps it for a while, so a rerun may find it there already.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
-            self._look_closely(facts)
+            self._look_closely(at_all=facts.looks_at_all_switches)
         if facts.is_opaque and (arguments is args or not writes.may_run_again(args, kwargs)):
             return writes.run_opaque(tape, func, facts, args, kwargs)
         if facts.is_silent:
@@ -290,7 +297,7 @@ class Recorder(SelectiveCheckpointContext):
         if facts.is_inplace_view:
             return writes.run_inplace_view(tape, op, facts, args, kwargs)
         out = run(tape, op, func, facts, args, kwargs)
-        if facts.has_shape_from_data:
+        if isinstance(op, OpWithShapes):
             op.shapes = shapes_of(out)
         decision = RECOMPUTE if facts.is_view and tape.decisions is None else decide(tape, facts, arguments, kwargs, out)
         made = tape.note(op, values, out, decision)

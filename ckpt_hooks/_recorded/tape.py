@@ -7,6 +7,7 @@ tensors saved by autograd.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -23,6 +24,7 @@ from ckpt_hooks._core.frame import Frame, Label
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import fused_steps
+from ckpt_hooks._core.packed import TapeHandle
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
@@ -38,6 +40,7 @@ from .values import (
     ANEW,
     FROM_OUTSIDE,
     Op,
+    OpWithShapes,
     Store,
     Surroundings,
     Tables,
@@ -47,6 +50,7 @@ from .values import (
     flatten,
     new_store,
     new_value,
+    slim,
 )
 
 _weakref, _new = weakref.ref, object.__new__
@@ -159,6 +163,7 @@ class Tape:
 
     def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, frame: Frame | None) -> None:
         self.tables = Tables()  # the tables of tensors and storages
+        self.handles: list[list[weakref.ref[TapeHandle]]] = []  # of all regions
         self.held = TensorsHeld(frame)  # the kept tensors
         self.hooks = hooks  # the saved-tensor hooks around the outermost region
         self.respect_hooks = respect_hooks  # whether outputs kept by a policy go through the hooks
@@ -231,7 +236,7 @@ class Tape:
             if type(tensor) in PLAIN_OR_FAKE:
                 if type(tensor) is FAKE and not any(type(value.tensor()) is FAKE for value in values):
                     op.facts = facts_of(op.facts.operator).under(tensor.fake_mode)
-                    op.call = op.facts.call
+                    op.call = None if op.call is None else op.facts.call
                 value = self.put(op, index, values, tensor)
                 if value is not None:
                     made.append(value)
@@ -382,7 +387,7 @@ class Tape:
         op = Op()
         self.tables.number = op.number = self.tables.number + 1
         op.facts, op.surroundings = facts_of(_EMPTY_STRIDED), self.surroundings
-        op.present, op.draw, op.is_plain = (), None, True
+        op.present, op.draw = (), None
         if type(tensor) is FAKE:
             op.facts = op.facts.under(tensor.fake_mode)  # type: ignore[attr-defined]
         op.call = op.facts.call
@@ -402,6 +407,8 @@ class Tape:
             assert value.saved is not None
             value.saved.faces = [(counted_detach(face), face._version) for face in faces]
         self.tables.clear()
+        if not self.has_refilled:  # else a replay asks which values are in one storage
+            slim(itertools.chain.from_iterable(self.handles))
         self.held.close(self.hooks, self.path, respect_hooks=self.respect_hooks)
 
 
@@ -441,8 +448,8 @@ def op_of(
     """Returns an operator about to run, with values in place of tensors, and the values."""
     values: list[Value] = []
     record = partial(_recorded, tape, facts, overwritten, values)
-    op = Op()
-    op.facts, op.call = facts, facts.call
+    op = OpWithShapes() if facts.has_shape_from_data else Op()
+    op.facts = facts
     if facts.is_like:
         unread = (0,)
     if unread:
@@ -452,7 +459,7 @@ def op_of(
     op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs
     op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
     op.draw = None
-    op.is_plain = facts.is_plain and (not kwargs or facts.keywords.isdisjoint(kwargs))
+    op.call = facts.call if facts.is_plain and (not kwargs or facts.keywords.isdisjoint(kwargs)) else None
     op.surroundings = tape.surroundings
     return op, values
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.devices import Current
+from ckpt_hooks._ambient.switches import SwitchValues
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
@@ -35,8 +35,8 @@ from ckpt_hooks._torch.tensors import handles_operators, set_versions, storage_o
 class Surroundings:
     __slots__ = ("current", "grad", "switches")
 
-    def __init__(self, current: Current | None) -> None:
-        self.switches = switches.capture()  # switches of the process
+    def __init__(self, current: Current | None, switches: SwitchValues) -> None:
+        self.switches = switches  # switches of the process
         self.grad = torch.is_grad_enabled()  # whether gradients were enabled
         # Current devices and streams; None where no accelerator was in use as the outermost region began.
         self.current = current
@@ -90,18 +90,24 @@ ANEW: Any = object()
 
 
 class Op:
-    __slots__ = ("args", "call", "draw", "facts", "is_plain", "kwargs", "number", "present", "shapes", "surroundings")
+    __slots__ = ("args", "call", "draw", "facts", "kwargs", "number", "present", "surroundings")
 
     number: int  # the place on the tape, and the number of the first result
     facts: OpFacts  # the facts of the operator
-    call: Callable[..., Any]  # the call of a plain replay
+    call: Callable[..., Any] | None  # with all tensors in ``present``; None for other operators
     args: list[Any]  # positional arguments, with values in place of tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
     present: tuple[int, ...]  # the positions of values among the positional arguments
-    shapes: list[tuple[int, ...]] | None  # of results which have their shapes from data; unset for others
     draw: Any  # the state of the generator before the draw, :data:`ANEW`, or None
     surroundings: Any  # the surroundings of the operator
-    is_plain: bool  # whether a plain call will do: all tensors are in ``present``
+
+
+class OpWithShapes(Op):
+    """An operator whose results have their shapes from data."""
+
+    __slots__ = ("shapes",)
+
+    shapes: list[tuple[int, ...]] | None  # of forward; None while torch traces
 
 
 class Value:
@@ -294,7 +300,7 @@ class Tables:
 
     def clear(self) -> None:
         for store in self.stores.values():
-            store.members = []
+            store.members = _NOBODY
         for reference in self.inputs.values():
             if (value := reference()) is not None:
                 value.tensor = _gone  # ``torch.utils.swap_tensors`` refuses tensors with weak references
@@ -304,6 +310,22 @@ class Tables:
 
 def _gone() -> None:
     """Takes the place of a weak reference."""
+
+
+_NOBODY: Any = ()  # takes the place of members
+#: Takes the place of storages of which nothing but the fate of the tensors will be asked.
+_MADE = new_store(0, 0)
+
+
+def slim(handles: Iterable[weakref.ref[Any]]) -> None:
+    """Drops what only the recording asks of saved values: two fifths of their bytes."""
+    for reference in handles:
+        if (handle := reference()) is not None:
+            value = handle.value
+            store = value.store
+            if not (store.external or store.written or store.held or value.before):
+                value.store = value.counter = _MADE
+                value.tensor = _gone
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -350,7 +372,6 @@ def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, surroundings: S
         tables.number = op.number = tables.number + 1
         op.facts, op.present, op.draw, op.surroundings = facts_of(_AS_STRIDED), (0,), None, surroundings
         op.call = op.facts.call
-        op.is_plain = True
         op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
         alias = new_value(op.number, store, counter_in(tables, store, tensor), op)
         tables.register(tensor, alias)

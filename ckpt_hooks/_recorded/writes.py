@@ -158,8 +158,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
             recorded[position] = value
             present.append(position)
     op.facts, op.args, op.kwargs, op.present = facts.as_functional(), recorded, kwargs, tuple(present)
-    op.call = facts.call
-    op.draw, op.surroundings, op.is_plain = None, tape.surroundings, True
+    op.draw, op.surroundings, op.call = None, tape.surroundings, facts.call
     try:
         out = run(tape, op, func, facts, args, kwargs)
     except BaseException:
@@ -170,7 +169,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
         value = new_value(op.number, store, before.counter, op)
         value.tensor = before.tensor
     else:  # from the handler of another argument's class, which returns a tensor of that class
-        op.facts, op.is_plain = facts, False
+        op.facts, op.call = facts, None
         value = _after(tape, op, before)
     store.written = True
     if store.uninitialized:
@@ -449,6 +448,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
         if handle is not None and handle.value.counter in bumped:
             handle.value = _overwritten(handle.value, facts.full_name, handle.frame.path)
     tape.tables.number = op.number = tape.tables.number + 1
+    store.written = store.written or not store.external
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
     # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
     if storage_of(target) != store.address:
