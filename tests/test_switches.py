@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -232,6 +233,42 @@ def test_a_switch_that_moves_inside_a_recorded_region(operator, setting):
     assert moved != first
     assert mode.seen[:3] == [first, moved, first]
     assert read() == first
+
+
+class Reads(torch.autograd.Function):
+    """Notes a switch in forward, which a replay runs again for what is saved."""
+
+    read: ClassVar = None
+    seen: ClassVar[list] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        Reads.seen.append(Reads.read())
+        ctx.save_for_backward(x.sin())
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize("begins", ["in the region", "before the region"])
+def test_a_switch_that_moves_ahead_of_a_custom_function(begins, setting):
+    """Its kernels may heed any switch; operators before it heed none."""
+    Reads.read, write, other = SETTINGS[setting]
+    first, Reads.seen = Reads.read(), []
+    moved = (Reads.read, write, other)
+    x = leaf(3, 3)
+    with written(moved) if begins == "before the region" else contextlib.nullcontext(), checkpoint_region():
+        a = x.sin()
+        with written(moved) if begins == "in the region" else contextlib.nullcontext():
+            b = Reads.apply(a)
+        c = b * 2
+    c.sum().backward()
+    assert len(Reads.seen) == 2
+    assert Reads.seen[0] == Reads.seen[1] != first
+    assert Reads.read() == first
 
 
 def device_flags():

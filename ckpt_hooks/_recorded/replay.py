@@ -424,26 +424,27 @@ class Replay:
         self.tensors[value.number] = tensor
 
     def _fetch(self, work: Work) -> None:
+        tensors, written = self.tensors, self._plan.written
         for value in work.leaves:
-            if value.number not in self.tensors:
+            if value.number not in tensors:
+                saved = value.saved
+                assert saved is not None
                 try:
-                    self._fetch_one(value)
+                    tensor = self._refilled(value, saved) if type(saved) is HeldRefilled else saved.get()
                 except MutationError as error:
                     if self.frame.lines is not None:
                         self.frame.lines.explain_replay(error, value, work.steps.values())
                     raise
+                if written:
+                    self.put(value, tensor)
+                else:
+                    tensors[value.number] = tensor
         work.leaves.clear()
 
-    def _fetch_one(self, value: Value) -> None:
-        saved = value.saved
-        assert saved is not None
-        if type(saved) is HeldRefilled:
-            tensor = saved.unmodified()
-            self.owners[storage_address(tensor)] = saved.owner
-            if id(value.store) not in self._plan.written:
-                self.tensors[value.number] = tensor
-                return
-        self.put(value, saved.get())
+    def _refilled(self, value: Value, saved: HeldRefilled) -> torch.Tensor:
+        tensor = saved.unmodified()
+        self.owners[storage_address(tensor)] = saved.owner
+        return saved.get() if id(value.store) in self._plan.written else tensor
 
     def run(self, work: Work) -> None:
         """Does some work, once the values of the frame around are there."""

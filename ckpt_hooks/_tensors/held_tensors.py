@@ -125,6 +125,11 @@ class HeldTensor:
             tensor._version != self.version or (fused_steps.count > self.steps and stepped_since(tensor, self.steps))
         ):
             raise self._mutated(tensor, self.version)
+        memory = self.memory
+        # As the lines below, for most: 1% of a small block's step.
+        is_there = type(memory) is torch.Tensor and storage_address(tensor) == storage_address(memory) and memory.data_ptr()
+        if memory is not None and is_there:
+            return memory
         alias = self.find()
         if is_freed(alias):
             raise self._mutated(alias, None)
