@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import ClassVar
 
 import pytest
@@ -163,10 +164,20 @@ def test_a_class_sees_the_functions_of_the_program():
     assert torch.equal(found[0], found[2])
 
 
-def test_a_binding_is_not_looked_for_where_calls_are_diverted():
+def test_what_is_in_force_is_not_asked_when_a_binding_is_looked_for():
     facts = facts_of(aten.acosh.default)
     facts.calls[1] = None
-    with Asked():
-        assert facts.find_call(1) is facts.call
-    assert facts.calls[1] is None
-    assert facts.find_call(1) is not facts.call
+    Asked.names = []
+    with Asked(), Seen() as seen:
+        facts.find_call(1)
+    assert facts.calls[1] is torch.acosh
+    assert Asked.names == seen.calls == []
+
+
+def test_without_a_further_thread_the_overload_is_called(monkeypatch):
+    def cannot_start(self):
+        raise RuntimeError("can't start new thread")
+
+    facts = facts_of(aten.acosh.default)
+    monkeypatch.setattr(threading.Thread, "start", cannot_start)
+    assert facts.find_call(1) is facts.call

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import gc
 import itertools
+import operator
 import os
 import random
 import sys
@@ -80,6 +82,11 @@ def present():
     return id(stack.innermost), top_saved_tensors_hooks(False), *modes, torch.is_grad_enabled()
 
 
+#: Where a ``try`` begins. The trace is called there, outside of what the ``try`` covers; no signal is handled at one.
+_NOP = dis.opmap["NOP"]
+_bytes_of = functools.cache(operator.attrgetter("co_code"))
+
+
 class Interrupt:
     """Raises ``KeyboardInterrupt`` at the nth event in the package: a line, a call, or a return.
 
@@ -96,6 +103,8 @@ class Interrupt:
         if not code.co_filename.startswith(_PACKAGE):
             return None
         if self.within and (event != "line" or f"{code.co_filename[len(_PACKAGE) + 1 :]}:{code.co_name}" != self.within):
+            return self._trace
+        if event == "line" and _bytes_of(code)[frame.f_lasti] == _NOP:
             return self._trace
         self.count += 1
         if self.at is None and (now := present()) != self._latest:

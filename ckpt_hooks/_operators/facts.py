@@ -18,7 +18,6 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
-from ckpt_hooks._torch.bindings import binding_of, can_probe
 from ckpt_hooks._torch.compiling import graph_of
 from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
@@ -321,8 +320,8 @@ class OpFacts:
 
     def find_call(self, count: int) -> Callable[..., Any]:
         """Returns the quickest call for a number of arguments."""
-        if not can_probe():
-            return self.call
+        from ckpt_hooks._torch.bindings import binding_of  # which regions that record nothing do without
+
         call = self.calls[count] = binding_of(self.operator, count) or self.call
         return call
 

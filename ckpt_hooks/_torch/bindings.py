@@ -6,7 +6,6 @@ schema's types leads to this overload, with the same arguments.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from .functions import OVERLOAD
-from .modes import is_any_transform_active, num_dispatch_modes, num_function_modes
+from .modes import TorchDispatchMode, made_apart
 
 # Where functions and methods of generated code are. Goes when an overload takes its arguments as quickly.
 _HOLDERS = (
@@ -49,26 +48,22 @@ class _ReachedError(Exception):
     pass
 
 
-class _Probe(torch.Tensor):
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises at the first operator, with what it gets: nothing runs."""
 
-    # Not a mode, which an interrupt could leave behind.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
+    # Without this Dynamo would be imported to wrap the handler.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _ReachedError(func, args, kwargs or {})
-
-
-@functools.cache
-def _probe() -> torch.Tensor:
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(_Probe, (1,))
-    return made
 
 
 def _reached(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     try:
-        call(*args)
+        with _Probe():  # type: ignore[no-untyped-call]
+            call(*args)
     except _ReachedError as reached:
         return reached.args
     except (TypeError, RuntimeError, ValueError, IndexError):
@@ -76,10 +71,10 @@ def _reached(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     return None
 
 
-def _examples_of(argument: Any) -> tuple[Any, ...]:
+def _examples_of(argument: Any, tensor: torch.Tensor) -> tuple[Any, ...]:
     kind = str(argument.real_type)
     inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
-    values = (_probe(),) if inner == "Tensor" else _EXAMPLES.get(inner, ())
+    values = (tensor,) if inner == "Tensor" else _EXAMPLES.get(inner, ())
     return (*values, None) if values and inner is not kind else values
 
 
@@ -90,13 +85,15 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-def can_probe() -> bool:
-    """Whether calls of this thread lead straight to the tensors' own handlers."""
-    return not (num_function_modes() or num_dispatch_modes() or is_any_transform_active())
-
-
 def binding_of(overload: Any, count: int) -> Callable[..., Any] | None:
     """Returns the binding that stands in for an overload with a number of arguments, all by position."""
+    try:
+        return made_apart(lambda: _find_binding(overload, count))  # no interrupt comes in between
+    except RuntimeError:  # there can be no further thread
+        return None
+
+
+def _find_binding(overload: Any, count: int) -> Callable[..., Any] | None:
     name = overload._schema.name.removeprefix("aten::") if type(overload) is OVERLOAD else "::"
     # Results by name are of a class of their own; of a number a binding makes a tensor; a composite runs before it is seen.
     if "::" in name or hasattr(torch.return_types, name) or overload._overloadname == "Scalar" or is_composite(overload):
@@ -105,7 +102,8 @@ def binding_of(overload: Any, count: int) -> Callable[..., Any] | None:
     arguments = overload._schema.arguments[:count]
     if not found or any(argument.kwarg_only for argument in arguments):
         return None
-    calls = list(itertools.islice(itertools.product(*map(_examples_of, arguments)), _MOST + 1))
+    tensor = torch.empty(1)
+    calls = list(itertools.islice(itertools.product(*(_examples_of(argument, tensor) for argument in arguments)), _MOST + 1))
     if len(calls) > _MOST:
         return None
     expected = [(args, _reached(overload._op, args)) for args in calls]
