@@ -29,9 +29,10 @@ if _TYPE_CHECKING:
     from ._ambient.tracking import track_rng
     from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
     from ._checkpoint.chunks import checkpoint_chunks
+    from ._checkpoint.loop import checkpoint_loop
     from ._checkpoint.region import checkpoint_name, checkpoint_region
     from ._checkpoint.selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
-    from ._checkpoint.sequential import checkpoint_loop, checkpoint_sequential
+    from ._checkpoint.sequential import checkpoint_sequential
     from ._core.frame import is_recomputing
     from ._core.scopes import GraphExecGroup
     from ._core.self_check import set_self_check
@@ -99,7 +100,8 @@ _PLACES = {
         "._ambient.tracking": "track_rng",
         "._checkpoint.checkpoint": "checkpoint set_checkpoint_early_stop",
         "._checkpoint.chunks": "checkpoint_chunks",
-        "._checkpoint.sequential": "checkpoint_loop checkpoint_sequential",
+        "._checkpoint.loop": "checkpoint_loop",
+        "._checkpoint.sequential": "checkpoint_sequential",
         "._core.frame": "is_recomputing",
         "._core.scopes": "GraphExecGroup",
         "._core.self_check": "set_self_check",

@@ -180,6 +180,10 @@ FORMS = {
         lambda h: {"h": h["h"] @ w, "t": h["t"] + 1}, {"h": x, "t": 0}, 5, 2
     )["h"],
     "steps of a partial function": lambda x: checkpoint_loop(functools.partial(lambda w, h: (h @ w).sin(), w), x, 4, 2),
+    "steps with inputs": lambda x: checkpoint_loop(
+        lambda h, row: ((h @ w + row).sin(), {"sum": h.sum(), "n": 1}), x, xs=torch.ones(5, 8), slots=2
+    )[0],
+    "steps with a list of inputs": lambda x: checkpoint_loop(lambda h, t: (h @ w * t, h.sum()), x, xs=[1, 2, 3], slots=2)[1],
     "steps of a module with a policy": lambda x: checkpoint_loop(wrapped, x, 3, 2),
     "checkpoint_module": lambda x: of_module(x),
     "checkpoint_module with a policy": lambda x: of_module_with_a_policy(x),

@@ -11,10 +11,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_loop, checkpoint_region, memory_ledger
-from tests.measure import Calls, Log, leaf, same_bits
+from ckpt_hooks.policies import nothing_saveable
+from tests.measure import Calls, CountOps, Log, leaf, same_bits
 
 
 def fewest_calls(n, slots):
@@ -173,3 +175,209 @@ def test_a_state_of_another_structure_in_each_step():
     state = [leaf(3)]
     expected = torch.autograd.grad(plain_loop(step, state, 6)[-1].sum(), state)
     assert same_bits(torch.autograd.grad(checkpoint_loop(step, state, 6, 2)[-1].sum(), state)[0], expected[0])
+
+
+# Inputs and outputs
+
+
+def scan(step, state, n=None, slots=None, *, xs):
+    """The plain loop, with the words of ``jax.lax.scan``."""
+    rows = xs if isinstance(xs, list) else None
+    outputs = []
+    for t in range(len(xs) if rows else n):
+        state, y = step(state, rows[t] if rows else at(xs, t))
+        outputs.append(y)
+    return state, stacked(outputs)
+
+
+def at(xs, t):
+    if isinstance(xs, torch.Tensor):
+        return xs[t]
+    if isinstance(xs, dict):
+        return {name: at(entry, t) for name, entry in xs.items()}
+    if isinstance(xs, tuple):
+        entries = [at(entry, t) for entry in xs]
+        return type(xs)(*entries) if hasattr(xs, "_fields") else tuple(entries)
+    if dataclasses.is_dataclass(xs):
+        return type(xs)(*(at(getattr(xs, field.name), t) for field in dataclasses.fields(xs)))
+    return xs
+
+
+def stacked(outputs):
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(outputs)
+    if isinstance(first, dict):
+        return {name: stacked([output[name] for output in outputs]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(map(stacked, zip(*outputs, strict=True)))
+    return None if first is None else outputs
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Inputs with something for each step."""
+
+    x: torch.Tensor
+    scale: float
+
+
+INPUTS = {
+    "tensor": (lambda x: x, lambda one: one),
+    "tuple": (lambda x: (x, x.square()), lambda one: one[0] + one[1]),
+    "named tuple": (lambda x: Pair(x, x.square()), lambda one: one.h + one.t),
+    "dict": (lambda x: {"a": x, "b": (x, 2.0)}, lambda one: one["a"] * one["b"][1] + one["b"][0]),
+    "dataclass": (lambda x: Inputs(x, 3.0), lambda one: one.x * one.scale),
+    "list": (lambda x: [*x.unbind(0)], lambda one: one),
+    "list of dicts": (lambda x: [{"x": row, "t": t} for t, row in enumerate(x)], lambda one: one["x"] * one["t"]),
+}
+OUTPUTS = {
+    "tensor": lambda h, x: h.square().mean(),
+    "tuple": lambda h, x: (h.sin(), x.cos()),
+    "dict": lambda h, x: {"h": h * 1, "more": (h.sum(), None), "n": 3},
+    "nothing": lambda h, x: None,
+    "numbers": lambda h, x: 2.5,
+}
+
+
+class Scanned(nn.Module):
+    """A cell with dropout and running statistics, whose steps have inputs and outputs."""
+
+    def __init__(self, taken, output):
+        super().__init__()
+        self.cell, self.norm = nn.GRUCell(4, 4), nn.BatchNorm1d(4)
+        self.taken, self.output = taken, output
+
+    def forward(self, h, given):
+        x = self.taken(given)
+        h = F.dropout(self.norm(self.cell(x, h)), 0.3)
+        return h, self.output(h, x)
+
+
+def run_scan(loop, inputs="tensor", output="tensor", n=11, slots=3, wrap=lambda step: step):
+    torch.manual_seed(0)
+    made, taken = INPUTS[inputs]
+    model, h = Scanned(taken, OUTPUTS[output]), torch.randn(3, 4, requires_grad=True)
+    x = torch.randn(n, 3, 4, requires_grad=True)
+    last, ys = loop(wrap(model), h, n, slots, xs=made(x))
+    tensors = [part for part in flat(ys) if isinstance(part, torch.Tensor)]
+    sum(tensor.square().sum() for tensor in (last, *tensors)).backward()
+    others = [part for part in flat(ys) if not isinstance(part, torch.Tensor)]
+    gradients = [x.grad, h.grad, *(parameter.grad for parameter in model.parameters())]
+    return [last, *tensors, *gradients, *model.buffers(), torch.get_rng_state()], others
+
+
+def flat(value):
+    if isinstance(value, dict):
+        return [part for entry in value.values() for part in flat(entry)]
+    return [part for entry in value for part in flat(entry)] if isinstance(value, (list, tuple)) else [value]
+
+
+def assert_as_scan(**given):
+    found, others = run_scan(checkpoint_loop, **given)
+    given.pop("wrap", None)
+    expected, expected_others = run_scan(scan, **given)
+    assert all(map(same_bits, found, expected))
+    assert others == expected_others
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_inputs_of_every_kind(inputs):
+    assert_as_scan(inputs=inputs)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_outputs_of_every_kind(output):
+    assert_as_scan(output=output)
+
+
+@pytest.mark.parametrize(("n", "slots"), [(1, 2), (2, 2), (5, None), (16, None), (16, 16), (16, 40), (256, 16)])
+def test_numbers_of_steps_and_slots(n, slots):
+    assert_as_scan(n=n, slots=slots)
+
+
+WRAPS = {
+    "a policy": lambda step: checkpoint(policy=[torch.ops.aten.addmm.default])(step),
+    "on the host": lambda step: checkpoint(offload_inputs=True)(step),
+    "values": lambda step: checkpoint(determinism_check="values")(step),
+    "a function": lambda step: checkpoint(name="step")(lambda h, x: step(h, x)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_options_of_the_regions_of_a_loop(wrap):
+    assert_as_scan(wrap=wrap)
+
+
+def test_calls_with_inputs_are_those_of_the_schedule():
+    w, x = leaf(4), leaf(60, 4)
+    step = Calls(lambda state, row: ((state * w + row).sin(), state.sum()))
+    _, ys = checkpoint_loop(step, leaf(4), xs=x, slots=5)
+    ys.sum().backward()
+    assert step.count == fewest_calls(60, 5)
+    assert ys.shape == (60,)
+
+
+def test_a_policy_is_for_the_steps():
+    """What it keeps does not run again in the backward of a step; without a policy a step is in no region of its own."""
+    w, x, products = leaf(4, 4), leaf(9, 4), []
+    for options in ({}, {"policy": [torch.ops.aten.mv.default]}, {"policy": nothing_saveable}):
+        step = checkpoint(**options)(lambda h, row: ((w @ h + row).sin(), None))
+        with CountOps() as ops:
+            h, _ = checkpoint_loop(step, leaf(4), xs=x, slots=3)
+        before = ops.counts["mv"]
+        with ops:
+            h.sum().backward()
+        products.append((before, ops.counts["mv"]))
+    (_, plain), (_, kept), (_, nothing) = products
+    assert [before for before, _ in products] == [9, 9, 9]
+    assert plain - nothing == kept - nothing == -9
+
+
+def test_no_steps():
+    x = torch.ones(0, 3)
+    assert checkpoint_loop(lambda state, row: (state, row), 1.5, xs=x) == (1.5, None)
+    assert checkpoint_loop(lambda state, row: (state, row), 1.5, xs=[]) == (1.5, None)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_error_says_in_which_step(when):
+    calls = Log()
+
+    def step(h, x):
+        calls.append(int(x[1]))
+        if int(x[1]) == 5 and (when == "forward" or [*calls].count(5) > 1):
+            raise RuntimeError("planned")
+        return (h * x[0]).sin(), None
+
+    x = torch.stack([torch.ones(9), torch.arange(9.0)], 1)
+    with pytest.raises(RuntimeError, match="planned") as caught:
+        checkpoint_loop(step, leaf(3), xs=x, slots=2)[0].sum().backward()
+    notes = [note for note in caught.value.__notes__ if "checkpoint_loop." in note]
+    assert notes == ["In step 5 of checkpoint_loop."]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["ours", "torch's checkpoint"])
+def test_peaks_with_inputs_and_outputs(loop):
+    """Of a loop of torch's checkpoint for each step all states are held; here the slots, and a few in transit."""
+    x = torch.randn(64, 1 << 12)
+    state = torch.randn(1 << 12, requires_grad=True)
+
+    def step(h, row):
+        return (h * row).sin().cos(), h.mean()
+
+    def run():
+        if loop == "ours":
+            h, ys = checkpoint_loop(step, state, xs=x, slots=8)
+        else:
+            h, ys = state, []
+            for row in x:
+                h, y = torch.utils.checkpoint.checkpoint(step, h, row, use_reentrant=False)
+                ys.append(y)
+            ys = torch.stack(ys)
+        (h.sum() + ys.sum()).backward()
+
+    states = memory_ledger(run).peak.nbytes / state.nbytes
+    assert states <= 16 if loop == "ours" else states >= 64

@@ -41,6 +41,7 @@ from ckpt_hooks import (
     apply_checkpointing,
     checkpoint,
     checkpoint_chunks,
+    checkpoint_loop,
     checkpoint_module,
     checkpoint_name,
     checkpoint_region,
@@ -916,6 +917,11 @@ FUNCTIONS = {
 }
 
 
+def looped(step=lambda h, row: (h * row, None), **options):
+    """Runs two steps, on rows of ones if no others are given."""
+    return checkpoint_loop(step, torch.ones(2), slots=2, **{"xs": torch.ones(2, 2), **options})
+
+
 def chunked(function=torch.sin, *args, chunks=2, **options):
     """Calls a function on slices of three rows and of two, of ones and twos."""
     rows = torch.tensor([[1.0], [1.0], [1.0], [2.0], [2.0]]).expand(5, 2)
@@ -998,6 +1004,17 @@ CALLS = {
         "the function should return a tensor, or a tuple of .* but returned {'y": lambda: chunked(lambda x: {"y": x}),
         "but returned a tuple of 2. Return tensors alone": lambda: chunked(lambda x: (x, None)),
         r"return \(sum, count\) of its slice, but returned a tensor": lambda: chunked(torch.sum, reduce="mean"),
+        # Loops
+        r"xs should be a list, a tensor, or .* but got 3 of type int\. Write a list .*list\(\.\.\.\)": lambda: looped(xs=3),
+        r"a step of checkpoint_loop should return \(state, y\), but step 0 returned a tensor.* Return None for no y": lambda: (
+            looped(lambda h, row: h * row)
+        ),
+        r"alike in all steps, but step 1 returned \(1,\) of type tuple, and the first \{'a': 0\}.*Return the same": lambda: (
+            looped(lambda h, t: (h, (t,) if t else {"a": t}), xs=[0, 1])
+        ),
+        r"alike in all steps, but step 1 returned None of type NoneType, and the first a tensor": lambda: looped(
+            lambda h, t: (h, None if t else h), xs=[0, 1]
+        ),
         # Modules
         "of the class Slotted, of which it can make no subclass": lambda: checkpoint()(Slotted()),
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
@@ -1059,6 +1076,12 @@ CALLS = {
         r"from 1 to the number of functions \(2\), but got 3": lambda: checkpoint_sequential([block, block], 3, x),
         "policy. checkpoint_sequential takes .* call each": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
         "chunks should be a positive integer, but got 0 of type int": lambda: chunked(chunks=0),
+        r"n should be an integer from 0, but got None.* or the inputs of the steps by xs": lambda: looped(torch.sin, xs=None),
+        r"n should be the number of inputs \(2\), but got 3 of type int\. Leave it out": lambda: looped(n=3),
+        r"xs should be tensors with as many rows each, .* but got a tuple of 2\. Put": lambda: looped(xs=(x, x[:1])),
+        r"alike in all steps, but step 1 returned a tensor, float32\[1\].*shapes": lambda: looped(
+            lambda h, t: (h, torch.ones(t)), xs=[2, 1]
+        ),
         "dim is an option of chunks, whose number is missing. Write chunks=8": lambda: checkpoint_module(nn.Tanh(), dim=1),
         r"of the tensor to cut \(a tensor, float32\[5, 2\] on cpu\), but got 2": lambda: chunked(dim=2),
         r"policy. checkpoint_chunks takes .* write `checkpoint_chunks\(checkpoint\(policy=": lambda: chunked(

@@ -85,6 +85,15 @@ def entered(make):
     return use
 
 
+def step_of_loop(state, row=None):
+    return block(state) if row is None else (block(state), None)
+
+
+def looped(**options):
+    result = ckpt_hooks.checkpoint_loop(**options)
+    return back(result if options["xs"] is None else result[0])
+
+
 def sequence(functions, segments, input, use_reentrant, **options):
     back(ckpt_hooks.checkpoint_sequential(functions, segments, input, use_reentrant, **options))
 
@@ -153,8 +162,8 @@ CASES = {
     ),
     "checkpoint_loop": Case(
         ckpt_hooks.checkpoint_loop,
-        lambda: {"step": block, "state": x(), "n": 3, "slots": 2},
-        lambda **o: back(ckpt_hooks.checkpoint_loop(**o)),
+        lambda: {"step": step_of_loop, "state": x(), "n": 2, "slots": 2, "xs": None},
+        looped,
     ),
     "checkpoint_name": Case(ckpt_hooks.checkpoint_name, lambda: {"tensor": x(), "name": "x"}),
     "create_selective_checkpoint_contexts": Case(
@@ -273,6 +282,7 @@ TAKEN = {
     ("checkpoint_chunks", "chunks", "a huge number"): "as many as there are rows",
     ("checkpoint_loop", "step", "a class"): "a callable, which is called",
     ("checkpoint_loop", "state", "*"): "the argument of the step, which is its affair",
+    ("checkpoint_loop", "xs", "a list"): "an input for each step, which is the step's affair",
     ("checkpoint_loop", "slots", "a huge number"): "as many as there are steps",
     ("offload_saved_tensors", "max_fwd_stash_size", "a huge number"): "as many as there are",
 }

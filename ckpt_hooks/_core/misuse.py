@@ -85,6 +85,13 @@ class Misuse(enum.Enum):
         "dimension whose rows have results of their own as dim, or for a loss reduce='sum' or 'mean'."
     )
     RESULT_SHAPES = "Results to add up should have one shape, {shape}, but got {given}. Add up over the rows in the function."
+    NO_PAIR = (
+        "With xs a step of checkpoint_loop should return (state, y), but step {step} returned {given}. Return None for no y."
+    )
+    OTHER_OUTPUT = (
+        "Outputs of checkpoint_loop are stacked, so they should be alike in all steps, but step {step} returned {given}, and "
+        "the first {first}. Return the same structure and shapes, or put what differs into the state."
+    )
     NO_COUNT = "With reduce='mean' the function should return (sum, count) of its slice, but returned {given}. Add a count."
     DEPENDENT_ROWS = (
         "{name!r} returns something else for {rows} rows of dimension {dim} than for the same in a slice of twice as many: "

@@ -91,9 +91,16 @@ def _look_into(collector: Collector, actual: list[Any], expected_facts: list[Any
             collector.values[index] = MISSING
 
 
+def _noted(collector: Collector) -> list[Any]:
+    """Returns the fingerprints of forward that a rerun can have again."""
+    from ckpt_hooks._tensors.determinism import Twice
+
+    noted = collector.frame.fingerprints[: len(collector.values)]
+    return [past_modes(each.unless_written) if type(each) is Twice else each for each in noted]
+
+
 def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], Any]) -> None:
-    frame = collector.frame
-    expected = list(frame.fingerprints[: len(collector.values)])
+    expected = _noted(collector)
     with torch.no_grad():
         index, actual = past_modes(_first_difference, collector, fingerprint, expected)
     if index is not None:
@@ -116,7 +123,7 @@ def _compare_sampled(collector: Collector) -> None:
         return
     frame.sampled.passed()
     with torch.no_grad():
-        for index in others(frame.fingerprints, values):
+        for index in others(_noted(collector), values):
             if not (index in collector.without_grad and may_be_unfilled(node_of(frame, index), values[index])):
                 frame.sampled.settle(_error_of_values(collector, index, "", " with other values"))
                 return

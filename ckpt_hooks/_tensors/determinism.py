@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -390,6 +390,22 @@ def _node_at_work(tensor: torch.Tensor) -> Any:
     return None if node is None or node_number(node) != sequence_number() - 1 else node
 
 
+class Twice(NamedTuple):
+    """The fingerprints of a tensor when it was saved and when forward ended: batch normalization writes without a version."""
+
+    saved: Any
+    ended: Any
+
+    def unless_written(self) -> Any:
+        return self.ended if _are_equal(self.saved, self.ended) else None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else bool(one == other)
+
+
 class Fingerprints:
     """Fingerprints of tensors saved in forward, each taken past all modes, once the value is complete."""
 
@@ -410,7 +426,7 @@ class Fingerprints:
             self.finish()
         if self._left_out and storage_of(tensor) in self._left_out and not kept:
             self._late.append((len(self.taken), tensor, tensor._version))
-            self.taken.append(None)
+            self.taken.append(past_modes(self._fingerprint, tensor))
         elif kept or tensor.requires_grad:
             is_unfilled = _unfilled_by(_node_at_work(tensor))
             if is_unfilled is not None:
@@ -431,6 +447,12 @@ class Fingerprints:
 
     def close(self) -> None:
         self.finish()
+        saved = [(index, self.taken[index]) for index, *_ in self._late]
+        for index, _ in saved:
+            self.taken[index] = None
         self._waiting, self._sequence = self._late, -2  # no node's
         self.finish()
+        for index, fingerprint in saved:
+            if self.taken[index] is not None:
+                self.taken[index] = Twice(fingerprint, self.taken[index])
         self.taken = []  # the frame has them, and the pack hook keeps this object alive
