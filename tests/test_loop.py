@@ -381,3 +381,40 @@ def test_peaks_with_inputs_and_outputs(loop):
 
     states = memory_ledger(run).peak.nbytes / state.nbytes
     assert states <= 16 if loop == "ours" else states >= 64
+
+
+class Taking(nn.Module):
+    """Takes its next input from an iterator."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.scale = rows, nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, h):
+        return (h * self.scale + next(self.rows)).sin()
+
+
+TAKES = {
+    "module": lambda model: lambda h: checkpoint(model, h),
+    "closure": lambda model: lambda h, rows=model.rows: checkpoint(lambda x: (x * model.scale + next(rows)).sin(), h),
+    "recorded": lambda model: checkpoint_region()(model),
+}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("form", [*TAKES, "loop"])
+def test_an_iterator_of_a_list_or_tuple_is_set_back(form, kind):
+    """For the rerun, and then where the program has it; it may go on between forward and backward."""
+
+    def run(is_plain):
+        model, h = Taking(iter(kind(torch.arange(24.0).view(8, 3)))), torch.ones(3, requires_grad=True)
+        if form == "loop":
+            y = (plain_loop if is_plain else checkpoint_loop)(model, h, 5, 2)
+        else:
+            y = plain_loop(model if is_plain else TAKES[form](model), h, 5)
+        after = next(model.rows)
+        y.sum().backward()
+        return [y, h.grad, model.scale.grad, after, next(model.rows)]
+
+    for _ in range(3):
+        assert all(map(same_bits, run(False), run(True)))

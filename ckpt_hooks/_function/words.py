@@ -18,8 +18,9 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 #: The causes of reruns which differ from forward.
 CAUSES = (
     "The function did not do the same again. Usual causes: a global, a module attribute, train()/eval() or requires_grad of a "
-    "tensor that changed between forward and backward; a cache that forward filled; a hook that removed itself; random numbers "
-    "of Python or NumPy without ckpt_hooks.track_rng; a choice on a tie (top-k, sort, argmax), which policies.routing_saveable "
+    "tensor that changed between forward and backward; a cache that forward filled; an iterator that forward takes from (give "
+    "its items as arguments, by xs in checkpoint_loop); a hook that removed itself; random numbers of Python or NumPy without "
+    "ckpt_hooks.track_rng; a choice on a tie (top-k, sort, argmax), which policies.routing_saveable "
     "keeps; another graph of a function compiled by torch.compile (compile around the region, or write "
     "`with checkpoint_region():`)."
 )

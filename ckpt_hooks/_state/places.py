@@ -226,6 +226,21 @@ def is_of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
+def _read_position(iterator: Any, _: int) -> Content:
+    state = iterator.__reduce__()
+    return [state[2] if len(state) > 2 else ABSENT]  # at the end it has let go of what it iterates over
+
+
+def _put_position(iterator: Any, _: int, current: Content, content: Content) -> None:
+    if content[0] is not ABSENT:
+        iterator.__setstate__(content[0])
+
+
+#: Iterators that can be set back; others only go on.
+_ITERATORS: Any = (type(iter([])), type(iter(())))
+_POSITION = Part(_read_position, _put_position)
+
+
 def _attributes_of(kind: Any) -> tuple[Part, ...]:
     """Returns the places of instances of a class with their attributes, whatever the class."""
     slots = slots_of(kind)
@@ -237,6 +252,8 @@ def _parts_of(kind: Any) -> tuple[Part, ...]:
     """Returns the places of instances of a class; none for objects whose content is their own business."""
     if issubclass(kind, (torch.Tensor, Module, type, BaseException, *VALUES)):
         return ()
+    if kind in _ITERATORS:
+        return (_POSITION,)
     entries = entries_of(kind)
     is_of_user = kind.__flags__ & _HEAP_TYPE and not any(map(is_of_library, kind.__mro__))
     if entries is None and not (is_of_user or kind is types.SimpleNamespace):
