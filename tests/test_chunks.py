@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import pickle
 import warnings
@@ -382,3 +384,74 @@ def test_rows_are_looked_at_once_for_a_function():
             module.calls.clear()
             checkpoint_chunks(module.forward, torch.randn(10, WIDTH), chunks=2, check_rows=True)
             assert list(module.calls) == shape
+
+
+class Output(collections.OrderedDict):
+    """A dict whose entries are attributes too, as of Transformers."""
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+@dataclasses.dataclass
+class Both:
+    """A result with a tensor, and maybe another."""
+
+    y: torch.Tensor
+    more: object = None
+
+
+Pair = collections.namedtuple("Pair", "y z")
+
+STRUCTURES = {
+    "dict": lambda y, z: {"y": y, "more": {"z": z, "none": None}},
+    "list": lambda y, z: [y, None, z],
+    "named tuple": lambda y, z: Pair(y, (z,)),
+    "dataclass": lambda y, z: Both(y, (z, None)),
+    "with attributes": lambda y, z: Output(y=y, z=z),
+}
+TAKEN = {
+    "dict": lambda found: (found["y"], found["more"]["z"]),
+    "list": lambda found: (found[0], found[2]),
+    "named tuple": lambda found: (found.y, found.z[0]),
+    "dataclass": lambda found: (found.y, found.more[0]),
+    "with attributes": lambda found: (found.y, found["z"]),
+}
+
+
+@pytest.mark.parametrize("reduce", [None, "sum"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_results_of_every_structure(name, reduce):
+    """Those of a tuple, in the structure of the function's result."""
+    x, w = torch.ones(5, 3, requires_grad=True), torch.full((3, 3), 0.5, requires_grad=True)
+
+    def pair(x):
+        y = (x @ w).sin()
+        return (y, y.square()) if reduce is None else (y.sum(0), y.square().sum())
+
+    expected = checkpoint_chunks(pair, x, chunks=2, reduce=reduce)
+    found = checkpoint_chunks(lambda x: STRUCTURES[name](*pair(x)), x, chunks=2, reduce=reduce)
+    assert repr(found) == repr(STRUCTURES[name](*TAKEN[name](found)))
+    of_each = [torch.autograd.grad(y.sum() + z.sum(), [x, w]) for y, z in (expected, TAKEN[name](found))]
+    assert all(map(same_bits, TAKEN[name](found), expected))
+    assert all(map(same_bits, *of_each))
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(2, [2, 2, 1]), (5, [5]), (7, [5]), (1, [1] * 5)])
+def test_a_number_of_rows(rows, sizes):
+    seen = []
+
+    def function(x):
+        seen.append(len(x))
+        return x.sin()
+
+    x = torch.ones(5, 3, requires_grad=True)
+    y = checkpoint_chunks(function, x, chunk_size=rows)
+    assert seen == sizes
+    assert torch.equal(y, x.sin())
+    layer = torch.nn.Linear(3, 3)
+    expected = checkpoint_chunks(layer, x, chunk_size=rows)
+    applied = apply_checkpointing(nn.Sequential(layer), {"0": {"chunk_size": rows}})
+    assert f"by {rows} rows" in str(applied)
+    assert same_bits(layer(x), expected)

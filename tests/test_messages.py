@@ -1001,8 +1001,8 @@ CALLS = {
         r"does not run when it is called.*lambda|lambda.*does not run when it is called": lambda: chunked(lambda x: (yield x)),
         r"The argument to cut should be a tensor, but got \[1\] of type list": lambda: checkpoint_chunks(torch.sin, [1]),
         "The argument to cut should be a tensor, but got None": lambda: checkpoint_module(nn.Tanh(), chunks=2)(),
-        "the function should return a tensor, or a tuple of .* but returned {'y": lambda: chunked(lambda x: {"y": x}),
-        "but returned a tuple of 2. Return tensors alone": lambda: chunked(lambda x: (x, None)),
+        "the function should return tensors, in the same places .* but returned {'y': 1}": lambda: chunked(lambda x: {"y": 1}),
+        "but returned a tuple of 2. Return tensors, or None in all": lambda: chunked(lambda x: (x, 1)),
         r"return \(sum, count\) of its slice, but returned a tensor": lambda: chunked(torch.sum, reduce="mean"),
         # Loops
         r"xs should be a list, a tensor, or .* but got 3 of type int\. Write a list .*list\(\.\.\.\)": lambda: looped(xs=3),
@@ -1082,6 +1082,8 @@ CALLS = {
         r"alike in all steps, but step 1 returned a tensor, float32\[1\].*shapes": lambda: looped(
             lambda h, t: (h, torch.ones(t)), xs=[2, 1]
         ),
+        "chunk_size should be a positive integer, but got 0 of type int": lambda: chunked(chunks=None, chunk_size=0),
+        "chunks and chunk_size both say how large": lambda: chunked(chunk_size=3),
         "dim is an option of chunks, whose number is missing. Write chunks=8": lambda: checkpoint_module(nn.Tanh(), dim=1),
         r"of the tensor to cut \(a tensor, float32\[5, 2\] on cpu\), but got 2": lambda: chunked(dim=2),
         r"policy. checkpoint_chunks takes .* write `checkpoint_chunks\(checkpoint\(policy=": lambda: chunked(

@@ -85,6 +85,9 @@ def entered(make):
     return use
 
 
+CHUNKED = {"dim": 0, "reduce": None, "chunked": (), "check_rows": False, "chunk_size": None}
+
+
 def step_of_loop(state, row=None):
     return block(state) if row is None else (block(state), None)
 
@@ -157,7 +160,16 @@ CASES = {
     ),
     "checkpoint_chunks": Case(
         ckpt_hooks.checkpoint_chunks,
-        lambda: {"function": block, "x": x(), "chunks": 2, "dim": 0, "reduce": None, "chunked": (), "check_rows": False},
+        lambda: {
+            "function": block,
+            "x": x(),
+            "chunks": 2,
+            "dim": 0,
+            "reduce": None,
+            "chunked": (),
+            "check_rows": False,
+            "chunk_size": None,
+        },
         lambda function, x, **o: back(ckpt_hooks.checkpoint_chunks(function, x, **o)),
     ),
     "checkpoint_loop": Case(

@@ -18,6 +18,7 @@ from ckpt_hooks._core.misuse import (
     Misuse,
     accepts,
     checked_flag,
+    checked_integer,
     described_as,
     name_of_callable,
     signature_of,
@@ -30,6 +31,7 @@ from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._operators.draws import DrawWatch
 from ckpt_hooks._options import DEFAULT_OPTIONS, Form, check_swallowed, options_of
 from ckpt_hooks._state.journal import JournalLoan, journal_of
+from ckpt_hooks._tensors.nested import entries_of, with_entries
 from ckpt_hooks._torch.compiling import skipped
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried
@@ -47,16 +49,27 @@ _REGION = Curried(DEFAULT_OPTIONS, noop_context_fn)
 _MADE: Any = CheckpointedFunction, CheckpointedModule
 
 
+_DEFAULT_CHUNKS = 8
+
+
 class Chunks(NamedTuple):
-    chunks: int
+    chunks: int | None = None
     dim: int = 0
     reduce: str | None = None
     chunked: str | Sequence[str] = ()
     check_rows: bool = False
+    chunk_size: int | None = None
 
     def checked(self) -> Chunks:
-        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
-            raise wrong(self.chunks, "chunks", "a positive integer", "Pass the number of slices, 8 say.", ValueError)
+        chunks = self.chunks
+        if self.chunk_size is not None:
+            checked_integer(self.chunk_size, "chunk_size", "Pass the number of rows of a slice, 1024 say.")
+            if chunks is not None:
+                raise Misuse.TWO_SIZES.error(kind=ValueError)
+        elif chunks is None:
+            chunks = _DEFAULT_CHUNKS
+        if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+            raise wrong(chunks, "chunks", "a positive integer", "Pass the number of slices, 8 say.", ValueError)
         if self.reduce not in (None, "sum", "mean"):
             advice = "Leave it out where each row has a result of its own."
             raise wrong(self.reduce, "reduce", "None, 'sum' or 'mean'", advice, ValueError)
@@ -64,13 +77,13 @@ class Chunks(NamedTuple):
         if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)):
             advice = "Write chunked='labels', or chunked=['labels', 'mask']."
             raise wrong(self.chunked, "chunked", "names of arguments", advice)
-        return self._replace(chunked=tuple(names), check_rows=checked_flag(self.check_rows, "check_rows"))
+        return self._replace(chunks=chunks, chunked=tuple(names), check_rows=checked_flag(self.check_rows, "check_rows"))
 
 
 def chunks_among(options: dict[str, Any]) -> Chunks | None:
     """Takes the options of chunks from options of a module; None if there are none."""
     values = {name: options.pop(name) for name in Chunks._fields if name in options}
-    if values and "chunks" not in values:
+    if values and values.keys().isdisjoint(("chunks", "chunk_size")):
         raise Misuse.NO_CHUNKS.error(kind=ValueError, name=next(iter(values)))
     return Chunks(**values).checked() if values else None
 
@@ -80,11 +93,12 @@ def checkpoint_chunks(
     function: Callable[..., Any],
     x: torch.Tensor,
     *args: Any,
-    chunks: int = 8,
+    chunks: int | None = None,
     dim: int = 0,
     reduce: str | None = None,
     chunked: str | Sequence[str] = (),
     check_rows: bool = False,
+    chunk_size: int | None = None,
     **kwargs: Any,
 ) -> Any:
     """Runs a function on slices of ``x``, each slice a region, and combines the results.
@@ -114,24 +128,26 @@ def checkpoint_chunks(
         x: The tensor to cut, the first argument of ``function``.
         *args: Further arguments of ``function``, the same for all slices unless named by ``chunked``.
         chunks: The number of slices, as for ``torch.chunk``: slices have equal numbers of rows, rounded up, so there may be
-            fewer.
+            fewer. None means 8, if there is no ``chunk_size``.
         dim: The dimension to cut and to combine along. Negative numbers count from the end of ``x``.
-        reduce: None concatenates results: tensors or tuples of tensors with a row for each row of the slice. ``"sum"`` adds
-            them from the first slice to the last. ``"mean"`` adds sums and counts and divides; the function returns ``(sum,
-            count)``.
+        reduce: None concatenates results: tensors with a row for each row of the slice, or tuples, lists, dicts and dataclasses
+            of such tensors, or of None in all slices. ``"sum"`` adds them from the first slice to the last. ``"mean"`` adds
+            sums and counts and divides; the function returns ``(sum, count)``.
         chunked: Names of other arguments to cut. They have as many rows as ``x``, or are None.
         check_rows: Whether the first call with this function verifies that rows do not depend on each other: it compares rows
             in one slice with the same rows in two. Restores random states, buffers and containers. Warns if rows differ and the
             function draws.
+        chunk_size: The number of rows of a slice, in place of ``chunks``; the last may have fewer.
         **kwargs: Keyword arguments of ``function``, the same for all slices unless named by ``chunked``.
 
     Returns:
-        The combined results. With ``"sum"`` and ``"mean"``, a tensor or tuple of the shape of the function's result or sum.
+        The combined results, in the structure of the function's. With ``"sum"`` and ``"mean"`` they have the shapes of its
+        results or sum.
 
     Raises:
         TypeError: If ``x`` is not a tensor, ``check_rows`` is not a boolean, ``chunked`` is no name or names, an argument is an
-            iterator, ``function`` is a generator or coroutine function, or it returns neither a tensor nor a tuple of tensors,
-            or with ``"mean"`` no pair.
+            iterator, ``function`` is a generator or coroutine function, or it returns something else than tensors and None, or
+            with ``"mean"`` no pair.
         ValueError: If another option or a name in ``chunked`` is invalid, if a result has another number of rows than its
             slice, or other shapes to add; with ``check_rows``, if rows depend on each other.
 
@@ -150,7 +166,7 @@ def checkpoint_chunks(
         >>> y.shape, x.grad.shape
         (torch.Size([2, 6, 4]), torch.Size([2, 6, 4]))
     """
-    how = Chunks(chunks, dim, reduce, chunked, check_rows).checked()
+    how = Chunks(chunks, dim, reduce, chunked, check_rows, chunk_size).checked()
     region = _REGION
     wrapper: Any = function
     if isinstance(wrapper, _MADE):
@@ -200,7 +216,8 @@ def run_in_chunks(
 
     if how.check_rows and not torch.compiler.is_dynamo_compiling():
         _compare_rows(function, tuple(arguments.values()), list(cut.values()), dim, results)
-    return results(cut.values(), max(-(-x.shape[dim] // how.chunks), 1))
+    size = -(-x.shape[dim] // how.chunks) if how.chunks is not None else how.chunk_size
+    return results(cut.values(), max(size or 1, 1))
 
 
 def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
@@ -222,31 +239,51 @@ def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
 def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) -> Any:
     """Puts results of slices together, each with its number of rows."""
     outputs: list[Sequence[Any]] = []
-    is_tuple = False
+    first: Any = None
     for rows, result in results:
-        is_tuple = type(result) is tuple
-        entries: tuple[Any, ...] = result if is_tuple else (result,)
+        entries = _leaves_of(result)
         are_tensors = [isinstance(entry, torch.Tensor) for entry in entries]
         if reduce == "mean":
             if not (len(entries) == 2 and are_tensors[0] and (are_tensors[1] or isinstance(entries[1], (int, float)))):
                 raise Misuse.NO_COUNT.error(result)
-        elif not (entries and all(are_tensors)) or (outputs and len(entries) != len(outputs[0])):
+        elif not any(are_tensors) or not all(is_tensor or entry is None for is_tensor, entry in zip(are_tensors, entries)):  # noqa: B905
+            raise Misuse.RESULT.error(result)
+        if not outputs:
+            first = result
+        elif [entry is None for entry in entries] != [total is None for total in outputs[0]]:
             raise Misuse.RESULT.error(result)
         for entry, total in zip(entries, outputs[0] if outputs else entries, strict=True):
             shape = tuple(getattr(total, "shape", ()))  # of a number
-            if reduce is None and entry.shape[dim : dim + 1] != (rows,):
+            if reduce is None and entry is not None and entry.shape[dim : dim + 1] != (rows,):
                 raise Misuse.RESULT_ROWS.error(entry, ValueError, dim=dim, rows=rows)
             if reduce and getattr(entry, "shape", ()) != shape:
                 raise Misuse.RESULT_SHAPES.error(entry, ValueError, shape=shape)
         if reduce and outputs:
-            outputs = [[total + entry for total, entry in zip(outputs[0], entries, strict=True)]]
+            sums = zip(outputs[0], entries, strict=True)
+            outputs = [[None if total is None else total + entry for total, entry in sums]]
         else:
             outputs.append(entries)
     if reduce == "mean":
         total, count = outputs[0]
         return total / count
-    joined: Sequence[Any] = outputs[0] if reduce else [torch.cat(parts, dim) for parts in zip(*outputs, strict=True)]
-    return tuple(joined) if is_tuple else joined[0]
+    if reduce:
+        joined = list(outputs[0])
+    else:
+        joined = [None if parts[0] is None else torch.cat(parts, dim) for parts in zip(*outputs, strict=True)]
+    return _with_leaves(first, joined)
+
+
+def _leaves_of(result: Any) -> list[Any]:
+    entries = entries_of(result)
+    return [result] if entries is None else [leaf for _, entry in entries for leaf in _leaves_of(entry)]
+
+
+def _with_leaves(result: Any, leaves: list[Any]) -> Any:
+    """Returns a result of the same structure; takes its leaves off the front of a list."""
+    entries = entries_of(result)
+    if entries is None:
+        return leaves.pop(0)
+    return with_entries(result, [_with_leaves(entry, leaves) for _, entry in entries])
 
 
 # Rows that depend on each other

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer, described_as, wrong
 from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._options import DEFAULT_OPTIONS
+from ckpt_hooks._tensors.nested import entries_of, with_entries
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried
 from .running import run
@@ -182,38 +182,10 @@ def _note_step(error: Exception, number: int) -> None:
 # Inputs and outputs
 
 
-def _inside(value: Any) -> list[tuple[Any, Any]] | None:
-    """Returns the entries of a container, or the fields of a dataclass, by name; None for other values."""
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return None
-
-
-def _with_inside(value: Any, entries: Sequence[Any]) -> Any:
-    """Returns a value like another, with other entries or fields."""
-    if isinstance(value, tuple):
-        return value._make(entries) if hasattr(value, "_make") else tuple(entries)
-    if isinstance(value, list):
-        return list(entries)
-    if type(value) is dict:
-        return dict(zip(value, entries, strict=True))
-    made = copy.copy(value)
-    for (name, _), entry in zip(_inside(value) or (), entries, strict=True):
-        if isinstance(value, dict):
-            made[name] = entry
-        else:
-            object.__setattr__(made, name, entry)
-    return made
-
-
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    for _, entry in _inside(value) or ():
+    for _, entry in entries_of(value) or ():
         yield from _tensors_of(entry)
 
 
@@ -234,11 +206,11 @@ def _rows_of(xs: Any) -> list[Any]:
 def _rows_in(value: Any, count: int) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return list(value.unbind(0))  # with one node, and one gradient, for all
-    entries = _inside(value)
+    entries = entries_of(value)
     if entries is None:
         return [value] * count
     columns = [_rows_in(entry, count) for _, entry in entries]
-    return [_with_inside(value, [column[row] for column in columns]) for row in range(count)]
+    return [with_entries(value, [column[row] for column in columns]) for row in range(count)]
 
 
 def _stacked(values: Sequence[Any]) -> Any:
@@ -250,12 +222,12 @@ def _stacked(values: Sequence[Any]) -> Any:
             if value.shape != first.shape:
                 raise Misuse.OTHER_OUTPUT.error(value, ValueError, step=number, first=described_as(first))
         return torch.stack(list(values))
-    entries = _inside(first)
+    entries = entries_of(first)
     if entries is None:
         return None if all(value is None for value in values) else list(values)
     names = [name for name, _ in entries]
-    rows = [_inside(value) if type(value) is type(first) else None for value in values]
+    rows = [entries_of(value) if type(value) is type(first) else None for value in values]
     for number, row in enumerate(rows):
         if row is None or [name for name, _ in row] != names:
             raise Misuse.OTHER_OUTPUT.error(values[number], step=number, first=described_as(first))
-    return _with_inside(first, [_stacked([row[at][1] for row in rows if row is not None]) for at in range(len(names))])
+    return with_entries(first, [_stacked([row[at][1] for row in rows if row is not None]) for at in range(len(names))])

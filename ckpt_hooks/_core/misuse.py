@@ -77,8 +77,8 @@ class Misuse(enum.Enum):
     NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks=8, or leave {name} out."
     NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
     RESULT = (
-        "For each slice the function should return a tensor, or a tuple of as many tensors as for others, but returned "
-        "{given}. Return tensors alone."
+        "For each slice the function should return tensors, in the same places of a tuple or dict as for others, but returned "
+        "{given}. Return tensors, or None in all slices."
     )
     RESULT_ROWS = (
         "For a slice of {rows} rows in dimension {dim} the function should return as many, but returned {given}. Pass the "
@@ -92,6 +92,7 @@ class Misuse(enum.Enum):
         "Outputs of checkpoint_loop are stacked, so they should be alike in all steps, but step {step} returned {given}, and "
         "the first {first}. Return the same structure and shapes, or put what differs into the state."
     )
+    TWO_SIZES = "chunks and chunk_size both say how large slices are. Leave one out."
     NO_COUNT = "With reduce='mean' the function should return (sum, count) of its slice, but returned {given}. Add a count."
     DEPENDENT_ROWS = (
         "{name!r} returns something else for {rows} rows of dimension {dim} than for the same in a slice of twice as many: "

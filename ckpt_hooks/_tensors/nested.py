@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +29,34 @@ def _gather(value: Any, kind: type[T], instances: list[T]) -> None:
     elif isinstance(value, dict):
         for element in value.values():
             _gather(element, kind, instances)
+
+
+def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns the entries of a container, or the fields of a dataclass, by name; None for other values."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def with_entries(value: Any, entries: Sequence[Any]) -> Any:
+    """Returns a value like another, with other entries or fields."""
+    if isinstance(value, tuple):
+        return value._make(entries) if hasattr(value, "_make") else tuple(entries)
+    if isinstance(value, list):
+        return list(entries)
+    if type(value) is dict:
+        return dict(zip(value, entries, strict=True))
+    made = copy.copy(value)
+    for (name, _), entry in zip(entries_of(value) or (), entries, strict=True):
+        if isinstance(value, dict):
+            made[name] = entry
+        else:
+            object.__setattr__(made, name, entry)
+    return made
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

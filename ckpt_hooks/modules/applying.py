@@ -260,7 +260,9 @@ def apply_checkpointing(
             _check_free(module, names[name])
         runner = runners[name]
         form = "checkpoint_region" if runner.recorded else "checkpoint"
-        form += "" if runner.chunks is None else f" x{runner.chunks.chunks}"
+        if runner.chunks is not None:
+            how = runner.chunks
+            form += f" x{how.chunks}" if how.chunk_size is None else f" by {how.chunk_size} rows"
         regions.append(AppliedRegion(name, kind, form, runner.policy))
     made = {name: RegionSpan(modules, runners[name]) for name, modules in spans.items()}
     check_spans([(made[name], modules) for name, modules in spans.items()])

@@ -331,11 +331,11 @@ def chunkings_of(model: Module, counts_by_module: Any) -> list[Chunking]:
             raise wrong(counts, f"chunks[{pattern!r}]", "numbers of slices", _ADVICE)
         modules = {name: module for name, (module, _) in selected_of(below, {pattern: None}, None, "chunks").items()}
         holds = {name: type(getattr(module, "chunks", None)) is int for name, module in modules.items()}
-        cuts = [chunks_among({**options, "chunks": count}) for count in sorted(counts)]
+        cuts = [(count, chunks_among({**options, "chunks": count})) for count in sorted(counts)]
         choices.append(
             [
-                tuple(PlannedChunks(name, cut.chunks, holds[name], cut.dim, cut.reduce, tuple(cut.chunked)) for name in modules)
-                for cut in cuts
+                tuple(PlannedChunks(name, count, holds[name], cut.dim, cut.reduce, tuple(cut.chunked)) for name in modules)
+                for count, cut in cuts
                 if cut is not None
             ]
         )
