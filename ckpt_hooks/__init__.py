@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
     from torch.utils.checkpoint import detach_variable as detach_variable
 
     from . import errors as errors
+    from . import losses as losses
     from . import policies as policies
     from ._ambient.tracking import track_rng
     from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -110,6 +111,7 @@ _PLACES = {
         ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",
         ".integrations": "enable_in_transformers patch_torch",
         ".modules": "apply_checkpointing checkpoint_module every remove_checkpointing span",
+        ".losses": "",
         ".offload": "",
         ".planner": "estimate_memory plan_memory",
         ".policies": "CheckpointPolicy SelectiveCheckpointContext",

@@ -30,6 +30,7 @@ from ckpt_hooks import (
     policies,
 )
 from ckpt_hooks._checkpoint.curried import _class_for
+from ckpt_hooks.losses import chunked_cross_entropy
 from tests.measure import Frames
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -193,6 +194,9 @@ FORMS = {
     "chunks with options made inside": lambda x: checkpoint_chunks(checkpoint(policy=MM)(function), x, w, chunks=2),
     "chunks of a loss": lambda x: checkpoint_chunks(
         counted, x, torch.arange(4), 2.0, chunked="labels", chunks=2, reduce="mean", check_rows=True
+    ),
+    "chunks of a cross entropy": lambda x: chunked_cross_entropy(
+        x, w.T, torch.arange(4), w[0], chunks=2, softcap=3.0, label_smoothing=0.1, ignore_index=1
     ),
     "chunks in a frame": lambda x: checkpoint(lambda u: checkpoint_chunks(block, u.sin(), chunks=2, dim=-2), x),
     "chunks in a region": lambda x: checkpoint_region()(lambda u: checkpoint_chunks(block, u.sin(), chunks=2))(x),

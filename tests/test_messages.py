@@ -65,6 +65,7 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function import frame, words
 from ckpt_hooks._recorded import frame as recorded
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
+from ckpt_hooks.losses import chunked_cross_entropy
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
@@ -928,6 +929,12 @@ def chunked(function=torch.sin, *args, chunks=2, **options):
     return checkpoint_chunks(function, rows, *args, chunks=chunks, **options)
 
 
+def of_head(shape=(5, 2), words=(3, 2), labels=None, bias=None, dtype=torch.float32, **options):
+    """Calls the cross entropy of a head: five tokens, and three words."""
+    labels = torch.zeros(5, dtype=torch.long) if labels is None else labels
+    return chunked_cross_entropy(torch.ones(shape), torch.ones(words, dtype=dtype), labels, bias, **options)
+
+
 #: Wrong calls, by the class and a pattern of the message.
 CALLS = {
     TypeError: {
@@ -1000,6 +1007,9 @@ CALLS = {
         "checkpoint_chunks takes a function first, but got a tensor": lambda: chunked(x),
         r"does not run when it is called.*lambda|lambda.*does not run when it is called": lambda: chunked(lambda x: (yield x)),
         r"The argument to cut should be a tensor, but got \[1\] of type list": lambda: checkpoint_chunks(torch.sin, [1]),
+        r"hidden should be a floating point tensor \[\.\.\., hidden size\], but got a tensor, float32\[\]": lambda: of_head(()),
+        "labels should be a tensor of integers, but got .*, and not prob": lambda: of_head(labels=torch.ones(5)),
+        r"weight should be a tensor, but got \[1\] of type list. Pass hidden": lambda: chunked_cross_entropy(x, [1], x),
         "The argument to cut should be a tensor, but got None": lambda: checkpoint_module(nn.Tanh(), chunks=2)(),
         "the function should return tensors, in the same places .* but returned {'y': 1}": lambda: chunked(lambda x: {"y": 1}),
         "but returned a tuple of 2. Return tensors, or None in all": lambda: chunked(lambda x: (x, 1)),
@@ -1091,6 +1101,14 @@ CALLS = {
         ),
         "model should be one with a module '1'": lambda: planned(blocks=["1"]).apply(nn.Linear(3, 3)),
         "For the model, write `checkpoint_module": lambda: ckpt_hooks.apply_checkpointing(nn.Linear(3, 3), "*"),
+        r"weight should be a tensor \[vocabulary, 2\].*as torch.nn.Linear": lambda: of_head(words=(2, 3)),
+        "weight should be of the dtype of hidden.*`weight.to": lambda: of_head(dtype=torch.bfloat16),
+        "ignore_index should be an integer of 64 bits": lambda: of_head(ignore_index=None),
+        r"bias should be a tensor \[3\], as weight has words, but got .*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
+        r"labels should be a tensor \[1, 5\], a label for each row.*int64\[5\].*Shift labels": lambda: of_head((1, 5, 2)),
+        "reduction should be 'mean', 'sum' or 'none', but got 'max'": lambda: of_head(reduction="max"),
+        "label_smoothing should be a part from 0.0 to 1.0, but got 1.5": lambda: of_head(label_smoothing=1.5),
+        "softcap should be a positive number, or None, but got 0": lambda: of_head(softcap=0),
         "reduce should be None, 'sum' or 'mean', but got 'max'": lambda: chunked(reduce="max"),
         "chunked has 'mask' of type str, but 'sin' gets no argument": lambda: chunked(chunked="mask"),
         r"y should be a tensor with 5 rows in dimension 0.*float32\[3\]": lambda: chunked(scaled, chunked="y", y=torch.ones(3)),

@@ -21,6 +21,7 @@ from torch import nn
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region, memory_ledger, plan_memory, policies, trace
 from ckpt_hooks._options import Form, options_of
+from ckpt_hooks.losses import chunked_cross_entropy
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.report import MemoryLedger, Picture
@@ -172,6 +173,11 @@ CASES = {
         },
         lambda function, x, **o: back(ckpt_hooks.checkpoint_chunks(function, x, **o)),
     ),
+    "chunked_cross_entropy": Case(
+        chunked_cross_entropy,
+        lambda: {"hidden": x(), "weight": torch.ones(5, 3), "labels": torch.ones(2).long(), "bias": None, "chunks": 2},
+        lambda **o: back(chunked_cross_entropy(**o)),
+    ),
     "checkpoint_loop": Case(
         ckpt_hooks.checkpoint_loop,
         lambda: {"step": step_of_loop, "state": x(), "n": 2, "slots": 2, "xs": None},
@@ -292,6 +298,8 @@ TAKEN = {
     ("span", "last", "a string"): "a name",
     ("checkpoint_chunks", "function", "a class"): "a callable, which is called",
     ("checkpoint_chunks", "chunks", "a huge number"): "as many as there are rows",
+    ("chunked_cross_entropy", "chunks", "a huge number"): "as many as there are tokens",
+    ("chunked_cross_entropy", "ignore_index", "a number"): "a label that does not occur",
     ("checkpoint_loop", "step", "a class"): "a callable, which is called",
     ("checkpoint_loop", "state", "*"): "the argument of the step, which is its affair",
     ("checkpoint_loop", "xs", "a list"): "an input for each step, which is the step's affair",
@@ -385,7 +393,7 @@ def state_of(model):
 def test_right_values_are_right_for_every_public_function():
     """No function is left out, and no reason stands for what is an error."""
     public = set()
-    for room in ("", ".policies", ".report", ".planner", ".offload", ".integrations"):
+    for room in ("", ".losses", ".policies", ".report", ".planner", ".offload", ".integrations"):
         module = importlib.import_module(f"ckpt_hooks{room}")
         public |= {name for name in module.__all__ if callable(getattr(module, name))}
     data = {

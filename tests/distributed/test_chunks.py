@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_chunks, checkpoint_region, policies
+from ckpt_hooks.losses import chunked_cross_entropy
+from tests import test_losses
 from tests.chunked import PROGRAMS, loop
 from tests.distributed.sharding import SHARDINGS, counted, mesh_of
 from tests.distributed.test_ddp import OPTIONS
@@ -134,3 +136,26 @@ def test_around_units(ranks):
     """Each slice gathers what is in it; a recompute finds it, or gathers it as well."""
     for found in ranks.run(sharded, "nested"):
         assert len(found) == len(FORMS)
+
+
+def losses(options: dict[str, Any]) -> None:
+    """A head whose weight is the embedding's: losses, gradients, and hooks once for both uses."""
+    found = []
+    for loss in (test_losses.loop, chunked_cross_entropy):
+        model = DistributedDataParallel(test_losses.Tied(loss), **options)
+        called: list[torch.Tensor] = []
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(lambda one, called=called: called.append(local(one.grad)))
+        words = torch.arange(30).view(3, 10).roll(torch.distributed.get_rank())
+        for _ in range(2):
+            total = model(words)
+            total.backward()
+            called.append(local(total))
+        found.append([*called, *(local(one.grad) for one in model.parameters())])
+    assert len(found[0]) == 2 * 4 + 3
+    assert_equal(found[1], found[0], "loss")
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_a_loss_in_a_replica(ranks, options):
+    ranks.run(losses, OPTIONS[options])
