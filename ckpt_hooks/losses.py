@@ -22,7 +22,8 @@ def chunked_cross_entropy(
     labels: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    chunks: int = 8,
+    chunks: int | None = None,
+    chunk_size: int | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -57,7 +58,8 @@ def chunked_cross_entropy(
         labels: The indices of words, integers: ``[...]``, one for each row of ``hidden``.
         bias: The bias of the head, ``[vocabulary]``, or None.
         chunks: The number of slices. There are fewer where tokens are fewer. Each slice costs one addition to the gradient of
-            ``weight``.
+            ``weight``. None means 8, if there is no ``chunk_size``.
+        chunk_size: The number of tokens of a slice, in place of ``chunks``.
         ignore_index: The label of tokens that count nothing.
         reduction: ``"mean"`` over the labels that are not ignored, NaN if all are; ``"sum"``; or ``"none"``, which returns a
             loss for each label.
@@ -111,6 +113,7 @@ def chunked_cross_entropy(
         smoothing,
         softcap,
         chunks=chunks,
+        chunk_size=chunk_size,
         chunked="labels",
         reduce=None if reduction == "none" else "sum",
     )

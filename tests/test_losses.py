@@ -164,6 +164,7 @@ def test_numbers_of_slices(chunks, calls):
     assert len(found.steps[-1].regions) == calls
     assert all(map(same_bits, ours, results(loop, given, chunks=chunks)))
     assert_near(ours, results(whole, given))
+    assert all(map(same_bits, ours, results(chunked_cross_entropy, given, chunk_size=-(-30 // chunks))))
 
 
 def under_autocast(function):

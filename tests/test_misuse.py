@@ -86,6 +86,7 @@ def entered(make):
     return use
 
 
+HEAD = {"bias": None, "chunks": None, "chunk_size": None}
 CHUNKED = {"dim": 0, "reduce": None, "chunked": (), "check_rows": False, "chunk_size": None}
 
 
@@ -175,7 +176,7 @@ CASES = {
     ),
     "chunked_cross_entropy": Case(
         chunked_cross_entropy,
-        lambda: {"hidden": x(), "weight": torch.ones(5, 3), "labels": torch.ones(2).long(), "bias": None, "chunks": 2},
+        lambda: {"hidden": x(), "weight": torch.ones(5, 3), "labels": torch.ones(2).long(), **HEAD},
         lambda **o: back(chunked_cross_entropy(**o)),
     ),
     "checkpoint_loop": Case(
@@ -300,6 +301,8 @@ TAKEN = {
     ("checkpoint_chunks", "chunks", "a huge number"): "as many as there are rows",
     ("chunked_cross_entropy", "chunks", "a huge number"): "as many as there are tokens",
     ("chunked_cross_entropy", "ignore_index", "a number"): "a label that does not occur",
+    ("checkpoint_chunks", "chunk_size", "a huge number"): "one slice",
+    ("chunked_cross_entropy", "chunk_size", "a huge number"): "one slice",
     ("checkpoint_loop", "step", "a class"): "a callable, which is called",
     ("checkpoint_loop", "state", "*"): "the argument of the step, which is its affair",
     ("checkpoint_loop", "xs", "a list"): "an input for each step, which is the step's affair",

@@ -216,8 +216,9 @@ def run_in_chunks(
 
     if how.check_rows and not torch.compiler.is_dynamo_compiling():
         _compare_rows(function, tuple(arguments.values()), list(cut.values()), dim, results)
-    size = -(-x.shape[dim] // how.chunks) if how.chunks is not None else how.chunk_size
-    return results(cut.values(), max(size or 1, 1))
+    rows = x.shape[dim]
+    size = min(how.chunk_size or rows, rows) if how.chunks is None else -(-rows // how.chunks)
+    return results(cut.values(), max(size, 1))
 
 
 def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
