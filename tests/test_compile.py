@@ -105,7 +105,7 @@ def in_region(x):
 
 
 def frame_in_region(x):
-    with checkpoint_region(policy=policies.dots_saveable):
+    with checkpoint_region(policy="dots_saveable"):
         return checkpoint(function, x, w).sin()
 
 

@@ -960,7 +960,12 @@ CALLS = {
         r"policy of ckpt_hooks\.policies, but got aten\.mm\.default\. Write a list": lambda: checkpoint(policy=MM),
         r"aten\.mm\. Write a list of operators: policy=": lambda: checkpoint(policy=aten.mm),
         r"Call it: policy=save_ops\(\.\.\.\)": lambda: checkpoint(policy=save_ops),
-        r"but got 'dots_saveable' of type str": lambda: checkpoint(policy="dots_saveable"),
+        r"Call it: policy=offload_ops\(\.\.\.\)": lambda: checkpoint(policy="offload_ops"),
+        r"policy must be .* got 'dot_saveable' of type str\. Is 'dots_saveable' .*meant\? .*these names: .*dots_saveable, ": (
+            lambda: checkpoint(policy="dot_saveable")
+        ),
+        r"one must .* got 'save_op' .*Is save_ops\(\.\.\.\) .*meant": lambda: policies.save_from_both_policies("save_op", MM),
+        r"got 'aten\.mm' of type str\. Give one of these names: ": lambda: checkpoint_region(policy="aten.mm"),
         "returned 'save' of type str for aten.sin.default": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
         "a count belongs to one region": lambda: save_every(MM, 2)(None, MM),
         "saved should be a list of names, but got 'a' of": lambda: save_or_offload("a", []),
@@ -982,6 +987,7 @@ CALLS = {
         rf"got 'scaled'.*{BLOCK}": lambda: checkpoint_region(scaled),
         "around the lines that compute it": lambda: checkpoint_region(x),
         r"dots_saveable.*`checkpoint_region\(policy=\.\.\.\)`": lambda: checkpoint_region(policies.dots_saveable),
+        r"'dots_saveable' .*`checkpoint_region\(policy=\.\.\.\)`": lambda: checkpoint_region("dots_saveable"),
         r"`checkpoint_region\(name='block'\)`": lambda: checkpoint_region("block"),
         "tensor should be a tensor, but got 3 of type int": lambda: checkpoint_name(3, "h"),
         "name should be a string, but got 3 of type int. Pass one that a": lambda: checkpoint_name(x, 3),

@@ -224,6 +224,47 @@ WAYS = {
 }
 
 
+NAMED = [name for name in p.__all__ if isinstance(getattr(p, name), p.Policy)]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_policies_have_names(name):
+    """A region keeps under a name what it keeps under the policy."""
+    x = leaf(3, 3).float()
+
+    def kept(policy):
+        with ckpt_hooks.checkpoint_region(policy=policy) as region:
+            y = (x @ x).softmax(-1).sin()
+        return [(holding.reason, holding.why, holding.nbytes) for holding in region.kept()], y
+
+    (by_name, y), (by_policy, z) = kept(name), kept(getattr(p, name))
+    assert by_name == by_policy
+    assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_takes_names_of_policies(way):
+    """Products run once, except where torch makes the contexts, which knows no names."""
+    if way == "torch's contexts":
+        with pytest.raises(TypeError, match="policy_fn_or_list"):
+            WAYS[way](nn.Linear(2, 2), leaf(2, 2).float(), "dots_saveable")
+        return
+    with CountOps() as ops:
+        WAYS[way](_Counted(), leaf(2, 4).detach().float().requires_grad_(), "dots_saveable").sum().backward()
+    assert (ops.counts["addmm"], ops.counts["sin"]) == (2, 3)  # the sine again, and as the gradient of the cosine
+
+
+def test_names_of_policies_elsewhere():
+    """Patches, combinations, and tables of regions."""
+    assert repr(p.save_from_both_policies("dots_saveable", [aten.sin.default])) == repr(
+        p.save_from_both_policies(p.dots_saveable, [aten.sin.default])
+    )
+    with ckpt_hooks.patch_torch(policy="dots_saveable") as patch:
+        assert repr(p.dots_saveable) in repr(patch)
+    with ckpt_hooks.apply_checkpointing(nn.Sequential(nn.Linear(2, 2)), "0", policy="dots_saveable") as applied:
+        assert str(applied).endswith(" dots_saveable")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_say_a_policy(way):
     """Results are bitwise the plain ones, the function runs once, and the policy is asked once about each product."""

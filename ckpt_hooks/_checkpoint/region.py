@@ -226,7 +226,8 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         everything.
 
     Args:
-        policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
+        policy: What to keep: a policy of :mod:`ckpt_hooks.policies` or its name (``"dots_saveable"``), a list of operators,
+            or a function. None keeps nothing.
         name: The region's name in errors.
         respect_saved_tensors_hooks: Whether outputs that the policy keeps pass through the saved-tensor hooks around the
             region. None means True.
@@ -392,10 +393,10 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
 def _misplaced_error(value: Any) -> TypeError:
     advice = "Write `with checkpoint_region():` around the lines that compute it."
-    if isinstance(value, str):
-        advice = f"To name the region, write `checkpoint_region(name={value!r})`."
-    elif is_policy(value):
+    if is_policy(value):
         advice = "A policy is given by name: write `checkpoint_region(policy=...)`."
+    elif isinstance(value, str):
+        advice = f"To name the region, write `checkpoint_region(name={value!r})`."
     elif callable(value):
         advice = (
             f"Write `with checkpoint_region():` around its call, or `checkpoint_region()({name_of_callable(value)})(*args)`. "

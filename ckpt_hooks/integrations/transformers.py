@@ -245,7 +245,8 @@ def enable_in_transformers(
             :func:`ckpt_hooks.apply_checkpointing`. Takes no options of regions.
         margin: With ``memory_budget``, the fraction of the budget to leave free.
         cost: With ``memory_budget``, ``"seconds"`` or ``"operations"``, as for :func:`ckpt_hooks.apply_checkpointing`.
-        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
+        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies` or its name (``"dots_saveable"``), a list of
+            operators, or a function.
         plan: A :class:`ckpt_hooks.planner.Plan` whose blocks are these layers. With ``memory_budget``, a plan of an earlier
             run, or the result of its handle's ``to_json()``. Takes no options of regions.
         every_n_layers: Makes every n-th layer a region, starting with the first.

@@ -42,7 +42,8 @@ def checkpoint_module(
 
     Args:
         module: The module. It may share parameters, appear several times in a model, and call itself.
-        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
+        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies` or its name (``"dots_saveable"``), a list of
+            operators, or a function.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
             ``forward`` again, as :func:`ckpt_hooks.checkpoint` does.
         name: The region's name in errors. None means the name of the class.
@@ -316,4 +317,6 @@ def _check_free(module: Module, name: str) -> None:
 def _in_words(policy: Any) -> str:
     if policy is None:
         return ""
+    if isinstance(policy, str):
+        return policy
     return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", None) or text_of(policy))
