@@ -61,6 +61,23 @@ def test_what_each_policy_keeps(policy, kept, not_kept):
     assert policy.start() is policy
 
 
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (p.save_ops, [aten.mm.default, aten.bmm.default]),
+        (p.offload_ops, [aten.mm.default, aten.bmm.default]),
+        (p.save_only_these_names, ["a", "b"]),
+        (p.save_any_names_but_these, ["a", "b"]),
+        (p.save_modules, ["attn", nn.Linear, "mlp.*"]),
+    ],
+)
+def test_makers_take_lists(make, given):
+    """Lists, tuples and sets, alone or beside others, are their entries."""
+    expected = repr(make(*given))
+    assert {repr(make(given)), repr(make(tuple(given))), repr(make(given[:1], *given[1:]))} == {expected}
+    assert make({*given}).expects == make(frozenset(given)).expects == make(*given).expects == {*given}
+
+
 def test_products_without_batch_dimensions_are_offloaded():
     """The ones that ``dots_with_no_batch_dims_saveable`` keeps, by operator and as a function."""
     policy, keeps = p.offload_dot_with_no_batch_dims, p.dots_with_no_batch_dims_saveable

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable
-from inspect import CO_VARARGS
+from inspect import CO_VARARGS, isroutine
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -147,6 +148,11 @@ def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
     return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
 
+def spread(given: Iterable[Any]) -> list[Any]:
+    """Returns arguments of ``*args``, with lists, tuples and sets among them spread out."""
+    return [one for value in given for one in (value if isinstance(value, (list, tuple, set, frozenset)) else [value])]
+
+
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     """Returns operators as a list, or raises a ``ValueError`` that names the overloads of a packet."""
     ops = list(ops)
@@ -157,10 +163,15 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     for op in ops:
         if isinstance(op, OPERATORS):
             continue
-        advice = "Write operators like torch.ops.aten.mm.default."
-        if isinstance(op, OPERATOR_PACKET):
-            overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in op.overloads())
-            advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
+        advice, packet = "Write operators like torch.ops.aten.mm.default.", op
+        if isinstance(op, str) or isroutine(op):  # "aten.mm.default", or torch.mm
+            name = re.sub(r"^(torch\.)?(ops\.)?(aten(\.|::))?", "", op if isinstance(op, str) else op.__name__)
+            packet = getattr(torch.ops.aten, name.partition(".")[0] or "none", None)
+        if isinstance(packet, OPERATOR_PACKET):
+            overloads = ", ".join(f"torch.ops.{packet}.{overload}" for overload in packet.overloads())
+            advice = f"Write one of: {overloads}."
+            if packet is op:
+                advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
         words = str(op) if isinstance(op, OPERATOR_PACKET) else described_as(op)
         raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {words}. {advice}")
     return ops
