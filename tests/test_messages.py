@@ -653,6 +653,12 @@ def two_blocks():
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
 
 
+def lists():
+    model = nn.Module()
+    model.layers, model.tail = nn.ModuleList([nn.Tanh(), nn.Tanh(), nn.Tanh()]), nn.ModuleList([nn.Tanh()])
+    return model
+
+
 SPANS = [span("0", "1"), span("1", "2")]
 
 
@@ -1026,8 +1032,16 @@ CALLS = {
             blocks=lambda *given: None
         ),
         "root should be a torch.nn.Module, but got 3": lambda: policies.save_indices([("", MM, 0)], root=3),
-        "a key of select should be a name pattern, but got 3 of type int": lambda: apply_checkpointing(block, {3: None}),
-        "select should be module classes.* but got 3 of type int": lambda: apply_checkpointing(block, 3),
+        "a key of select should be a name pattern, .* but got 3.5 of type float": lambda: apply_checkpointing(
+            block, {3.5: None}
+        ),
+        "select should be module classes.* but got 3.5 of type float. Write a name": lambda: apply_checkpointing(
+            two_blocks(), 3.5
+        ),
+        r"select should be module classes.* but got 3 of type int.* \[3\] for one layer, or every\(3\)": lambda: (
+            apply_checkpointing(two_blocks(), 3)
+        ),
+        "a key of select should be .* but got 'Tensor'": lambda: apply_checkpointing(block, {torch.Tensor: None}),
         "a Transformers model, but got a module, Linear. Pass other modules": lambda: enable_in_transformers(block),
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),
         "plan should be a Plan of .* but got 3 of type int": lambda: enable_in_transformers(fake.Model(), plan=3),
@@ -1084,6 +1098,15 @@ CALLS = {
         r"as many, but returned a tensor, float32\[2, 2\]": lambda: chunked(lambda x: x[1:]),
         r"one shape, \(3,\), but got a tensor, float32\[2\]": lambda: chunked(lambda x: x.sum(1), reduce="sum"),
         "returns something else for 2 rows of dimension 0": lambda: chunked(lambda x: x.cumsum(0), check_rows=True),
+        r"select=\[4\] is out of range\. Layers: the model has 2\. Give": lambda: apply_checkpointing(two_blocks(), [0, 4]),
+        r"blocks=\[-3\] is out of range\. Layers: the model has 2\. Give": lambda: planned(blocks=[-3]),
+        r"select=slice\(5, 9, None\) is out .* layers has 3 and tail has 1": lambda: apply_checkpointing(lists(), slice(5, 9)),
+        r"of=\[3\] is out of range\. Layers: the model has no torch\.nn\.ModuleList": lambda: apply_checkpointing(
+            nn.Linear(2, 2), every(2, of=range(3, 5))
+        ),
+        "select=ReLU selects no module, or only inside .* other classes": lambda: apply_checkpointing(
+            two_blocks(), {nn.Linear: None, nn.ReLU: None}
+        ),
         "Write the policy into select": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
         "early_stop. With recorded=True": lambda: checkpoint_module(nn.Tanh(), recorded=True, early_stop=True),
         "is a TorchScript module": lambda: checkpoint_module(scripted()),

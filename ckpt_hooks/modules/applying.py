@@ -194,11 +194,15 @@ def apply_checkpointing(
 
             - module classes, or a predicate ``(name, module) -> bool``: selects the outermost matches;
             - :func:`every` for every n-th layer;
+            - numbers of layers: ``[0, 1, -1]``, ``range(4, 8)``, ``slice(4, None)``. Layers are the entries of each outermost
+              ``torch.nn.ModuleList``, or of the model if that is a ``Sequential`` or ``ModuleList`` itself. Each list is
+              counted by itself;
             - :class:`span` for a recorded region from one layer to another;
             - name patterns and spans, one or several. ``*`` stands for a part of a name between dots, ``**`` for any number of
               parts. Selects all matches, also inside each other, but neither the model itself nor lists of modules;
-            - a mapping from name patterns and spans to a policy, or to options such as ``{"policy": ..., "recorded": True}``.
-              The first matching pattern decides. ``{"chunks": 8, "dim": 1}`` cuts the first argument of a call into slices, as
+            - a mapping from name patterns, classes, numbers, ranges and spans to a policy, or to options such as
+              ``{"policy": ..., "recorded": True}``. The first matching key decides. Several classes select the outermost
+              matches. ``{"chunks": 8, "dim": 1}`` cuts the first argument of a call into slices, as
               :func:`ckpt_hooks.checkpoint_chunks` does.
         memory_budget: The largest peak of a step. Bytes or a string such as ``"20 GiB"``: on a host above the memory in use
             when the step begins, on an accelerator in total. A fraction from 0.0, the smallest peak of any plan, to 1.0, the
@@ -247,7 +251,7 @@ def apply_checkpointing(
     check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
-    selected = selected_of(dict(model.named_modules()), select, policy, "select")
+    selected = selected_of(model, select, policy, "select")
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
     runners = {name: _runner_for(names[name], target, recorded, options, value) for name, (target, value) in selected.items()}
