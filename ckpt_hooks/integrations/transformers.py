@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn import Module
 from typing_extensions import Self
@@ -221,9 +221,9 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
 def enable_in_transformers(
     model: Module,
     *,
-    memory_budget: Any = None,
+    memory_budget: float | str | None = None,
     margin: float | None = None,
-    cost: str | None = None,
+    cost: Literal["seconds", "operations"] | None = None,
     policy: Any = None,
     plan: Any = None,
     every_n_layers: int = 1,

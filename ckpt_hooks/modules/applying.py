@@ -6,7 +6,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch.nn import Module
 from typing_extensions import Self
@@ -163,9 +163,9 @@ def apply_checkpointing(
     model: Module,
     select: Select = None,
     *,
-    memory_budget: Any = None,
+    memory_budget: float | str | None = None,
     margin: float | None = None,
-    cost: str | None = None,
+    cost: Literal["seconds", "operations"] | None = None,
     plan: Any = None,
     policy: Any = None,
     recorded: bool = False,
