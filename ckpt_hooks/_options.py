@@ -184,9 +184,9 @@ def check_swallowed(function: Any, kwargs: dict[str, Any], options: Sequence[str
 
 
 def is_policy(value: Any) -> bool:
-    """Whether a value is a policy of this package, or a list of operators. A function may be anything else as well."""
+    """Whether a value is a policy of this package, its name, or a list of operators. A function may be anything else."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
-    from ckpt_hooks.policies.base import Policy
+    from ckpt_hooks.policies.base import NAMED, Policy
 
-    return isinstance(value, Policy)
+    return isinstance(value, Policy) or (isinstance(value, str) and value in NAMED)

@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def in_region(x):
 
 
 def frame_in_region(x):
-    with checkpoint_region(policy=policies.dots_saveable):
+    with checkpoint_region(policy="dots_saveable"):
         return checkpoint(function, x, w).sin()
 
 
@@ -266,6 +267,7 @@ def test_in_one_graph_as_eager(form, backend, fullgraph):
 
 FIRST = """
 import sys
+from typing import Any
 import torch
 from tests import test_compile
 
@@ -419,6 +421,14 @@ def test_compiled_blocks_with_regions_inside_keep_nothing(recorded):
     assert nbytes[0] == nbytes[1] < saved(model)
 
 
+@dataclasses.dataclass
+class Results:
+    """What a block returns."""
+
+    first: Any
+    second: Any
+
+
 def test_policies_of_regions_decide():
     def second(ctx, op, *args, **kwargs):
         is_second = op is aten.mm.default and ctx.index > 0
@@ -428,17 +438,23 @@ def test_policies_of_regions_decide():
         with checkpoint_region(policy=policies.save_only_these_names("h")):
             return checkpoint_name((x @ v).sin(), "h").exp().cos()
 
+    def of_names_in_containers(x):
+        with checkpoint_region(policy=policies.save_only_these_names("h")):
+            named = checkpoint_name(Results({"h": [(x @ v).sin()]}, "other"), "h")
+            return named.first["h"][0].exp().cos()
+
     size = 32 * 64 * 4
     nothing = saved(PROGRAMS["one"](recorded))
     kept = []
     for program in (
         lambda x: recorded(body, x, second),
         of_names,
+        of_names_in_containers,
     ):
         torch._dynamo.reset()
         kept.append((saved(program) - nothing) // size)
     weight = 64 * 64 // (32 * 64)  # the transposed weight of a kept product is no leaf
-    assert kept == [1 + weight, 1]
+    assert kept == [1 + weight, 1, 1]
 
 
 @pytest.mark.slow

@@ -655,6 +655,12 @@ def two_blocks():
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
 
 
+def lists():
+    model = nn.Module()
+    model.layers, model.tail = nn.ModuleList([nn.Tanh(), nn.Tanh(), nn.Tanh()]), nn.ModuleList([nn.Tanh()])
+    return model
+
+
 SPANS = [span("0", "1"), span("1", "2")]
 
 
@@ -973,7 +979,12 @@ CALLS = {
         r"policy of ckpt_hooks\.policies, but got aten\.mm\.default\. Write a list": lambda: checkpoint(policy=MM),
         r"aten\.mm\. Write a list of operators: policy=": lambda: checkpoint(policy=aten.mm),
         r"Call it: policy=save_ops\(\.\.\.\)": lambda: checkpoint(policy=save_ops),
-        r"but got 'dots_saveable' of type str": lambda: checkpoint(policy="dots_saveable"),
+        r"Call it: policy=offload_ops\(\.\.\.\)": lambda: checkpoint(policy="offload_ops"),
+        r"policy must be .* got 'dot_saveable' of type str\. Is 'dots_saveable' .*meant\? .*these names: .*dots_saveable, ": (
+            lambda: checkpoint(policy="dot_saveable")
+        ),
+        r"one must .* got 'save_op' .*Is save_ops\(\.\.\.\) .*meant": lambda: policies.save_from_both_policies("save_op", MM),
+        r"got 'aten\.mm' of type str\. Give one of these names: ": lambda: checkpoint_region(policy="aten.mm"),
         "returned 'save' of type str for aten.sin.default": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
         "a count belongs to one region": lambda: save_every(MM, 2)(None, MM),
         "saved should be a list of names, but got 'a' of": lambda: save_or_offload("a", []),
@@ -995,8 +1006,10 @@ CALLS = {
         rf"got 'scaled'.*{BLOCK}": lambda: checkpoint_region(scaled),
         "around the lines that compute it": lambda: checkpoint_region(x),
         r"dots_saveable.*`checkpoint_region\(policy=\.\.\.\)`": lambda: checkpoint_region(policies.dots_saveable),
+        r"'dots_saveable' .*`checkpoint_region\(policy=\.\.\.\)`": lambda: checkpoint_region("dots_saveable"),
         r"`checkpoint_region\(name='block'\)`": lambda: checkpoint_region("block"),
-        "tensor should be a tensor, but got 3 of type int": lambda: checkpoint_name(3, "h"),
+        "tensor should be a tensor, or .*, but got 3 of type int": lambda: checkpoint_name(3, "h"),
+        r"tensor should .* got \[None, {'a': 2}\] of type list": lambda: checkpoint_name([None, {"a": 2}], "h"),
         "name should be a string, but got 3 of type int. Pass one that a": lambda: checkpoint_name(x, 3),
         "name should be a string, but got 3 of type int. Pass the name": lambda: checkpoint(name=3),
         r"functions\[1\] should be a function or a module, but got None": lambda: checkpoint_sequential([block, None], 2, x),
@@ -1046,8 +1059,16 @@ CALLS = {
             blocks=lambda *given: None
         ),
         "root should be a torch.nn.Module, but got 3": lambda: policies.save_indices([("", MM, 0)], root=3),
-        "a key of select should be a name pattern, but got 3 of type int": lambda: apply_checkpointing(block, {3: None}),
-        "select should be module classes.* but got 3 of type int": lambda: apply_checkpointing(block, 3),
+        "a key of select should be a name pattern, .* but got 3.5 of type float": lambda: apply_checkpointing(
+            block, {3.5: None}
+        ),
+        "select should be module classes.* but got 3.5 of type float. Write a name": lambda: apply_checkpointing(
+            two_blocks(), 3.5
+        ),
+        r"select should be module classes.* but got 3 of type int.* \[3\] for one layer, or every\(3\)": lambda: (
+            apply_checkpointing(two_blocks(), 3)
+        ),
+        "a key of select should be .* but got 'Tensor'": lambda: apply_checkpointing(block, {torch.Tensor: None}),
         "a Transformers model, but got a module, Linear. Pass other modules": lambda: enable_in_transformers(block),
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),
         "plan should be a Plan of .* but got 3 of type int": lambda: enable_in_transformers(fake.Model(), plan=3),
@@ -1075,8 +1096,12 @@ CALLS = {
         ),
         "min_offload_size should be a number of bytes, but got '1 meg'": lambda: offload_saved_tensors("1 meg"),
         "update the OpOverloadPacket": lambda: checkpoint(policy=[aten.mm]),
-        "got: 'mm' of type str": lambda: checkpoint(policy=["mm"]),
-        "got: .*view.* of type list": lambda: save_ops([aten.view.default]),
+        r"got: 'mm' of type str\. Write one of: torch\.ops\.aten\.mm\.default": lambda: checkpoint(policy=["mm"]),
+        r"got: 'torch.ops.aten.mm' of type str\. Write one of: .*\.aten\.mm\.default": lambda: save_ops("torch.ops.aten.mm"),
+        r"got: 'mm'\. Write one of: torch\.ops\.aten\.mm\.default": lambda: save_ops([MM, torch.mm]),
+        r"got: '' of type str\. Write operators like": lambda: save_ops([""]),
+        "save_modules got no modules. Name some": lambda: policies.save_modules(()),
+        "got: .*view.* of type list": lambda: save_ops([[aten.view.default]]),
         "n should be a positive integer, but got 0 of type int. Pass 2 to keep": lambda: save_every(MM, 0),
         "no name in common": lambda: save_or_offload(["a"], ["a"]),
         "save_modules got no modules": policies.save_modules,
@@ -1116,6 +1141,15 @@ CALLS = {
         r"as many, but returned a tensor, float32\[2, 2\]": lambda: chunked(lambda x: x[1:]),
         r"one shape, \(3,\), but got a tensor, float32\[2\]": lambda: chunked(lambda x: x.sum(1), reduce="sum"),
         "returns something else for 2 rows of dimension 0": lambda: chunked(lambda x: x.cumsum(0), check_rows=True),
+        r"select=\[4\] is out of range\. Layers: the model has 2\. Give": lambda: apply_checkpointing(two_blocks(), [0, 4]),
+        r"blocks=\[-3\] is out of range\. Layers: the model has 2\. Give": lambda: planned(blocks=[-3]),
+        r"select=slice\(5, 9, None\) is out .* layers has 3 and tail has 1": lambda: apply_checkpointing(lists(), slice(5, 9)),
+        r"of=\[3\] is out of range\. Layers: the model has no torch\.nn\.ModuleList": lambda: apply_checkpointing(
+            nn.Linear(2, 2), every(2, of=range(3, 5))
+        ),
+        "select=ReLU selects no module, or only inside .* other classes": lambda: apply_checkpointing(
+            two_blocks(), {nn.Linear: None, nn.ReLU: None}
+        ),
         "Write the policy into select": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
         "early_stop. With recorded=True": lambda: checkpoint_module(nn.Tanh(), recorded=True, early_stop=True),
         "is a TorchScript module": lambda: checkpoint_module(scripted()),

@@ -358,6 +358,13 @@ def tree():
     return model
 
 
+class Index:
+    """An integer of another type, as NumPy has."""
+
+    def __index__(self):
+        return 1
+
+
 SELECTIONS = [
     (nn.Linear, ["first.0", "first.1.attention", "first.1.mlp.0", "first.2", "second.1", "second.2"]),
     ((nn.Sequential, nn.Linear), ["first.0", "first.1.attention", "first.1.mlp", "first.2", "second.1", "second.2"]),
@@ -373,6 +380,73 @@ SELECTIONS = [
     (every(2, of="second.0.*"), ["second.0.0"]),
     (every(3, of=lambda name, _: name.startswith("second.0.")), ["second.0.0"]),
 ]
+
+
+def two_lists():
+    """A model with four layers in a list, and three in another."""
+    model = nn.Module()
+    model.first = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4), nn.ReLU()])
+    model.second = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.ReLU()])), nn.Linear(4, 4), nn.Linear(4, 4)])
+    return model
+
+
+NUMBERS = [
+    ([0], ["first.0", "second.0"]),
+    ([3, -1], ["first.3", "second.2"]),  # ``second`` has three
+    (range(1, 3), ["first.1", "first.2", "second.1", "second.2"]),
+    (slice(-2, None), ["first.2", "first.3", "second.1", "second.2"]),
+    (slice(3, 9), ["first.3"]),
+    ([slice(0, None, 3), "first.1.1", -1], ["first.0", "first.1.1", "first.3", "second.0", "second.2"]),
+    ({Index(): None, nn.ReLU: None}, ["first.1", "first.1.1", "first.3", "second.0.0.0", "second.1"]),
+    ([nn.ReLU, "first.0"], ["first.0", "first.1.1", "first.3", "second.0.0.0"]),
+    (every(2, of=[0, 1, 3]), ["first.0", "first.3", "second.0"]),
+]
+
+
+@pytest.mark.parametrize(("select", "names"), NUMBERS)
+def test_numbers_of_layers(select, names):
+    """Each list is counted by itself."""
+    assert [region.name for region in apply_checkpointing(two_lists(), select)] == names
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+@pytest.mark.parametrize(
+    ("select", "names"),
+    [([0, -1], ["0", "3"]), (slice(1, 3), ["1", "2"]), (every(3), ["0", "3"]), ({range(2): None}, ["0", "1"])],
+)
+def test_numbers_of_entries(kind, select, names):
+    """Of a model that is a list itself, not of lists in its entries."""
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.ModuleList([nn.ReLU()])), nn.Linear(4, 4), nn.ReLU()]
+    model = kind(layers) if kind is nn.ModuleList else kind(*layers)
+    assert [region.name for region in apply_checkpointing(model, select)] == names
+
+
+def test_numbers_of_shared_layers():
+    """A number is a place in the list, whatever name the layer has in the model."""
+    model = nn.Module()
+    model.last = nn.Linear(4, 4)
+    shared = nn.ReLU()
+    model.layers = nn.ModuleList([shared, nn.Tanh(), shared, model.last])
+    assert [region.name for region in apply_checkpointing(model, [2, 3])] == ["last", "layers.0"]
+
+
+def test_a_mapping_of_classes_and_numbers():
+    """The first matching key decides; several classes select the outermost modules together."""
+    policy = policies.dots_saveable
+    products = [torch.ops.aten.addmm.default]
+    applied = apply_checkpointing(
+        two_lists(), {0: None, nn.Sequential: policy, "first.1.*": products, "first.2": "dots_saveable", nn.Linear: products}
+    )
+    assert {region.name: region.policy for region in applied} == {
+        "first.0": None,
+        "first.1": policy,
+        "first.1.0": products,
+        "first.1.1": products,
+        "first.2": "dots_saveable",
+        "second.0": None,
+        "second.1": products,
+        "second.2": products,
+    }
 
 
 @pytest.mark.parametrize(("select", "names"), SELECTIONS)

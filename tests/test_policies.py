@@ -61,6 +61,23 @@ def test_what_each_policy_keeps(policy, kept, not_kept):
     assert policy.start() is policy
 
 
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (p.save_ops, [aten.mm.default, aten.bmm.default]),
+        (p.offload_ops, [aten.mm.default, aten.bmm.default]),
+        (p.save_only_these_names, ["a", "b"]),
+        (p.save_any_names_but_these, ["a", "b"]),
+        (p.save_modules, ["attn", nn.Linear, "mlp.*"]),
+    ],
+)
+def test_makers_take_lists(make, given):
+    """Lists, tuples and sets, alone or beside others, are their entries."""
+    expected = repr(make(*given))
+    assert {repr(make(given)), repr(make(tuple(given))), repr(make(given[:1], *given[1:]))} == {expected}
+    assert make({*given}).expects == make(frozenset(given)).expects == make(*given).expects == {*given}
+
+
 def test_products_without_batch_dimensions_are_offloaded():
     """The ones that ``dots_with_no_batch_dims_saveable`` keeps, by operator and as a function."""
     policy, keeps = p.offload_dot_with_no_batch_dims, p.dots_with_no_batch_dims_saveable
@@ -222,6 +239,47 @@ WAYS = {
     "applied": lambda m, x, policy: _applied(m, x, "0", policy=policy),
     "a mapping": lambda m, x, policy: _applied(m, x, {"0": policy}),
 }
+
+
+NAMED = [name for name in p.__all__ if isinstance(getattr(p, name), p.Policy)]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_policies_have_names(name):
+    """A region keeps under a name what it keeps under the policy."""
+    x = leaf(3, 3).float()
+
+    def kept(policy):
+        with ckpt_hooks.checkpoint_region(policy=policy) as region:
+            y = (x @ x).softmax(-1).sin()
+        return [(holding.reason, holding.why, holding.nbytes) for holding in region.kept()], y
+
+    (by_name, y), (by_policy, z) = kept(name), kept(getattr(p, name))
+    assert by_name == by_policy
+    assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_takes_names_of_policies(way):
+    """Products run once, except where torch makes the contexts, which knows no names."""
+    if way == "torch's contexts":
+        with pytest.raises(TypeError, match="policy_fn_or_list"):
+            WAYS[way](nn.Linear(2, 2), leaf(2, 2).float(), "dots_saveable")
+        return
+    with CountOps() as ops:
+        WAYS[way](_Counted(), leaf(2, 4).detach().float().requires_grad_(), "dots_saveable").sum().backward()
+    assert (ops.counts["addmm"], ops.counts["sin"]) == (2, 3)  # the sine again, and as the gradient of the cosine
+
+
+def test_names_of_policies_elsewhere():
+    """Patches, combinations, and tables of regions."""
+    assert repr(p.save_from_both_policies("dots_saveable", [aten.sin.default])) == repr(
+        p.save_from_both_policies(p.dots_saveable, [aten.sin.default])
+    )
+    with ckpt_hooks.patch_torch(policy="dots_saveable") as patch:
+        assert repr(p.dots_saveable) in repr(patch)
+    with ckpt_hooks.apply_checkpointing(nn.Sequential(nn.Linear(2, 2)), "0", policy="dots_saveable") as applied:
+        assert str(applied).endswith(" dots_saveable")
 
 
 @pytest.mark.parametrize("way", WAYS)

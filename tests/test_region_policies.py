@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -252,6 +254,56 @@ def test_names_say_what_is_kept():
 
 
 # Names
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Output:
+    """A dataclass, with a field that its constructor does not take."""
+
+    hidden: Any
+    others: Any = None
+    count: int = 2
+    sum: Any = dataclasses.field(init=False, default=None)
+
+
+class Named(dict):
+    """A class that torch's trees do not know."""
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [
+        (lambda a, b: [a, None, b], lambda out: (out[0], out[2])),
+        (lambda a, b: (a, (3, [b])), lambda out: (out[0], out[1][1][0])),
+        (Pair, lambda out: (out.first, out.second)),
+        (lambda a, b: {"a": a, "b": {2: b}}, lambda out: (out["a"], out["b"][2])),
+        (lambda a, b: Named(a=a, b=[b]), lambda out: (out["a"], out["b"][0])),
+        (lambda a, b: Output(a, (b, "text")), lambda out: (out.hidden, out.others[0])),
+        (lambda a, b: Output([Output(a)], Pair(b, None)), lambda out: (out.hidden[0].hidden, out.others.first)),
+    ],
+    ids=["list", "tuple", "named tuple", "dict", "dict of a class", "dataclass", "nested"],
+)
+def test_a_name_of_each_tensor_in_a_container(pack, unpack):
+    """The container is the same object, and both tensors are kept; without a region it passes through."""
+    x = leaf(3)
+
+    def program(region):
+        with region(policy=policies.save_only_these_names("h")):
+            container = pack(x.sin().exp(), x.cos().exp())
+            named = checkpoint_name(container, "h")
+            assert named is container
+            first, second = unpack(named)
+            return first.tan() + second.tan()
+
+    assert replayed(program, x).get("exp", 0) == 0
+    assert_as_eager(program, x)
 
 
 def test_a_name_is_of_the_innermost_region():

@@ -171,7 +171,8 @@ def checkpoint(
             takes ``**kwargs``, with a warning; a policy there is an error. Options of the curried form alone:
 
             - ``name``: the region's name in errors.
-            - ``policy``: which outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a function, or a list of operators.
+            - ``policy``: which outputs to keep: a policy of :mod:`ckpt_hooks.policies` or its name (``"dots_saveable"``), a
+              function, or a list of operators.
               Makes the call a recorded region (:class:`ckpt_hooks.checkpoint_region`): the function runs once and backward
               replays operators. ``early_stop`` and ``preserve_buffers`` then have no effect.
             - ``preserve_buffers``: whether to restore buffers for a recompute. True by default. False where threads share them.

@@ -25,12 +25,14 @@ from ckpt_hooks._core.misuse import (
     described_as,
     name_of_callable,
     unknown_error,
+    wrong,
 )
 from ckpt_hooks._core.self_check import place_of_line
 from ckpt_hooks._core.self_check import settings as self_check
 from ckpt_hooks._options import Form, is_policy, options_from, options_of
 from ckpt_hooks._recorded.frame import Externals, RecordedFrame, held_in_graph
 from ckpt_hooks._recorded.traced_regions import traced_name, traced_region, warn_of_instance
+from ckpt_hooks._tensors.nested import leaf_tensors_in
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 
@@ -38,6 +40,7 @@ __all__ = ["checkpoint_name", "checkpoint_region"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _OPTIONS = options_of(Form.RECORDED)
 
@@ -226,7 +229,8 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         everything.
 
     Args:
-        policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
+        policy: What to keep: a policy of :mod:`ckpt_hooks.policies` or its name (``"dots_saveable"``), a list of operators,
+            or a function. None keeps nothing.
         name: The region's name in errors.
         respect_saved_tensors_hooks: Whether outputs that the policy keeps pass through the saved-tensor hooks around the
             region. None means True.
@@ -392,10 +396,10 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
 def _misplaced_error(value: Any) -> TypeError:
     advice = "Write `with checkpoint_region():` around the lines that compute it."
-    if isinstance(value, str):
-        advice = f"To name the region, write `checkpoint_region(name={value!r})`."
-    elif is_policy(value):
+    if is_policy(value):
         advice = "A policy is given by name: write `checkpoint_region(policy=...)`."
+    elif isinstance(value, str):
+        advice = f"To name the region, write `checkpoint_region(name={value!r})`."
     elif callable(value):
         advice = (
             f"Write `with checkpoint_region():` around its call, or `checkpoint_region()({name_of_callable(value)})(*args)`. "
@@ -404,20 +408,20 @@ def _misplaced_error(value: Any) -> TypeError:
     return TypeError(f"checkpoint_region takes options by name only, but got {described_as(value)}. {advice}")
 
 
-def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Names a tensor so that a policy can keep it. Returns the tensor.
+def checkpoint_name(tensor: T, name: str) -> T:
+    """Names a tensor, or each tensor in a container, so that a policy can keep it. Returns the tensor or container.
 
     Has an effect in recorded regions under a policy of names, such as :func:`ckpt_hooks.policies.save_only_these_names`.
 
     Args:
-        tensor: A tensor.
+        tensor: A tensor, or a list, tuple, dict or dataclass with tensors in it, at any depth.
         name: The name.
 
     Returns:
-        The tensor itself.
+        The tensor or container itself; another such container in functions that ``torch.compile`` traces.
 
     Raises:
-        TypeError: If ``tensor`` is not a tensor or ``name`` is not a string.
+        TypeError: If ``tensor`` has no tensor in it, or ``name`` is not a string.
 
     Example:
         >>> import torch
@@ -427,11 +431,14 @@ def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
         >>> with checkpoint_region(policy=save_only_these_names("product")):
         ...     y = checkpoint_name(x @ x, "product").sin()
     """
-    check_is(tensor, torch.Tensor, "tensor", "a tensor", "Name each tensor by itself.")
     check_is(name, str, "name", "a string", "Pass one that a policy has.")
+    tensors = [tensor] if isinstance(tensor, torch.Tensor) else leaf_tensors_in(tensor)
+    if not tensors:
+        raise wrong(tensor, "tensor", "a tensor, or a list, tuple, dict or dataclass of tensors", "Pass what is to be kept.")
     if torch.compiler.is_dynamo_compiling():
-        return traced_name(tensor, name)
+        return traced_name(tensor, name)  # type: ignore[no-any-return]
     frame = stack.innermost
     if type(frame) is RecordedFrame:
-        frame.name_tensor(tensor, name)
+        for named in tensors:
+            frame.name_tensor(named, name)
     return tensor

@@ -44,9 +44,9 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, called after each operator of forward;
-            a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies`. A function is also asked about views
-            and in-place operators, with ``ctx.index`` None, so that functions that count calls count as under torch.
-            ``checkpoint(policy=...)`` does not ask about these. Autocast's casts of leaves are never asked about.
+            a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies` or its name. A function is also asked
+            about views and in-place operators, with ``ctx.index`` None, so that functions that count calls count as under
+            torch. ``checkpoint(policy=...)`` does not ask about these. Autocast's casts of leaves are never asked about.
         allow_cache_entry_mutation: Accepted for torch's sake. A kept output that was modified after the region is a
             :class:`ckpt_hooks.MutationError` in either case, where torch would use the modified values.
 

@@ -32,6 +32,7 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.compiling import at_end_of_compilation, num_traced_nodes, set_compile_configs, while_tracing
 from ckpt_hooks._torch.functions import OPERATORS, OVERLOAD
+from ckpt_hooks._torch.pytree import tree_map
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions, SelectiveCheckpointContext
 
@@ -76,10 +77,19 @@ def traced_region(policy: Any, region: Callable[[], AbstractContextManager[Any]]
         _end(number)
 
 
-def traced_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns a view of a tensor whose node has a name; for Dynamo to trace."""
-    with annotate({_NAME: name}):
-        return tensor.view_as(tensor)
+def traced_name(value: Any, name: str) -> Any:
+    """Returns a view of a tensor whose node has a name, or a container of such views; for Dynamo to trace."""
+
+    def named(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            with annotate({_NAME: name}):
+                return leaf.view_as(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = [field.name for field in dataclasses.fields(leaf) if field.init]
+            return dataclasses.replace(leaf, **{field: traced_name(getattr(leaf, field), name) for field in fields})
+        return leaf
+
+    return named(value) if isinstance(value, torch.Tensor) else tree_map(named, value)
 
 
 @while_tracing

@@ -1,4 +1,4 @@
-"""Tensors and other instances in nested lists, tuples and dicts."""
+"""Tensors and other instances in nested lists, tuples, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt_hooks._torch.pytree import tree_leaves
 from ckpt_hooks._torch.tensors import inner_tensors
 
 T = TypeVar("T")
@@ -67,6 +68,19 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     for tensor in tensors:  # including tensors added in the loop
         if type(tensor) is not torch.Tensor:
             tensors += inner_tensors(tensor)
+    return tensors
+
+
+def leaf_tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns every tensor in a value of a user's: in what torch's trees know, in dataclasses, and in dicts of any class."""
+    tensors: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            tensors += leaf_tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+        elif isinstance(leaf, dict):  # of a class that torch's trees do not know
+            tensors += leaf_tensors_in(list(leaf.values()))
     return tensors
 
 

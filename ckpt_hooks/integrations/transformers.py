@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn import Module
 from typing_extensions import Self
@@ -221,9 +221,9 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
 def enable_in_transformers(
     model: Module,
     *,
-    memory_budget: Any = None,
+    memory_budget: float | str | None = None,
     margin: float | None = None,
-    cost: str | None = None,
+    cost: Literal["seconds", "operations"] | None = None,
     policy: Any = None,
     plan: Any = None,
     every_n_layers: int = 1,
@@ -245,7 +245,8 @@ def enable_in_transformers(
             :func:`ckpt_hooks.apply_checkpointing`. Takes no options of regions.
         margin: With ``memory_budget``, the fraction of the budget to leave free.
         cost: With ``memory_budget``, ``"seconds"`` or ``"operations"``, as for :func:`ckpt_hooks.apply_checkpointing`.
-        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
+        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies` or its name (``"dots_saveable"``), a list of
+            operators, or a function.
         plan: A :class:`ckpt_hooks.planner.Plan` whose blocks are these layers. With ``memory_budget``, a plan of an earlier
             run, or the result of its handle's ``to_json()``. Takes no options of regions.
         every_n_layers: Makes every n-th layer a region, starting with the first.

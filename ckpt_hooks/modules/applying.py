@@ -6,7 +6,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch.nn import Module
 from typing_extensions import Self
@@ -42,7 +42,8 @@ def checkpoint_module(
 
     Args:
         module: The module. It may share parameters, appear several times in a model, and call itself.
-        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
+        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies` or its name (``"dots_saveable"``), a list of
+            operators, or a function.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
             ``forward`` again, as :func:`ckpt_hooks.checkpoint` does.
         name: The region's name in errors. None means the name of the class.
@@ -162,9 +163,9 @@ def apply_checkpointing(
     model: Module,
     select: Select = None,
     *,
-    memory_budget: Any = None,
+    memory_budget: float | str | None = None,
     margin: float | None = None,
-    cost: str | None = None,
+    cost: Literal["seconds", "operations"] | None = None,
     plan: Any = None,
     policy: Any = None,
     recorded: bool = False,
@@ -193,11 +194,15 @@ def apply_checkpointing(
 
             - module classes, or a predicate ``(name, module) -> bool``: selects the outermost matches;
             - :func:`every` for every n-th layer;
+            - numbers of layers: ``[0, 1, -1]``, ``range(4, 8)``, ``slice(4, None)``. Layers are the entries of each outermost
+              ``torch.nn.ModuleList``, or of the model if that is a ``Sequential`` or ``ModuleList`` itself. Each list is
+              counted by itself;
             - :class:`span` for a recorded region from one layer to another;
             - name patterns and spans, one or several. ``*`` stands for a part of a name between dots, ``**`` for any number of
               parts. Selects all matches, also inside each other, but neither the model itself nor lists of modules;
-            - a mapping from name patterns and spans to a policy, or to options such as ``{"policy": ..., "recorded": True}``.
-              The first matching pattern decides. ``{"chunks": 8, "dim": 1}`` cuts the first argument of a call into slices, as
+            - a mapping from name patterns, classes, numbers, ranges and spans to a policy, or to options such as
+              ``{"policy": ..., "recorded": True}``. The first matching key decides. Several classes select the outermost
+              matches. ``{"chunks": 8, "dim": 1}`` cuts the first argument of a call into slices, as
               :func:`ckpt_hooks.checkpoint_chunks` does.
         memory_budget: The largest peak of a step. Bytes or a string such as ``"20 GiB"``: on a host above the memory in use
             when the step begins, on an accelerator in total. A fraction from 0.0, the smallest peak of any plan, to 1.0, the
@@ -246,7 +251,7 @@ def apply_checkpointing(
     check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
-    selected = selected_of(dict(model.named_modules()), select, policy, "select")
+    selected = selected_of(model, select, policy, "select")
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
     runners = {name: _runner_for(names[name], target, recorded, options, value) for name, (target, value) in selected.items()}
@@ -318,4 +323,6 @@ def _check_free(module: Module, name: str) -> None:
 def _in_words(policy: Any) -> str:
     if policy is None:
         return ""
+    if isinstance(policy, str):
+        return policy
     return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", None) or text_of(policy))

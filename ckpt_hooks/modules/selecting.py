@@ -1,23 +1,25 @@
-"""Selecting modules of a model: by class, by name, by a predicate, or every n-th."""
+"""Selecting modules of a model: by class, by name, by number, by a predicate, or every n-th."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleList, Sequential
 
 from ckpt_hooks._core.call_sites import name_expression
 from ckpt_hooks._core.descriptions import text_of
-from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, checked_integer, wrong
+from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, checked_integer, integer_in, wrong
 from ckpt_hooks._options import is_policy
 from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks.report.entries import name_pattern
 
-#: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
+#: Module classes, name patterns, numbers of layers, a predicate of a name and a module, :func:`every`, or a mapping of classes,
+#: patterns and numbers to policies.
 Select = Any
 #: Selected modules by name, and spans by theirs, each with its policy.
 Selected = dict[str, tuple[Any, Any]]
@@ -76,7 +78,8 @@ class every:  # noqa: N801 -- used like a function
     Args:
         n: The distance between selected layers.
         of: The layers to count: module classes, name patterns or a predicate. None means the entries of each outermost
-            ``torch.nn.ModuleList``. Layers of one parent are counted together.
+            ``torch.nn.ModuleList``, or of the model if that is a ``Sequential`` or ``ModuleList`` itself. Layers of one parent
+            are counted together.
 
     Raises:
         ValueError: If ``n`` is not a positive integer.
@@ -96,15 +99,22 @@ class every:  # noqa: N801 -- used like a function
         checked_integer(self.n, "n", "Pass 2 to select every second layer.")
 
 
-def selected_of(modules: dict[str, Module], select: Select, policy: Any, argument: str) -> Selected:
-    """Returns the selected ones of some modules, in their order; errors call the selection by the argument's name."""
-    names = [select] if isinstance(select, (str, span)) else select if isinstance(select, (list, tuple, set, frozenset)) else ()
-    are_names = bool(names) and all(isinstance(name, (str, span)) for name in names)
-    if are_names or isinstance(select, Mapping):
-        selected = _by_patterns(modules, dict.fromkeys(names, policy) if are_names else select, argument)
+def selected_of(model: Module, select: Select, policy: Any, argument: str, *, below: bool = False) -> Selected:
+    """Returns the selected modules of a model, or of those below it, in their order; errors name the argument."""
+    return _selected(
+        model, {name: module for name, module in model.named_modules() if name or not below}, select, policy, argument
+    )
+
+
+def _selected(root: Module, modules: dict[str, Module], select: Select, policy: Any, argument: str) -> Selected:
+    keys = [select] if isinstance(select, (str, span, slice)) else [*select] if isinstance(select, _SEVERAL) else []
+    if isinstance(select, Mapping):
+        selected = _by_keys(root, modules, select.items(), argument)
+    elif any(map(_is_place, keys)) and all(_is_place(key) or _is_class(key) for key in keys):
+        selected = _by_keys(root, modules, [(key, policy) for key in keys], argument)
     else:
         chosen = (
-            _every(modules, select)
+            _every(root, modules, select)
             if isinstance(select, every)
             else _outermost(modules, _predicate(select, argument), argument)
         )
@@ -113,6 +123,17 @@ def selected_of(modules: dict[str, Module], select: Select, policy: Any, argumen
         classes = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
         raise ValueError(f"{argument}={text_of(select)} selects no module. Select among these classes: {classes}.")
     return selected
+
+
+_SEVERAL = (list, tuple, set, frozenset, range)
+
+
+def _is_place(key: Any) -> bool:
+    return isinstance(key, (str, span, slice, range)) or integer_in(key) is not None
+
+
+def _is_class(key: Any) -> bool:
+    return isinstance(key, type) and issubclass(key, Module)
 
 
 def ends_of(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[Any]:
@@ -124,12 +145,17 @@ def ends_of(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[An
 
 
 def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
-    kinds = tuple(select) if isinstance(select, (list, tuple, set, frozenset)) else (select,)
-    if kinds and all(isinstance(kind, type) and issubclass(kind, Module) for kind in kinds):
+    kinds = tuple(select) if isinstance(select, _SEVERAL) else (select,)
+    if kinds and all(map(_is_class, kinds)):
         return lambda name, module: isinstance(module, kinds)
-    wanted = "module classes, name patterns, spans, a function of a name and a module, every(n), or a mapping of these"
+    wanted = (
+        "module classes, name patterns, numbers of layers, spans, a function of a name and a module, every(n), or a mapping"
+    )
     if is_policy(select):
         raise wrong(select, argument, wanted, "Pass a policy by name, `policy=...`, after the modules.")
+    if (number := integer_in(select)) is not None:
+        advice = f"Write [{number}] for one layer, or every({max(number, 1)}) for every so many."
+        raise wrong(select, argument, wanted, advice)
     if isinstance(select, (type, Module)):
         raise wrong(select, argument, wanted, "To select one module, write its name, or `checkpoint_module(module)`.")
     check_callable(select, argument, "name, module", wanted, "Write a name as `model.named_modules()` has it.")
@@ -154,12 +180,18 @@ def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], An
     return outermost
 
 
-def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
+def _lists(root: Module, modules: dict[str, Module]) -> dict[str, Any]:
+    """Returns the lists whose entries are the layers of a model, by name."""
+    if isinstance(root, (Sequential, ModuleList)):
+        return {"": root}
+    return _outermost(modules, lambda _, module: isinstance(module, ModuleList), "of")
+
+
+def _every(root: Module, modules: dict[str, Module], select: every) -> dict[str, Module]:
     if select.of is None:
-        lists = _outermost(modules, lambda _, module: isinstance(module, ModuleList), "of")
         layers = {
             f"{name}.{index}" if name else index: layer
-            for name, entries in lists.items()
+            for name, entries in _lists(root, modules).items()
             for index, layer in entries.named_children()
         }
     elif isinstance(select.of, every):
@@ -167,7 +199,7 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
             f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Multiply the two."
         )
     else:
-        layers = {name: module for name, (module, _) in selected_of(modules, select.of, None, "of").items()}
+        layers = {name: module for name, (module, _) in _selected(root, modules, select.of, None, "of").items()}
     counts: dict[str, int] = {}
     chosen: dict[str, Module] = {}
     for name, layer in layers.items():
@@ -178,8 +210,11 @@ def _every(modules: dict[str, Module], select: every) -> dict[str, Module]:
     return chosen
 
 
-def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argument: str) -> Selected:
-    """Returns the modules whose name matches a pattern, with the policy of the first such pattern, and spans."""
+def _by_keys(root: Module, modules: dict[str, Module], pairs: Iterable[tuple[Any, Any]], argument: str) -> Selected:
+    """Returns the modules that a name pattern, a class or a number means, with the policy of the first such key, and spans."""
+    pairs = [*pairs]
+    classes = tuple(key for key, _ in pairs if _is_class(key))
+    of_classes = _outermost(modules, lambda _, module: isinstance(module, classes), argument)
     # By a star nobody means the model, nor a list of modules, which has no forward.
     starred = {
         at: module
@@ -187,17 +222,48 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[Any, Any], argume
         if at and (class_attribute(type(module), "forward") is not Module.forward or "forward" in vars(module))
     }
     selected: Selected = {}
-    for pattern, policy in patterns.items():
-        if isinstance(pattern, span):
-            for end in (pattern.first, pattern.last):
+    for key, policy in pairs:
+        if isinstance(key, span):
+            for end in (key.first, key.last):
                 _matching(modules, re.escape(end), end, argument)
-            selected[str(pattern)] = pattern, policy
+            selected[str(key)] = key, policy
             continue
-        check_is(pattern, str, f"a key of {argument}", "a name pattern", "Give the name of a module.")
-        for name in _matching(starred if "*" in pattern else modules, name_expression(pattern), pattern, argument):
+        if _is_class(key):
+            names = [name for name, module in of_classes.items() if isinstance(module, key)]
+            if not names:
+                raise ValueError(
+                    f"{argument}={key.__name__} selects no module, or only inside of modules of the other classes. Leave it "
+                    "out, or give names of modules."
+                )
+        elif isinstance(key, str):
+            names = _matching(starred if "*" in key else modules, name_expression(key), key, argument)
+        else:
+            if not _is_place(key):
+                raise wrong(key, f"a key of {argument}", "a name pattern, a module class, or a number", "Give a module's name.")
+            names = _numbered(root, modules, key, argument)
+        for name in names:
             selected.setdefault(name, (modules[name], policy))
     places = {name: place for place, name in enumerate(modules)}
     return dict(sorted(selected.items(), key=lambda pair: places[pair[0].partition(" to ")[0]]))
+
+
+def _numbered(root: Module, modules: dict[str, Module], key: Any, argument: str) -> list[str]:
+    """Returns the names of layers by number, of each list by itself; a list may be too short for a number, but not all."""
+    lists = {name: [*entries] for name, entries in _lists(root, modules).items()}
+    names = {id(module): name for name, module in modules.items()}
+    numbers = [] if isinstance(key, slice) else [*map(operator.index, key if isinstance(key, range) else [key])]
+    found: list[str] = []
+    for part in [slice(number, number + 1 or None) for number in numbers] or [key]:
+        layers = [layer for entries in lists.values() for layer in entries[part]]
+        if not layers:
+            words = f"{key}" if isinstance(key, (slice, range)) else f"[{key}]"
+            have = " and ".join(f"{name or 'the model'} has {len(entries)}" for name, entries in lists.items())
+            raise ValueError(
+                f"{argument}={words} is out of range. Layers: {have or 'the model has no torch.nn.ModuleList'}. Give numbers "
+                "of layers from 0, or from -1 backwards; other modules by class or name."
+            )
+        found += [names[id(layer)] for layer in layers]
+    return found
 
 
 def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argument: str) -> list[str]:

@@ -108,8 +108,7 @@ def with_spans_around(blocks: Sequence[str]) -> list[str]:
 def selected_blocks(model: Module, select: Any) -> list[str]:
     """Returns the blocks that a user selects, by name."""
     # A block that is the whole model would leave a plan no choice.
-    below = {name: module for name, module in model.named_modules() if name}
-    selected = {name: module for name, (module, _) in selected_of(below, select, None, "blocks").items()}
+    selected = {name: module for name, (module, _) in selected_of(model, select, None, "blocks", below=True).items()}
     outer = {
         id(inner): name
         for name, module in selected.items()

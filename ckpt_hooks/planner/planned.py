@@ -320,7 +320,6 @@ _ADVICE = "Write chunks={'head': (1, 4, 8)}, or chunks={'mlp': {'chunks': (1, 4,
 def chunkings_of(model: Module, counts_by_module: Any) -> list[Chunking]:
     """Returns each combination of counts that a user gives for modules, from the fewest slices."""
     check_is(counts_by_module, Mapping, "chunks", "a mapping of module names to numbers of slices", _ADVICE)
-    below = {name: module for name, module in model.named_modules() if name}
     choices: list[list[Chunking]] = []
     for pattern, value in counts_by_module.items():
         options = dict(value) if isinstance(value, Mapping) else {"chunks": value}
@@ -329,7 +328,9 @@ def chunkings_of(model: Module, counts_by_module: Any) -> list[Chunking]:
         counts = options.get("chunks")
         if not isinstance(counts, (list, tuple)) or not counts:
             raise wrong(counts, f"chunks[{pattern!r}]", "numbers of slices", _ADVICE)
-        modules = {name: module for name, (module, _) in selected_of(below, {pattern: None}, None, "chunks").items()}
+        modules = {
+            name: module for name, (module, _) in selected_of(model, {pattern: None}, None, "chunks", below=True).items()
+        }
         holds = {name: type(getattr(module, "chunks", None)) is int for name, module in modules.items()}
         cuts = [(count, chunks_among({**options, "chunks": count})) for count in sorted(counts)]
         choices.append(

@@ -9,6 +9,8 @@ The policies below are small objects with the same call, under names known from 
 which counts starts a count in each region (:meth:`Policy.start`). A policy which looks at the operator alone says so
 (:meth:`Policy.for_op`); regions ask it once an operator in the whole program.
 
+A policy that needs no arguments may be given by its name: ``policy="dots_saveable"``.
+
 Policies of names keep tensors named by :func:`ckpt_hooks.checkpoint_name`, in recorded regions
 (:func:`ckpt_hooks.checkpoint_region`).
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .base import Policy, PolicyFn
+from .base import NAMED, Policy, PolicyFn
 from .by_module import save_indices, save_modules
 from .decisions import SelectiveCheckpointContext
 from .ready_made import (
@@ -67,3 +69,5 @@ __all__ = [
     "save_only_these_names",
     "save_ops",
 ]
+
+NAMED.update({name: value for name, value in vars().items() if name in __all__ and name.islower()})

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable
-from inspect import CO_VARARGS
+from inspect import CO_VARARGS, isroutine
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -147,6 +148,11 @@ def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
     return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
 
+def spread(given: Iterable[Any]) -> list[Any]:
+    """Returns arguments of ``*args``, with lists, tuples and sets among them spread out."""
+    return [one for value in given for one in (value if isinstance(value, (list, tuple, set, frozenset)) else [value])]
+
+
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     """Returns operators as a list, or raises a ``ValueError`` that names the overloads of a packet."""
     ops = list(ops)
@@ -157,10 +163,15 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     for op in ops:
         if isinstance(op, OPERATORS):
             continue
-        advice = "Write operators like torch.ops.aten.mm.default."
-        if isinstance(op, OPERATOR_PACKET):
-            overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in op.overloads())
-            advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
+        advice, packet = "Write operators like torch.ops.aten.mm.default.", op
+        if isinstance(op, str) or isroutine(op):  # "aten.mm.default", or torch.mm
+            name = re.sub(r"^(torch\.)?(ops\.)?(aten(\.|::))?", "", op if isinstance(op, str) else op.__name__)
+            packet = getattr(torch.ops.aten, name.partition(".")[0] or "none", None)
+        if isinstance(packet, OPERATOR_PACKET):
+            overloads = ", ".join(f"torch.ops.{packet}.{overload}" for overload in packet.overloads())
+            advice = f"Write one of: {overloads}."
+            if packet is op:
+                advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
         words = str(op) if isinstance(op, OPERATOR_PACKET) else described_as(op)
         raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {words}. {advice}")
     return ops
@@ -247,7 +258,7 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
 
 
 def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False) -> Policy:
-    """Converts a policy, operators to save, or a function; ``as_torch`` asks a function about views and writes too."""
+    """Converts a policy, a name, operators to save, or a function; ``as_torch`` asks a function about views and writes too."""
     if isinstance(policy, (list, tuple, set, frozenset)):
         return _from_ops(policy, argument, as_torch)
     if isinstance(policy, Policy):
@@ -262,8 +273,8 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
         if code is None or code.co_argcount > 2 or code.co_kwonlyargcount or not code.co_flags & CO_VARARGS:
             check_signature(policy, argument, PARAMETERS)
         return _TorchsFunction(policy) if as_torch else _Function(policy)
-    if (made := made_while_tracing(policy)) is not policy:
-        return policy_from(made, argument, as_torch=as_torch)
+    if isinstance(policy, str) and (meant := _made.get(policy, NAMED.get(policy))) is not None:
+        return policy_from(meant, argument, as_torch=as_torch)
     raise _no_policy(policy, argument)
 
 
@@ -280,6 +291,13 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
         advice = "Write a list of operators: {argument}=[torch.ops.aten.mm.default]."
     elif getattr(policy, "__module__", None) in _FACTORIES:
         advice = f"It makes policies. Call it: {{argument}}={policy.__name__}(...)."
+    elif isinstance(policy, str):
+        import difflib
+
+        near = {name: repr(name) if isinstance(meant, Policy) else f"{name}(...)" for name, meant in NAMED.items()}
+        close = " or ".join(near[name] for name in difflib.get_close_matches(policy, near))
+        names = ", ".join(name for name, meant in NAMED.items() if isinstance(meant, Policy))
+        advice = f"{f'Is {close} meant? ' if close else ''}Give one of these names: {names}."
     words = str(policy) if isinstance(policy, _OPERATORS) else described_as(policy)
     return TypeError(
         f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got {words}. "
@@ -309,6 +327,9 @@ def in_words(ops: list[Any]) -> str:
     names = sorted({str(op) for op in ops})
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:4])} and {len(names) - 4} more"
 
+
+#: The public policies, and functions that make policies, by name.
+NAMED: dict[str, Any] = {}
 
 # Policies by key, for good: compiled code may be traced again.
 _made: dict[str, Any] = {}

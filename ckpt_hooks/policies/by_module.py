@@ -19,7 +19,7 @@ from ckpt_hooks._core.call_sites import called_modules, name_expression, warn_us
 from ckpt_hooks._core.misuse import check_is, check_module, checked_integer, described_as, wrong
 from ckpt_hooks._torch.modes import MODULE_CALL
 
-from .base import Policy, checked_operators, decision_of, makes_policies
+from .base import Policy, checked_operators, decision_of, makes_policies, spread
 
 _NO_RUNS = frozenset[int]()
 
@@ -246,8 +246,9 @@ def save_modules(*names: str | type[Module]) -> Policy:
     region. A module must be called: calling its ``forward`` by hand does not count, nor does TorchScript.
 
     Args:
-        *names: Module classes, or names as in ``model.named_modules()``. ``*`` stands for a part of a name between dots, ``**``
-            for any number of parts. A name may be the end of a full name: ``"self_attn"`` matches the attention of every layer.
+        *names: Module classes, names as in ``model.named_modules()``, or lists of them. ``*`` stands for a part of a name
+            between dots, ``**`` for any number of parts. A name may be the end of a full name: ``"self_attn"`` matches the
+            attention of every layer.
 
     Raises:
         TypeError: If an argument is neither a name nor a module class.
@@ -260,9 +261,10 @@ def save_modules(*names: str | type[Module]) -> Policy:
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> checkpoint(policy=save_modules("self_attn"))(layer)(torch.ones(2, 4, 8)).sum().backward()
     """
-    if not names:
+    parts = spread(names)
+    if not parts:
         raise ValueError("save_modules got no modules. Name some, as in save_modules('self_attn').")
-    for name in names:
+    for name in parts:
         if not (isinstance(name, str) or (isinstance(name, type) and issubclass(name, Module))):
             raise TypeError(f"save_modules takes names and classes of modules, but got {described_as(name)}. Pass its name.")
-    return _SaveModules(*names)
+    return _SaveModules(*parts)

@@ -14,7 +14,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ckpt_hooks._core.misuse import check_is, checked_integer, wrong
 from ckpt_hooks._operators.facts import facts_of
 
-from .base import OpsPolicy, Policy, PolicyFn, checked_operators, decision_of, in_words, makes_policies, policy_from, saving
+from .base import (
+    OpsPolicy,
+    Policy,
+    PolicyFn,
+    checked_operators,
+    decision_of,
+    in_words,
+    makes_policies,
+    policy_from,
+    saving,
+    spread,
+)
 
 _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD
 
@@ -186,7 +197,7 @@ def save_ops(*ops: Any) -> Policy:
     """Returns a policy that keeps the outputs of some operators.
 
     Args:
-        *ops: Operators, such as ``torch.ops.aten.mm.default``.
+        *ops: Operators, such as ``torch.ops.aten.mm.default``, or lists of them.
 
     Raises:
         ValueError: If an argument is neither an ``OpOverload`` nor a higher-order operator.
@@ -197,7 +208,7 @@ def save_ops(*ops: Any) -> Policy:
         >>> save_ops(torch.ops.aten.mm.default)
         <save_ops: keeps the outputs of aten.mm.default>
     """
-    return saving(checked_operators(ops, "ops"))
+    return saving(checked_operators(spread(ops), "ops"))
 
 
 @makes_policies
@@ -205,12 +216,12 @@ def offload_ops(*ops: Any) -> Policy:
     """Returns a policy that moves the outputs of some operators to host memory until backward. Outputs on the host stay there.
 
     Args:
-        *ops: Operators, such as ``torch.ops.aten.mm.default``.
+        *ops: Operators, such as ``torch.ops.aten.mm.default``, or lists of them.
 
     Raises:
         ValueError: If an argument is neither an ``OpOverload`` nor a higher-order operator.
     """
-    checked = checked_operators(ops, "ops")
+    checked = checked_operators(spread(ops), "ops")
     meaning = f"moves the outputs of {in_words(checked)} to the host"
     return OpsPolicy("offload_ops", checked, _OFFLOAD, meaning, expected=True)
 
@@ -303,7 +314,7 @@ def save_from_both_policies(one: Any, other: Any) -> Policy:
     """Returns a policy that keeps all outputs that either of two policies keeps. If one says device and the other host: device.
 
     Args:
-        one: A policy of this package, a function, or a list or set of operators.
+        one: A policy of this package or its name, a function, or a list or set of operators.
         other: Another policy.
 
     Raises:
@@ -347,7 +358,7 @@ def save_only_these_names(*names: str) -> Policy:
     """Returns a policy that keeps tensors with the given names and nothing else. Applies in recorded regions.
 
     Args:
-        *names: Names given to tensors by :func:`ckpt_hooks.checkpoint_name`.
+        *names: Names given to tensors by :func:`ckpt_hooks.checkpoint_name`, or lists of them.
 
     Raises:
         TypeError: If a name is not a string.
@@ -357,7 +368,7 @@ def save_only_these_names(*names: str) -> Policy:
         >>> save_only_these_names("attention")
         <save_only_these_names: keeps what is named 'attention'>
     """
-    checked = _checked_names(names, "names")
+    checked = _checked_names(spread(names), "names")
     meaning = f"keeps what is named {', '.join(map(repr, checked))}"
     return _Names("save_only_these_names", dict.fromkeys(checked, _SAVE), None, meaning)
 
@@ -367,12 +378,12 @@ def save_any_names_but_these(*names: str) -> Policy:
     """Returns a policy that keeps all named tensors except those with the given names. Applies in recorded regions.
 
     Args:
-        *names: Names of tensors to recompute.
+        *names: Names of tensors to recompute, or lists of them.
 
     Raises:
         TypeError: If a name is not a string.
     """
-    checked = _checked_names(names, "names")
+    checked = _checked_names(spread(names), "names")
     meaning = f"keeps what has a name other than {', '.join(map(repr, checked)) or 'none'}"
     return _Names("save_any_names_but_these", dict.fromkeys(checked, _RECOMPUTE), _SAVE, meaning)
 

@@ -14,6 +14,7 @@ from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.events import observe
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import Misuse, check_is
+from ckpt_hooks._tensors.nested import leaf_tensors_in
 from ckpt_hooks._torch.pytree import tree_leaves
 
 from .entries import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
@@ -173,7 +174,7 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     notes = ForwardNotes()
     with observe(notes), OperatorNotes(notes):
         result = function(*args, **kwargs)
-    tensors = _tensors_in(result)
+    tensors = leaf_tensors_in(result)
     if not tensors:
         raise TypeError(
             f"saved_residuals reads the graph of the function's result, but got {type(result).__name__}, in which it finds no "
@@ -220,7 +221,7 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
     for leaf in tree_leaves(known):
         kinds, advice = (torch.Tensor, torch.nn.Module), "Pass those that exist in any case, or leave it out."
         check_is(leaf, kinds, "known", "modules and tensors", advice)
-    tensors = _tensors_in(results)
+    tensors = leaf_tensors_in(results)
     if not tensors:
         raise TypeError(
             f"saved_tensors_report reads the graph of tensors, but got {[type(result).__name__ for result in results]}, in "
@@ -231,18 +232,6 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
     reader = GraphReader(notes)
     reader.read(tensors)
     return SavedResiduals(*reader.residuals())
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
-        elif isinstance(leaf, dict):  # of a class that torch's trees do not know
-            tensors += _tensors_in(list(leaf.values()))
-    return tensors
 
 
 def print_saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
