@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -35,6 +35,10 @@ METADATA = operator.attrgetter("shape", "dtype", "device", "_version")
 NOTHING = Check(operator.attrgetter("_version"))
 
 _CHECKS = {"default": Check(METADATA, is_sampled=True), "metadata": Check(METADATA), "none": NOTHING}
+
+
+#: What ``determinism_check`` takes.
+DeterminismCheck = Literal["default", "metadata", "none", "values"] | Callable[[torch.Tensor], Any]
 
 
 def check_of(determinism_check: Any) -> Check:

@@ -41,7 +41,7 @@ def test_signatures_have_the_options_of_their_form(form, function):
 TYPED = """
 from typing import Any
 import torch
-from ckpt_hooks import checkpoint
+from ckpt_hooks import checkpoint, checkpoint_chunks, checkpoint_loop
 def scaled(x: torch.Tensor, n: int, *, scale: float = 1.0) -> torch.Tensor:
     return x * n * scale
 x = torch.ones(2)
@@ -51,6 +51,14 @@ y = checkpoint(scaled, x, 2, scale=0.5, use_reentrant=False, debug=True)
 y = checkpoint(torch.cat, [x, x], dim=0)
 z: Any = checkpoint(torch.nn.Linear(2, 2), x)
 y = checkpoint(name="scaled")(scaled)(x, 2)
+y = checkpoint(scaled, x, 2, determinism_check="values")
+pair: tuple[torch.Tensor, int] = checkpoint_chunks(lambda part: (part, 1), x)
+y = checkpoint_chunks(lambda part: (part.sum(), 1), x, chunk_size=1, reduce="mean")
+y = checkpoint_loop(torch.sin, x, 3, slots=2)
+state, outputs = checkpoint_loop(lambda h, row: (h * row, h), x, xs=[1, 2])
+checkpoint(scaled, x, 2, determinism_check="wrong")
+checkpoint_chunks(torch.sin, x, reduce="wrong")
+checkpoint_loop(torch.sin, x, n="wrong")
 checkpoint(scaled, x, "wrong")
 checkpoint(scaled, x)
 checkpoint(scaled, x, 2, scale="wrong")
@@ -67,7 +75,7 @@ def test_types_of_arguments(tmp_path):
     file.write_text(TYPED)
     text, _, _ = api.run(["--strict", "--no-incremental", str(file)])
     wrong = [number for number, line in enumerate(TYPED.split("\n"), 1) if "wrong" in line or line == "checkpoint(scaled, x)"]
-    assert len(wrong) == 5
+    assert len(wrong) == 8
     assert [int(number) for number in re.findall(r"program\.py:(\d+): error", text)] == wrong, text
 
 

@@ -12,7 +12,7 @@ from typing_extensions import ParamSpec
 from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
-from ckpt_hooks._options import DEFAULT_OPTIONS, OPTIONS, Form, check_swallowed, options_from, options_of
+from ckpt_hooks._options import DEFAULT_OPTIONS, OPTIONS, DeterminismCheck, Form, check_swallowed, options_from, options_of
 from ckpt_hooks._torch.compiling import run_traced, skipped
 
 from .running import run
@@ -58,7 +58,7 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool | None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
-    determinism_check: str | Callable[[torch.Tensor], Any] = "default",
+    determinism_check: DeterminismCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -70,9 +70,7 @@ def checkpoint(
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, context_fn: Callable[[], ContextPair], **kwargs: Any) -> R: ...
 @overload
-def checkpoint(
-    function: Callable[..., R], *args: Any, determinism_check: str | Callable[[torch.Tensor], Any], **kwargs: Any
-) -> R: ...
+def checkpoint(function: Callable[..., R], *args: Any, determinism_check: DeterminismCheck, **kwargs: Any) -> R: ...
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, debug: bool, **kwargs: Any) -> R: ...
 @overload
@@ -91,7 +89,7 @@ def checkpoint(
     *,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
-    determinism_check: str | Callable[[torch.Tensor], Any] = "default",
+    determinism_check: DeterminismCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -110,7 +108,7 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
-    determinism_check: str | Callable[[torch.Tensor], Any] = "default",
+    determinism_check: DeterminismCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,

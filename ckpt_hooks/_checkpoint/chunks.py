@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -36,6 +36,7 @@ from ckpt_hooks._torch.compiling import skipped
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried
 
+R = TypeVar("R")
 #: Calls a function as a region, given its arguments and keyword arguments.
 RunRegion = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -86,6 +87,36 @@ def chunks_among(options: dict[str, Any]) -> Chunks | None:
     if values and values.keys().isdisjoint(("chunks", "chunk_size")):
         raise Misuse.NO_CHUNKS.error(kind=ValueError, name=next(iter(values)))
     return Chunks(**values).checked() if values else None
+
+
+@overload
+def checkpoint_chunks(
+    function: Callable[..., Any],
+    x: torch.Tensor,
+    *args: Any,
+    chunks: int | None = None,
+    dim: int = 0,
+    reduce: Literal["mean"],
+    chunked: str | Sequence[str] = (),
+    check_rows: bool = False,
+    chunk_size: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor: ...
+
+
+@overload
+def checkpoint_chunks(
+    function: Callable[..., R],
+    x: torch.Tensor,
+    *args: Any,
+    chunks: int | None = None,
+    dim: int = 0,
+    reduce: Literal["sum"] | None = None,
+    chunked: str | Sequence[str] = (),
+    check_rows: bool = False,
+    chunk_size: int | None = None,
+    **kwargs: Any,
+) -> R: ...
 
 
 @skipped
