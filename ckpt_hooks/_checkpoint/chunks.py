@@ -31,7 +31,7 @@ from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._operators.draws import DrawWatch
 from ckpt_hooks._options import DEFAULT_OPTIONS, Form, check_swallowed, options_of
 from ckpt_hooks._state.journal import JournalLoan, journal_of
-from ckpt_hooks._tensors.nested import entries_of, with_entries
+from ckpt_hooks._tensors.structures import entries_of, with_entries
 from ckpt_hooks._torch.compiling import skipped
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried

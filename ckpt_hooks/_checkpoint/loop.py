@@ -13,7 +13,7 @@ from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer, described_as, wrong
 from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._options import DEFAULT_OPTIONS
-from ckpt_hooks._tensors.nested import entries_of, with_entries
+from ckpt_hooks._tensors.structures import entries_of, with_entries
 
 from .curried import CheckpointedFunction, CheckpointedModule, Curried
 from .running import run

@@ -1,0 +1,53 @@
+"""Values of users, of any structure: the tensors in them, and others in the same structure."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ckpt_hooks._torch.pytree import tree_leaves
+
+
+def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns the entries of a container, or the fields of a dataclass, by name; None for other values."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def with_entries(value: Any, entries: Sequence[Any]) -> Any:
+    """Returns a value like another, with other entries or fields."""
+    if isinstance(value, tuple):
+        return value._make(entries) if hasattr(value, "_make") else tuple(entries)
+    if isinstance(value, list):
+        return list(entries)
+    if type(value) is dict:
+        return dict(zip(value, entries, strict=True))
+    made = copy.copy(value)
+    for (name, _), entry in zip(entries_of(value) or (), entries, strict=True):
+        if isinstance(value, dict):
+            made[name] = entry
+        else:
+            object.__setattr__(made, name, entry)
+    return made
+
+
+def leaf_tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns every tensor in a value of a user's: in what torch's trees know, in dataclasses, and in dicts of any class."""
+    tensors: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            tensors += leaf_tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+        elif isinstance(leaf, dict):  # of a class that torch's trees do not know
+            tensors += leaf_tensors_in(list(leaf.values()))
+    return tensors
