@@ -252,7 +252,7 @@ def test_what_fails_leaves_the_model_as_it_was():
         (StackModel(), {"every_n_layers": 2}, ValueError),
         (Model(), {"determinism_check": "all"}, ValueError),
         (Model(), {"recorded": True, "early_stop": False}, ValueError),
-        (Model(), {"policy": "dots_saveable"}, TypeError),
+        (Model(), {"policy": "dots_savable"}, TypeError),
     ]:
         before = attributes(model)
         with pytest.raises(error):

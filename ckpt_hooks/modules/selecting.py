@@ -153,9 +153,9 @@ def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
     )
     if is_policy(select):
         raise wrong(select, argument, wanted, "Pass a policy by name, `policy=...`, after the modules.")
-    if (number := integer_in(select)) is not None:
-        advice = f"Write [{number}] for one layer, or every({max(number, 1)}) for every so many."
-        raise wrong(select, argument, wanted, advice)
+    if integer_in(select) is not None:
+        number = text_of(select)
+        raise wrong(select, argument, wanted, f"Write [{number}] for one layer, or every({number}) for every so many.")
     if isinstance(select, (type, Module)):
         raise wrong(select, argument, wanted, "To select one module, write its name, or `checkpoint_module(module)`.")
     check_callable(select, argument, "name, module", wanted, "Write a name as `model.named_modules()` has it.")
@@ -256,7 +256,7 @@ def _numbered(root: Module, modules: dict[str, Module], key: Any, argument: str)
     for part in [slice(number, number + 1 or None) for number in numbers] or [key]:
         layers = [layer for entries in lists.values() for layer in entries[part]]
         if not layers:
-            words = f"{key}" if isinstance(key, (slice, range)) else f"[{key}]"
+            words = text_of(key if isinstance(key, (slice, range)) else [key])
             have = " and ".join(f"{name or 'the model'} has {len(entries)}" for name, entries in lists.items())
             raise ValueError(
                 f"{argument}={words} is out of range. Layers: {have or 'the model has no torch.nn.ModuleList'}. Give numbers "

@@ -150,7 +150,7 @@ def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
 
 def spread(given: Iterable[Any]) -> list[Any]:
     """Returns arguments of ``*args``, with lists, tuples and sets among them spread out."""
-    return [one for value in given for one in (value if isinstance(value, (list, tuple, set, frozenset)) else [value])]
+    return [part for value in given for part in (value if isinstance(value, (list, tuple, set, frozenset)) else [value])]
 
 
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
