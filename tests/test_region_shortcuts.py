@@ -11,6 +11,7 @@ from ckpt_hooks._recorded import replay, writes
 from ckpt_hooks._recorded.tape import Tape
 from ckpt_hooks._recorded.values import Store, Value
 from ckpt_hooks._tensors.held_tensors import HeldTensor
+from tests.regions import plain
 
 
 def slots_in(thing):
@@ -124,8 +125,6 @@ def step_of(region):
 
 
 def test_writes_to_buffers_that_the_tape_has_not_met(monkeypatch):
-    from tests.regions import plain
-
     expected, versions = step_of(plain)
     met = []
     is_unmet = writes._is_unmet
@@ -151,3 +150,31 @@ def test_new_memory_for_statistics_keeps_no_order(monkeypatch):
     step_of(checkpoint_region)
     assert plans
     assert all(plan == (False, set(), set()) for plan in plans)
+
+
+class Doubled(torch.autograd.Function):
+    """Saves what it is given, and returns twice as much."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2 + 0 * ctx.saved_tensors[0]
+
+
+def test_a_write_to_what_a_custom_function_has_made():
+    """The memory is looked at as that of operators is."""
+    found = []
+    for region in (plain, checkpoint_region):
+        x = torch.linspace(-1, 1, 6).requires_grad_()
+        with region():
+            h = Doubled.apply(x * 2)
+            part = h[1:3]
+            h.add_(part.sum())
+            y = h.sin() * 2
+        y.exp().sum().backward()
+        found.append([y, x.grad])
+    assert all(map(torch.equal, *found))

@@ -185,6 +185,7 @@ class FunctionFacts(OpFacts):
     is_view = is_inplace_view = single = has_shape_from_data = has_effect = is_routing = looks_at_grad = has_buffered_masks = (
         False
     )
+    is_uninitialized = False
 
     args: list[Any]  # positional arguments, with stand-ins for tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
