@@ -27,14 +27,13 @@ from ckpt_hooks._core.misuse import (
 )
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._operators.draws import DrawWatch
-from ckpt_hooks._options import DEFAULT_OPTIONS, Form, check_swallowed, options_of
+from ckpt_hooks._options import Form, check_swallowed, options_of
 from ckpt_hooks._state.journal import JournalLoan, journal_of
-from ckpt_hooks._tensors.structures import entries_of, with_entries
+from ckpt_hooks._tensors.structures import leaves_of, named_entries, with_entries
 from ckpt_hooks._torch.compiling import skipped
 
-from .curried import CheckpointedFunction, CheckpointedModule, Curried
+from .curried import MADE, PLAIN
 
 R = TypeVar("R")
 #: Calls a function as a region, given its arguments and keyword arguments.
@@ -45,9 +44,6 @@ _MOST_ROWS = 8
 
 #: Functions compared, and modules of methods, by number.
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-_REGION = Curried(DEFAULT_OPTIONS, noop_context_fn)
-_MADE: Any = CheckpointedFunction, CheckpointedModule
 
 
 _DEFAULT_CHUNKS = 8
@@ -198,9 +194,9 @@ def checkpoint_chunks(
         (torch.Size([2, 6, 4]), torch.Size([2, 6, 4]))
     """
     how = Chunks(chunks, dim, reduce, chunked, check_rows, chunk_size).checked()
-    region = _REGION
+    region = PLAIN
     wrapper: Any = function
-    if isinstance(wrapper, _MADE):
+    if isinstance(wrapper, MADE):
         function, region = wrapper.__wrapped__, wrapper._region
     if not callable(function):
         raise Misuse.NO_FUNCTION.error(function, form="checkpoint_chunks", right="checkpoint_chunks(block, x)")
@@ -273,12 +269,12 @@ def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) ->
     outputs: list[Sequence[Any]] = []
     first: Any = None
     for rows, result in results:
-        entries = _leaves_of(result)
+        entries = leaves_of(result)
         are_tensors = [isinstance(entry, torch.Tensor) for entry in entries]
         if reduce == "mean":
             if not (len(entries) == 2 and are_tensors[0] and (are_tensors[1] or isinstance(entries[1], (int, float)))):
                 raise Misuse.NO_COUNT.error(result)
-        elif not any(are_tensors) or not all(is_tensor or entry is None for is_tensor, entry in zip(are_tensors, entries)):  # noqa: B905
+        elif not any(are_tensors) or not all(entry is None or isinstance(entry, torch.Tensor) for entry in entries):
             raise Misuse.RESULT.error(result)
         if not outputs:
             first = result
@@ -305,14 +301,9 @@ def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) ->
     return _with_leaves(first, joined)
 
 
-def _leaves_of(result: Any) -> list[Any]:
-    entries = entries_of(result)
-    return [result] if entries is None else [leaf for _, entry in entries for leaf in _leaves_of(entry)]
-
-
 def _with_leaves(result: Any, leaves: list[Any]) -> Any:
     """Returns a result of the same structure; takes its leaves off the front of a list."""
-    entries = entries_of(result)
+    entries = named_entries(result)
     if entries is None:
         return leaves.pop(0)
     return with_entries(result, [_with_leaves(entry, leaves) for _, entry in entries])

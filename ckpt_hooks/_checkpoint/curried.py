@@ -17,7 +17,7 @@ from typing_extensions import Never, ParamSpec
 from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import Misuse, check_curried, unknown_error
 from ckpt_hooks._function.contexts import ContextPair, check_context_fn, noop_context_fn
-from ckpt_hooks._options import Form, RegionOptions, defaults_of, options_from, options_of
+from ckpt_hooks._options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, options_from, options_of
 from ckpt_hooks._torch.compiling import skipped
 
 from .running import run
@@ -152,3 +152,9 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], named
         advice = "Give arguments of the function to what that returns: `checkpoint(...)(function)(*args)`."
         raise unknown_error(unknown, options_of(Form.CURRIED), "Without a function, checkpoint", advice)
     return Curried(options, context_fn)
+
+
+#: Options of nobody's.
+PLAIN = Curried(DEFAULT_OPTIONS, noop_context_fn)
+#: What options make of functions and modules.
+MADE: Any = CheckpointedFunction, CheckpointedModule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -12,14 +12,12 @@ import torch
 from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer, described_as, wrong
 from ckpt_hooks._function.contexts import noop_context_fn
-from ckpt_hooks._options import DEFAULT_OPTIONS
-from ckpt_hooks._tensors.structures import entries_of, with_entries
+from ckpt_hooks._tensors.structures import leaves_of, named_entries, with_entries
 
-from .curried import CheckpointedFunction, CheckpointedModule, Curried
+from .curried import MADE, PLAIN, Curried
 from .running import run
 
 State = TypeVar("State")
-_MADE: Any = CheckpointedFunction, CheckpointedModule
 
 
 @overload
@@ -133,8 +131,8 @@ class _Step:
 
     @staticmethod
     def of(step: Any) -> _Step:
-        if not isinstance(step, _MADE):
-            return _Step(step, Curried(DEFAULT_OPTIONS, noop_context_fn))
+        if not isinstance(step, MADE):
+            return _Step(step, PLAIN)
         region = step._region
         if region.options.policy is None and region.context_fn is noop_context_fn:
             return _Step(step.__wrapped__, region)
@@ -182,18 +180,11 @@ def _note_step(error: Exception, number: int) -> None:
 # Inputs and outputs
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    for _, entry in entries_of(value) or ():
-        yield from _tensors_of(entry)
-
-
 def _rows_of(xs: Any) -> list[Any]:
     """Returns the input of each step."""
     if isinstance(xs, list):
         return xs
-    sizes = {tensor.shape[0] if tensor.dim() else -1 for tensor in _tensors_of(xs)}
+    sizes = {leaf.shape[0] if leaf.dim() else -1 for leaf in leaves_of(xs) if isinstance(leaf, torch.Tensor)}
     if not sizes:
         wanted = "a list, a tensor, or a tuple, dict or dataclass of tensors"
         raise wrong(xs, "xs", wanted, "Write a list with an input for each step: list(...).")
@@ -206,7 +197,7 @@ def _rows_of(xs: Any) -> list[Any]:
 def _rows_in(value: Any, count: int) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return list(value.unbind(0))  # with one node, and one gradient, for all
-    entries = entries_of(value)
+    entries = named_entries(value)
     if entries is None:
         return [value] * count
     columns = [_rows_in(entry, count) for _, entry in entries]
@@ -222,11 +213,11 @@ def _stacked(values: Sequence[Any]) -> Any:
             if value.shape != first.shape:
                 raise Misuse.OTHER_OUTPUT.error(value, ValueError, step=number, first=described_as(first))
         return torch.stack(list(values))
-    entries = entries_of(first)
+    entries = named_entries(first)
     if entries is None:
         return None if all(value is None for value in values) else list(values)
     names = [name for name, _ in entries]
-    rows = [entries_of(value) if type(value) is type(first) else None for value in values]
+    rows = [named_entries(value) if type(value) is type(first) else None for value in values]
     for number, row in enumerate(rows):
         if row is None or [name for name, _ in row] != names:
             raise Misuse.OTHER_OUTPUT.error(values[number], step=number, first=described_as(first))

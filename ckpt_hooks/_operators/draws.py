@@ -240,7 +240,7 @@ def draw_noting(
 ) -> tuple[Any, Any]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
     # Dropout on a host: what the next lines find out, and a fifth of the draw of a small block.
-    is_simple = states is not None and args and not kwargs and type(args[0]) is torch.Tensor and args[0].is_cpu
+    is_simple = args and not kwargs and type(args[0]) is torch.Tensor and args[0].is_cpu
     if states is not None and is_simple and _is_short(operator, args) and not _own_draws.active:
         return states.draw(operator, args, kwargs, number, frame)
     explicit, device = _source_of(operator, args, kwargs)

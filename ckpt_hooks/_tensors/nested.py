@@ -1,4 +1,4 @@
-"""Tensors and other instances in nested lists, tuples, dicts and dataclasses."""
+"""Tensors and other instances in nested lists, tuples and dicts."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from ckpt_hooks._torch.pytree import tree_leaves
 
 
-def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
+def named_entries(value: Any) -> list[tuple[Any, Any]] | None:
     """Returns the entries of a container, or the fields of a dataclass, by name; None for other values."""
     if isinstance(value, dict):
         return list(value.items())
@@ -32,12 +32,18 @@ def with_entries(value: Any, entries: Sequence[Any]) -> Any:
     if type(value) is dict:
         return dict(zip(value, entries, strict=True))
     made = copy.copy(value)
-    for (name, _), entry in zip(entries_of(value) or (), entries, strict=True):
+    for (name, _), entry in zip(named_entries(value) or (), entries, strict=True):
         if isinstance(value, dict):
             made[name] = entry
         else:
             object.__setattr__(made, name, entry)
     return made
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Returns what is in a value at any depth and is itself neither a container nor a dataclass."""
+    entries = named_entries(value)
+    return [value] if entries is None else [leaf for _, entry in entries for leaf in leaves_of(entry)]
 
 
 def leaf_tensors_in(value: Any) -> list[torch.Tensor]:
