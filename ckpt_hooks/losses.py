@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,44 +101,60 @@ def chunked_cross_entropy(
     smoothing = checked_part(label_smoothing, "label_smoothing", "Leave it out for none.")
     if softcap is not None and not (isinstance(softcap, (int, float)) and 0 < softcap <= sys.float_info.max):
         raise wrong(softcap, "softcap", "a positive number, or None", "Leave it out for logits as they are.", ValueError)
+    return loss_in_chunks(
+        _logits, hidden, labels, (weight, bias, softcap), ignored, reduction, smoothing, chunks=chunks, chunk_size=chunk_size
+    )
+
+
+def loss_in_chunks(
+    logits_of: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    args: tuple[Any, ...] = (),
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    **options: Any,
+) -> torch.Tensor:
+    """Computes the cross entropy of ``logits_of(rows, *args)``, for rows of a slice of ``hidden``."""
     tokens = labels.numel()
     flat = labels.reshape(tokens).to(torch.int64)
     loss: torch.Tensor = checkpoint_chunks(
         _loss_of_slice,
         hidden.reshape(tokens, hidden.shape[-1]),
         flat,
-        weight,
-        bias,
-        ignored,
+        ignore_index,
         "none" if reduction == "none" else "sum",
-        smoothing,
-        softcap,
-        chunks=chunks,
-        chunk_size=chunk_size,
+        label_smoothing,
+        logits_of,
+        *args,
         chunked="labels",
         reduce=None if reduction == "none" else "sum",
+        **options,
     )
     if reduction == "mean":
-        return loss / (flat != ignored).sum()
+        return loss / (flat != ignore_index).sum()
     return loss.reshape(labels.shape) if reduction == "none" else loss
 
 
 def _loss_of_slice(
     hidden: torch.Tensor,
     labels: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
-    softcap: float | None,
+    logits_of: Callable[..., torch.Tensor],
+    *args: Any,
 ) -> torch.Tensor:
-    logits = F.linear(hidden, weight, bias)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits_of(hidden, *args)
     if logits.dtype in (torch.float16, torch.bfloat16):  # as ForCausalLMLoss of Transformers does
         logits = logits.float()
     return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
+    logits = F.linear(hidden, weight, bias)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:

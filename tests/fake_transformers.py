@@ -91,6 +91,42 @@ class Model(PreTrainedModel):
         return x
 
 
+def ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
+    """The loss of causal models: in float32, of the next word."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits, targets = logits.float().view(-1, vocab_size), shift_labels.reshape(-1)
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, targets, ignore_index=ignore_index)
+    return nn.functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum") / num_items_in_batch
+
+
+class CausalModel(Model):
+    """A model with a head of words, and a loss that can be set."""
+
+    def __init__(self, edit=lambda logits: logits):
+        super().__init__(2)
+        self.lm_head, self.edit = nn.Linear(4, 6, bias=False), edit
+
+    @property
+    def loss_function(self):
+        return getattr(self, "_loss_function", ForCausalLMLoss)
+
+    @loss_function.setter
+    def loss_function(self, value):
+        self._loss_function = value
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids, labels=None, **options):
+        logits = self.edit(self.lm_head(super().forward(ids)))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **options)
+        return loss, logits
+
+
 class StackModel(Model):
     """A model as of 4.35 to 4.51: the stack of layers has the flag."""
 

@@ -723,6 +723,36 @@ def a_plan_of_a_model_without_a_budget():
     enable_in_transformers(fake.Model()).to_json()
 
 
+def other_loss(model):
+    model.loss_function = nn.functional.mse_loss
+    return model
+
+
+def in_slices(look):
+    model, ids = fake.CausalModel(), torch.zeros(2, 3, dtype=torch.long)
+    enable_in_transformers(model, chunked_loss=True)
+    loss, logits = model(ids, labels=ids)
+    look(model, loss, logits)
+    return logits.sum()
+
+
+def stepped(model, loss, _):
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@says(RuntimeError, "since forward, hidden states or weights of the head were written to. Look at them before")
+def logits_after_the_step():
+    in_slices(stepped)
+
+
+@says(UserWarning, "chunked_loss: logits were looked at before a loss was computed")
+def logits_before_the_loss():
+    model = fake.CausalModel(lambda logits: logits[:, :2])
+    with enable_in_transformers(model, chunked_loss=True):
+        model(torch.zeros(2, 3, dtype=torch.long))
+
+
 @says(ValueError, "policy and memory_budget: one goes without the other")
 def a_budget_and_a_policy():
     budgeted(policy=[SIN])
@@ -1185,6 +1215,9 @@ CALLS = {
         r"TorchCaller calls torch\.utils\.checkpoint itself. Call .*patch_torch": lambda: enable_in_transformers(
             fake.TorchCaller()
         ),
+        "chunked_loss should be a positive integer": lambda: enable_in_transformers(fake.CausalModel(), chunked_loss=0),
+        "Model has none. Leave it out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
+        "CausalModel has the loss mse_loss": lambda: enable_in_transformers(other_loss(fake.CausalModel()), chunked_loss=True),
         "Leave out policy, every_n_layers": lambda: enable_in_transformers(fake.Model(), plan=3, every_n_layers=2),
         "every_n_layers should be a positive integer": lambda: enable_in_transformers(fake.Model(), every_n_layers=0),
         # Reports and plans

@@ -74,6 +74,10 @@ class Misuse(enum.Enum):
         "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
         "the span begin and end inside of one block, or on either side of it."
     )
+    LATE_LOGITS = (
+        "The model computes its loss in slices, and logits when they are looked at: since forward, hidden states or weights of "
+        "the head were written to. Look at them before the optimizer's step, or leave out chunked_loss."
+    )
     NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks=8, or leave {name} out."
     NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
     RESULT = (

@@ -230,6 +230,7 @@ def enable_in_transformers(
     recorded: bool = False,
     keep_first: int = 0,
     keep_last: int = 0,
+    chunked_loss: bool | int = False,
     **options: Any,
 ) -> EnabledCheckpointing:
     """Switches on checkpointing in a Transformers model, with this package's regions in place of torch's.
@@ -254,6 +255,9 @@ def enable_in_transformers(
             the layer again, as :func:`ckpt_hooks.checkpoint` does.
         keep_first: The number of layers to leave plain, counted from the first.
         keep_last: The same from the last; see :func:`ckpt_hooks.apply_checkpointing`.
+        chunked_loss: Whether a causal language model computes its loss in slices of tokens, in training, as
+            :func:`ckpt_hooks.losses.chunked_cross_entropy` does; a number sets how many, True means 8. Takes labels given to
+            the model. Logits of the output are computed when something looks at them, at once for all tokens.
         **options: Other options of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region` if ``recorded``.
 
     Returns:
@@ -296,6 +300,8 @@ def enable_in_transformers(
             f"every_n_layers, keep_first, keep_last{''.join(f', {name}' for name in options)}."
         )
     options["policy"] = policy
+    if not isinstance(chunked_loss, bool):
+        chunked_loss = checked_integer(chunked_loss, "chunked_loss", "Pass True, or the number of slices.")
     planned = None if plan is None else planned_layers(plan, model, owner)
     taken = Taken(recorded or plan is not None, options, planned, keep)
     of = type(owner).__name__
@@ -309,6 +315,8 @@ def enable_in_transformers(
 
     handle = EnabledCheckpointing(owner, flagged, every_n_layers, taken, machine)
     try:
+        if chunked_loss:
+            handle.chunk_loss(owner, 8 if chunked_loss is True else chunked_loss)
         handle.take_over()
     except BaseException:
         handle.undo()
@@ -332,6 +340,13 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         ]
         models = [(name, module) for name, module in owner.named_modules() if switch_of(module) is not None]
         self._switches = [TakenSwitch(module, name, n, taken) for name, module in models]
+
+        self._undo_loss: Callable[[], None] = lambda: None
+
+    def chunk_loss(self, owner: Module, chunks: int) -> None:
+        from .chunked_logits import put_chunked_loss  # few ask for it
+
+        self._undo_loss = put_chunked_loss(owner, chunks)
 
     def take_over(self) -> None:
         """Switches checkpointing on, and takes the place of the model's switch, and of the switches of models inside."""
@@ -373,6 +388,7 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         """Leaves the model as it was, but for modules enabled anew since. A second call does nothing."""
         if self._machine is not None:
             self._machine.undo()
+        self._undo_loss()
         for switch in self._switches:
             switch.remove()
         for _, reference, attributes in self._before:

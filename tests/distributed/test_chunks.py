@@ -12,13 +12,14 @@ pytest.importorskip("torch.distributed.fsdp")
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_chunks, checkpoint_region, policies
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_chunks, checkpoint_region, enable_in_transformers, policies
 from ckpt_hooks.losses import chunked_cross_entropy
 from tests import test_losses
 from tests.chunked import PROGRAMS, loop
 from tests.distributed.sharding import SHARDINGS, counted, mesh_of
 from tests.distributed.test_ddp import OPTIONS
 from tests.distributed.training import WIDTH, Model, assert_equal, local, trained
+from tests.fake_transformers import CausalModel
 
 
 def in_a_region(function: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -159,3 +160,34 @@ def losses(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", list(OPTIONS))
 def test_a_loss_in_a_replica(ranks, options):
     ranks.run(losses, OPTIONS[options])
+
+
+def losses_of(kind: str, chunks: int) -> list[torch.Tensor]:
+    """Returns the loss of a causal model, logits of its output, and gradients."""
+    model = CausalModel(lambda logits: logits * 2.0).eval()
+    for layer in model.modules():
+        layer.training = not isinstance(layer, type(model.layers[0]))  # whose dropout draws other numbers in each process
+    if chunks:
+        enable_in_transformers(model, chunked_loss=chunks)
+    if kind == "DDP":
+        called: torch.nn.Module = DistributedDataParallel(model)
+    else:
+        if kind == "a unit of the head":
+            fully_shard(model.lm_head, mesh=mesh_of())
+        called = fully_shard(model, mesh=mesh_of())
+    torch.manual_seed(torch.distributed.get_rank())
+    ids = torch.randint(6, (2, 9))
+    loss, logits = called(ids, labels=ids)
+    found = logits[:, -1].detach()
+    loss.backward()
+    return [loss.detach(), found, *(local(p.grad) for p in model.parameters())]
+
+
+def in_slices(kind: str) -> None:
+    torch.testing.assert_close(losses_of(kind, 3), losses_of(kind, 0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "a unit of the head"])
+def test_losses_of_causal_models(ranks, kind):
+    """Computed in slices, by the gathered parameters of the head."""
+    ranks.run(in_slices, kind)

@@ -295,6 +295,51 @@ def test_training_is_bitwise_the_same(name, form):
     assert form == "patch" or attributes(model) == before
 
 
+# The loss in slices
+
+
+def of_words(name, adapted=False):
+    """Returns a causal model without dropout, which draws other numbers in slices of a head, and a batch for 20 steps."""
+    model, _ = built(name)
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        vars(module).update({key: 0.0 for key in ("attention_dropout", "dropout") if isinstance(vars(module).get(key), float)})
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if adapted:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    torch.manual_seed(4)
+    return model, [tokens(None)] * 20
+
+
+def losses_of(model, batches, **options):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses = []
+    for batch in batches:
+        loss = model(**batch, **options).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [*dict.fromkeys(["llama", "gpt2", "gpt_neox", "opt", "mixtral", "gpt_oss"], False).items(), ("llama", True)],
+)
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 20}])
+def test_losses_in_slices(name, adapted, options):
+    """Twenty steps, also with adapters in the head."""
+    model, batches = of_words(name, adapted)
+    expected = losses_of(copy.deepcopy(model), batches, **options)
+    with enable_in_transformers(model, chunked_loss=4):
+        torch.testing.assert_close(losses_of(model, batches, **options), expected, rtol=1e-5, atol=0)
+    assert expected[-1] < expected[0]
+
+
 # Memory
 
 
