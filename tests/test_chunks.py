@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import pickle
+import sys
 import warnings
 from collections import Counter
 
@@ -24,6 +25,7 @@ from ckpt_hooks import (
     policies,
     trace,
 )
+from ckpt_hooks._tensors.structures import leaves_of
 from tests.chunked import PROGRAMS, WIDTH, Gated, counted, loop
 from tests.measure import Calls, Log, in_turns, leaf, same_bits
 
@@ -327,6 +329,8 @@ DEPENDENT = {
     "one next to it": shifted,
     "place": lambda x: x + torch.arange(len(x), dtype=x.dtype)[:, None],
     "the second of a tuple": lambda x: (x.sin(), x - x.mean(0)),
+    "an entry of a dict": lambda x: {"none": None, "mean": x - x.mean(0)},
+    "all rows and dropout": lambda x: F.dropout(x, 0.4) / x.norm(dim=0),
 }
 
 
@@ -352,6 +356,37 @@ def test_rows_that_depend_on_each_other(name, around):
     assert same_bits(y, around(checkpoint_chunks, other, x, chunks=4))
     assert all(map(same_bits, module.buffers(), other.buffers()))
     y.float().sum().backward()
+
+
+def attention(x):
+    x = x[:, None]
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)[:, 0]
+
+
+DROPOUTS = [nn.Dropout(0.4), nn.Dropout2d(0.4), nn.AlphaDropout(0.4), attention, torch.native_dropout]
+
+
+@pytest.mark.parametrize("function", DROPOUTS)
+def test_rows_are_compared_without_the_draws_of_dropout(function):
+    """So nothing is noticed, in training too; later calls draw as without the comparison."""
+    args = (0.4, True) if function is torch.native_dropout else ()
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for check_rows in (True, False):
+            torch.manual_seed(0)
+            given = torch.randn(10, 3, 4, 4), *args
+            found.append(checkpoint_chunks(function, *given, chunks=2, check_rows=check_rows))
+    assert all(map(same_bits, *[leaves_of(one) for one in found]))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since 3.11")
+def test_a_view_of_a_slice_says_how():
+    x = torch.randn(2, 6, 4)
+    with pytest.raises(RuntimeError, match="view size is not compatible") as raised:
+        checkpoint_chunks(lambda part: part.view(-1, 4), x, chunks=3, dim=1)
+    (note,) = raised.value.__notes__
+    assert note.startswith("A slice along dimension 1 is not contiguous. In the function call `.contiguous()` on it")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -17,6 +17,7 @@ from ckpt_hooks._core.callables import check_runs, name_of_function
 from ckpt_hooks._core.misuse import (
     Misuse,
     accepts,
+    add_note,
     checked_flag,
     checked_integer,
     described_as,
@@ -27,7 +28,7 @@ from ckpt_hooks._core.misuse import (
 )
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._operators.draws import DrawWatch
+from ckpt_hooks._operators.draws import DrawWatch, KeepsAll
 from ckpt_hooks._options import Form, check_swallowed, options_of
 from ckpt_hooks._state.journal import JournalLoan, journal_of
 from ckpt_hooks._tensors.structures import leaves_of, named_entries, with_entries
@@ -47,6 +48,11 @@ _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 _DEFAULT_CHUNKS = 8
+
+_NOTE = (
+    "A slice along dimension {dim} is not contiguous. In the function call `.contiguous()` on it, or `reshape` in place of "
+    "`view`."
+)
 
 
 class Chunks(NamedTuple):
@@ -162,8 +168,8 @@ def checkpoint_chunks(
             sums and counts and divides; the function returns ``(sum, count)``.
         chunked: Names of other arguments to cut. They have as many rows as ``x``, or are None.
         check_rows: Whether the first call with this function verifies that rows do not depend on each other: it compares rows
-            in one slice with the same rows in two. Restores random states, buffers and containers. Warns if rows differ and the
-            function draws.
+            in one slice with the same rows in two, with dropout that keeps all. Restores random states, buffers and containers.
+            Warns if rows differ and the function draws other random numbers.
         chunk_size: The number of rows of a slice, in place of ``chunks``; the last may have fewer.
         **kwargs: Keyword arguments of ``function``, the same for all slices unless named by ``chunked``.
 
@@ -234,7 +240,13 @@ def run_in_chunks(
 
     def call(part: tuple[torch.Tensor, ...]) -> Any:
         bound = {**arguments, **dict(zip(cut, part, strict=True))}
-        return run(function, tuple([bound[position] for position in range(len(args))]), {name: bound[name] for name in kwargs})
+        given = tuple([bound[position] for position in range(len(args))])
+        try:
+            return run(function, given, {name: bound[name] for name in kwargs})
+        except RuntimeError as error:
+            if "view size is not compatible" in str(error) and not part[0].is_contiguous():
+                add_note(error, _NOTE.format(dim=dim))
+            raise
 
     def results(tensors: Iterable[torch.Tensor], size: int) -> Any:
         # One node takes the gradients of all slices. ``narrow`` has a node a slice, with a gradient as large as x.
@@ -329,13 +341,13 @@ def _compare_rows(
     some = [tensor.narrow(dim, rows // 2 - half, 2 * half) for tensor in cut]
 
     def compared() -> tuple[str | None, Any, Any]:
-        with torch.no_grad(), _as_before(function, arguments), DrawWatch() as watch:
+        with torch.no_grad(), _as_before(function, arguments), DrawWatch() as watch, KeepsAll():
             whole, halves = results(some, 2 * half), results(some, half)
         return watch.first_draw, whole, halves
 
     drawn, whole, halves = past_modes(compared)
-    pairs = zip(whole, halves, strict=True) if isinstance(whole, tuple) else [(whole, halves)]
-    if not all(_are_close(of_whole, of_halves, cut[0]) for of_whole, of_halves in pairs):
+    pairs = zip(leaves_of(whole), leaves_of(halves), strict=True)
+    if not all(_are_close(of_whole, of_halves, cut[0]) for of_whole, of_halves in pairs if of_whole is not None):
         if drawn is None:
             raise Misuse.DEPENDENT_ROWS.error(kind=ValueError, name=name_of_callable(function), dim=dim, rows=half)
         warn_user(

@@ -228,6 +228,12 @@ class OfThisProcess:
         raise Misuse.PICKLED.error(name=type(self).__name__)
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to an error once, since Python 3.11."""
+    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Leave out others.") -> Exception:
     """Returns the error for keywords that a form does not take: with all that it takes, and the nearest to each."""
     names = [*map(str, names)]
