@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
 import itertools
+import pathlib
 import threading
 from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator
@@ -29,6 +32,19 @@ def in_turns(first: Iterable[Any], second: Iterable[Any], *others: Iterable[Any]
             turn //= len(chosen)
         cases.append((one, other, *values))
     return cases
+
+
+@functools.cache
+def _tests_in(path: str) -> frozenset[str]:
+    file = pathlib.Path(__file__).parent.parent / path
+    found = ast.parse(file.read_text()).body if file.is_file() else ()
+    return frozenset(node.name for node in found if isinstance(node, ast.FunctionDef))
+
+
+def is_a_test(name: str) -> bool:
+    """Whether a file has a test, as in ``tests/test_region.py::test_a_test``."""
+    path, _, test = name.partition("::")
+    return test.startswith("test_") and test in _tests_in(path)
 
 
 class CountOps(TorchDispatchMode):
