@@ -36,7 +36,6 @@ def test_links_of_the_long_description_are_absolute():
     readme = (ROOT / hook["fragments"][0]["path"]).read_text()
     relative = re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme)
     assert len(relative) > 5
-    assert all((ROOT / path.partition("#")[0]).is_file() for path in relative)
     page = readme
     for substitution in hook["substitutions"]:
         page = re.sub(substitution["pattern"], substitution["replacement"], page)
