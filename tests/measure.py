@@ -8,6 +8,7 @@ import gc
 import itertools
 import pathlib
 import threading
+import types
 from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -157,6 +158,12 @@ class Calls:
 
 class Token:
     """Something to hang on a frame's lifetime: a weak reference to it dies with whatever holds it."""
+
+
+def renew(*functions: types.FunctionType) -> None:
+    """Gives functions code of their own, so that no test has passed their ``with`` lines: each counts its checked passes."""
+    for function in functions:
+        function.__code__ = function.__code__.replace()
 
 
 def leaf(*shape: int) -> torch.Tensor:
