@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the cases that run torch's own implementation: those whose name in brackets has the word ``torch`` for a part.
 
     Of the cases of one test in which torch is expected to fail the first stays: it says what torch does wrong.
+
+    ``CKPT_HOOKS_ORDER=3`` shuffles files, and tests in each, by a seed.
     """
     shown, others = set(), set()
     for item in items:
@@ -47,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 shown.add(test)
     config.hook.pytest_deselected(items=[*others])
     items[:] = [item for item in items if item not in others]
+    if seed := os.environ.get("CKPT_HOOKS_ORDER"):
+        draw = random.Random(seed)
+        items.sort(key=lambda item: item.nodeid)  # parameters of sets come in any order
+        draw.shuffle(items)
+        place = functools.cache(lambda path: draw.random())
+        items.sort(key=lambda item: place(item.path))
 
 
 @pytest.fixture(autouse=True, scope="module")

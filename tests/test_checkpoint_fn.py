@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint, create_selective_checkpoint_contexts, trace
+from tests.fake_transformers import Model, StackModel
 from tests.measure import CountOps
 
 pytest.importorskip("torch.distributed")
@@ -47,4 +48,14 @@ def test_wrapper_of_modules(options, again):
         blocks[number] = checkpoint_wrapper(block, checkpoint_fn=checkpoint, **options)
     found, *counts = gradients(blocks, x)
     assert counts == [2, again]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", [Model, StackModel])
+def test_the_switch_of_transformers_models(kind):
+    model, ids = kind(), torch.tensor([[1, 2, 3], [3, 4, 5]])
+    expected, *_ = gradients(model, ids)
+    model._set_gradient_checkpointing(True, checkpoint)
+    found, regions, _ = gradients(model, ids)
+    assert regions == 5
     assert all(map(torch.equal, found, expected))

@@ -32,7 +32,7 @@ from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
 from ckpt_hooks._torch.modes import num_dispatch_modes, num_function_modes
 from tests.kernels import Inner
-from tests.measure import CountOps, Log
+from tests.measure import CountOps, Log, renew
 
 _PACKAGE = os.path.dirname(ckpt_hooks.__file__)
 
@@ -55,6 +55,11 @@ KINDS = {
     "recorded in a function": lambda function, x: checkpoint(lambda x: recorded(function, x).sin(), x),
     "function in a recorded one": lambda function, x: recorded(lambda x: checkpoint(function, x).sin(), x),
 }
+
+
+@pytest.fixture(autouse=True)
+def _new_line():
+    renew(recorded)
 
 
 def patched(function, x):

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint, trace
-from tests.measure import Frames, Log, leaf
+from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint, checkpoint_region, trace
+from tests.measure import Frames, Log, allocated, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -104,6 +104,14 @@ def test_a_frame_dies_before_a_graph_that_saved_nothing_but_leaves(frames):
     assert gone() is None
     z.sum().backward()
     assert torch.equal(w.grad, x)
+
+
+@pytest.mark.parametrize("form", [checkpoint(name="a"), checkpoint(policy="nothing_saveable"), checkpoint_region()])
+def test_partial_backwards_leave_nothing(form):
+    """What is brought back and not taken is dropped when that backward ends."""
+    x, w = leaf(1000), leaf(1000)
+    y, _z = form(lambda x: (x.sin().exp(), (x * w).sin().exp()))(x * 1)
+    assert [allocated(lambda: grad(y.sum(), x, retain_graph=True) and None)[1] for _ in range(3)] == [0] * 3
 
 
 @pytest.mark.parametrize("observed", [False, True])

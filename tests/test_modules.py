@@ -207,8 +207,9 @@ def test_memory_goes_back_without_the_collector(options):
 @kinds
 def test_undo(base, options):
     model, _ = base
-    before = dict(vars(model.layers[1]))
+    before, names = dict(vars(model.layers[1])), [*model.state_dict(), *dict(model.named_modules())]
     with apply_checkpointing(model, Block, **options) as applied:
+        assert [*model.state_dict(), *dict(model.named_modules())] == names
         loss = model(torch.ones(3, 4)).sum()
         assert "forward" in vars(model.layers[1])
     assert vars(model.layers[1]).keys() == before.keys()

@@ -52,7 +52,7 @@ def inputs():
         (policies.offload_ops(aten.mm.default), {"mm": 2}),  # on the host it is
         (policies.offload_dot_with_no_batch_dims, {"mm": 2}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_is_kept_does_not_run(policy, spared):
     x, w = inputs()

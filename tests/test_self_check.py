@@ -32,6 +32,7 @@ from ckpt_hooks import (
 )
 from ckpt_hooks._recorded import explaining
 from ckpt_hooks._tensors import determinism, samples
+from tests.measure import renew
 
 
 class Scaled(nn.Module):
@@ -637,6 +638,7 @@ def test_noise_of_another_order_is_no_difference_and_more_is_one(device, run, dt
             return noisy(x.sin(), noise).exp().matmul(weight).tanh()
 
     weight, block = torch.randn(64, 64, dtype=dtype), Block()
+    renew(recorded, checkpoint_with_policy)
 
     def step(amount):
         nonlocal noise
@@ -654,6 +656,7 @@ def test_noise_of_another_order_is_no_difference_and_more_is_one(device, run, dt
 @pytest.mark.parametrize("run", [checkpoint, recorded, checkpoint_with_policy])
 def test_a_checked_pass_waits_for_a_device_once(device, run):
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    renew(recorded, checkpoint_with_policy)
     run(layers, torch.randn(3, 8, requires_grad=True)).sum().backward()
     assert len(device) == 1
     assert device[0] >= 12  # samples of six tensors, twice

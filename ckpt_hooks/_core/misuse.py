@@ -280,15 +280,16 @@ def checked_integer(value: Any, name: str, advice: str = "Pass one.", least: int
 
 
 #: As GNU's tools read sizes: 2M is 2MiB, and not 2MB.
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b?)|b)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,19})(?:\.(\d{1,19}))?\s*(?:([kmgt])(i?b?)|b)\s*", re.IGNORECASE | re.ASCII)
 
 
 def checked_bytes(value: Any, name: str, or_part: str = "") -> int:
     """Returns a number of bytes, given as any integer type, or in words, as in ``"2MiB"``."""
     number = integer_in(value)
     if isinstance(value, str) and (words := _SIZE.fullmatch(value)):
-        power = 0 if words[2] is None else "kmgt".index(words[2].lower()) + 1
-        number = int(float(words[1]) * (1000 if words[3] in ("b", "B") else 1024) ** power)
+        whole, part, prefix, suffix = words.groups("")
+        power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+        number = int(whole + part) * (1000 if suffix in ("b", "B") else 1024) ** power // 10 ** len(part)
     if number is None or not 0 <= number < 2**63:
         kind = ValueError if isinstance(value, (int, float, str)) and not isinstance(value, bool) else TypeError
         raise wrong(value, name, f"a number of bytes{or_part}", "Write an integer, or as in '20GiB', '500MB' or '2M'.", kind)

@@ -251,9 +251,9 @@ def _numbered(root: Module, modules: dict[str, Module], key: Any, argument: str)
     """Returns the names of layers by number, of each list by itself; a list may be too short for a number, but not all."""
     lists = {name: [*entries] for name, entries in _lists(root, modules).items()}
     names = {id(module): name for name, module in modules.items()}
-    numbers = [] if isinstance(key, slice) else [*map(operator.index, key if isinstance(key, range) else [key])]
+    numbers = [] if isinstance(key, slice) else map(operator.index, key if isinstance(key, range) else [key])
     found: list[str] = []
-    for part in [slice(number, number + 1 or None) for number in numbers] or [key]:
+    for part in [key] if isinstance(key, slice) else [slice(number, number + 1 or None) for number in numbers] or [slice(0)]:
         layers = [layer for entries in lists.values() for layer in entries[part]]
         if not layers:
             words = text_of(key if isinstance(key, (slice, range)) else [key])

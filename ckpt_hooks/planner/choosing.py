@@ -98,7 +98,7 @@ class _Graph:
 
     def cheapest(self, price: float) -> Choice:
         """Returns the option with the least cost, at a price for each byte kept."""
-        import networkx  # which torch brings; a third of a second
+        import networkx  # a third of a second
 
         flow = networkx.DiGraph()  # edges without a capacity are never cut
         flow.add_node("sink")

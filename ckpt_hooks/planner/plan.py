@@ -508,7 +508,7 @@ def plan_memory(
         tolerance: How far the measured peak may be below the budget, or above its prediction, as a fraction, before another
             plan is tried.
         cost: What to minimize. ``"seconds"``: measured seconds of the operators that run again, plus about what regions add.
-            ``"operations"``: the same in each run; counts ten for each byte moved, a thousand for each number drawn on a
+            ``"operations"``: the same plan in each run; counts ten for each byte moved, a thousand for each number drawn on a
             host, and three million for each recorded operator. None chooses seconds on a host where measurements agree.
         chunks: Modules whose calls may be cut into slices, as by :func:`ckpt_hooks.checkpoint_chunks`, with the numbers to
             choose from: ``{"head": (1, 4, 8)}`` or ``{"layers.*.mlp": {"chunks": (1, 4, 8), "dim": 1}}``. A module with an

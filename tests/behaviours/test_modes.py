@@ -294,3 +294,23 @@ def test_writes_to_lists_are_counted(region):
 
     assert_as_plain(region, function)
     assert set(versions) == {1}
+
+
+def test_bilinear_under_autocast():
+    """Autocast ends above a mode: so recorded regions and debug mode round, and a checked pass is an error."""
+    torch.manual_seed(0)
+    layer, x, y = torch.nn.Bilinear(4, 3, 6), torch.rand(5, 4), torch.rand(5, 3)
+
+    def step(run, mode=None):
+        with torch.autocast("cpu", torch.bfloat16), mode or contextlib.nullcontext():
+            result = run(lambda x: layer(x, y).sin())(x)
+        return torch.cat([result.detach().flatten(), torch.autograd.grad(result.sum(), layer.weight)[0].flatten()])
+
+    plain, below = step(lambda function: function), step(lambda function: function, Counting())
+    assert not same(plain, below)
+    with ckpt_hooks.set_self_check(False):
+        assert same(step(frame()), plain)
+    with pytest.raises(ckpt_hooks.DeterminismError):
+        step(frame())
+    for region in (frame(debug=True), checkpoint_region()):
+        assert same(step(region), below)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import queue
 import threading
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import checkpoint, is_recomputing
+from ckpt_hooks import DeterminismError, checkpoint, is_recomputing
 from ckpt_hooks.policies import dots_saveable
 from tests.behaviours.runs import Run, assert_as_eager, plain
 from tests.measure import leaf
@@ -313,6 +314,47 @@ def test_a_long_container_that_forward_exchanges(kind):
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().tanh().exp().sum(), x)[0])
     assert module.all is after
     assert len(after) == 1500
+
+
+def nested(levels):
+    """Returns lists in lists that a closure leads to, itself the first level."""
+    held = [1.0]
+    for _ in range(levels - 2):
+        held = [held]
+    return held
+
+
+def branched(values):
+    """Returns a list, with so many lists below it: 20, and 99 or 100 in each."""
+    return [[[1.0] for _ in range(99 + (row < values - 2000))] for row in range(20)]
+
+
+def entries(number):
+    return [1.0] * number
+
+
+def last_of(held):
+    while isinstance(held[-1], list):
+        held = held[-1]
+    return held
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize(("make", "most"), [(nested, 6), (branched, 2000), (entries, 1000)])
+def test_limits_that_the_readme_gives(make, most, beyond):
+    """What is beyond is found as it is by then: an error where values are compared; a counter counts twice."""
+    held, x = make(most + beyond), leaf(3)
+
+    def counting(x):
+        last_of(held)[0] += 1
+        return x.sin().exp()
+
+    checkpoint(counting, x).sum().backward()
+    assert last_of(held)[0] == 2 + beyond
+    y = checkpoint(determinism_check="values")(lambda x: (x * last_of(held)[0]).sin())(x)
+    last_of(held)[0] += 1
+    with pytest.raises(DeterminismError) if beyond else contextlib.nullcontext():
+        y.sum().backward()
 
 
 # What a stopped recompute leaves behind

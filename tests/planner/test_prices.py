@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -150,3 +154,21 @@ def test_blocks_which_would_hold_more_than_is_predicted_are_recorded():
         assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
         with plan.apply():
             assert same(after_a_step(model, step), plain)
+
+
+def chosen_by_operations():
+    """Returns plans, but for the figures that were measured: seconds, and random states that calls may share."""
+    torch.set_num_threads(1)
+    found = []
+    for name in ("mlp", "gpt", "layers"):
+        model, step, blocks = built(name)
+        values = plan_memory(model, step, 0.5, blocks=blocks, cost="operations").to_json()
+        found += [*values.pop("blocks"), values]
+    return json.dumps([{key: row[key] for key in row if key not in ("measured_peak", "recomputed_seconds")} for row in found])
+
+
+def test_plans_by_operations_are_the_same_in_each_run():
+    program = "from tests.planner.test_prices import chosen_by_operations; print(chosen_by_operations())"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    other = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"})
+    assert chosen_by_operations() == chosen_by_operations() == other.stdout.splitlines()[-1]
