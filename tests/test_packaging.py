@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     from pip._vendor import tomli as tomllib
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT, PACKAGE = pathlib.Path(__file__).parent.parent, pathlib.Path(ckpt_hooks.__file__).parent
 #: Where private parts of torch are named.
 ROOMS = {"_torch": ("autograd", "compiling", "functions", "modes", "profiling", "tensors"), "_ambient": ("switches",)}
 GROUND = [f"{room}/{name}" for room, names in ROOMS.items() for name in names]
@@ -48,14 +48,14 @@ def test_links_of_the_long_description_are_absolute():
 def test_the_version_stands_in_one_place():
     assert "version" in metadata()["project"]["dynamic"]
     assert ckpt_hooks.__version__ == "0.1.0"
-    texts = (path.read_text() for path in (ROOT / "ckpt_hooks").rglob("*.py"))
+    texts = (path.read_text() for path in PACKAGE.rglob("*.py"))
     assert sum("__version__ =" in text for text in texts) == 1
 
 
 def test_packages_that_are_imported_are_dependencies():
     """Or extras, but for ``tqdm``, which is used where it is there."""
     project, imported = metadata()["project"], {"tqdm"}
-    for path in (ROOT / "ckpt_hooks").rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             imported |= {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
             imported |= {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) and not node.level else set()
@@ -94,7 +94,7 @@ def hook_points() -> list[str]:
     """Returns the private parts of torch that are named on import, but for those of some versions or builds."""
     found = set()
     for name in GROUND:
-        tree = ast.parse((ROOT / "ckpt_hooks" / f"{name}.py").read_text().replace("_c.", "torch._C."))
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text().replace("_c.", "torch._C."))
         optional = {
             part
             for node in ast.walk(tree)
