@@ -26,9 +26,9 @@ from ckpt_hooks._core.misuse import (
     unknown_error,
     wrong,
 )
-from ckpt_hooks._core.modes import is_without_values, past_modes
+from ckpt_hooks._core.modes import QuietDispatchMode, is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._operators.draws import DrawWatch, KeepsAll
+from ckpt_hooks._operators.draws import DrawWatch, place_of_probability
 from ckpt_hooks._options import Form, check_swallowed, options_of
 from ckpt_hooks._state.journal import JournalLoan, journal_of
 from ckpt_hooks._tensors.structures import leaves_of, named_entries, with_entries
@@ -341,7 +341,7 @@ def _compare_rows(
     some = [tensor.narrow(dim, rows // 2 - half, 2 * half) for tensor in cut]
 
     def compared() -> tuple[str | None, Any, Any]:
-        with torch.no_grad(), _as_before(function, arguments), DrawWatch() as watch, KeepsAll():
+        with torch.no_grad(), _as_before(function, arguments), DrawWatch() as watch, _KeepsAll():
             whole, halves = results(some, 2 * half), results(some, half)
         return watch.first_draw, whole, halves
 
@@ -356,6 +356,24 @@ def _compare_rows(
         )
     with contextlib.suppress(TypeError):  # of no weak references
         _compared[id(owner)] = owner
+
+
+class _KeepsAll(QuietDispatchMode):
+    """Has dropout keep all elements; it scales them as before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        position = place_of_probability(func)
+        if 0 <= position < len(args):
+            args = (*args[:position], 0.0, *args[position + 1 :])
+        elif position >= 0:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        elif func is torch.ops.aten.bernoulli_.float:  # the mask of dropout without a kernel of its own
+            return args[0].fill_(1)
+        elif func is torch.ops.aten.native_dropout.default:
+            x, probability, *_ = args
+            return x / (1 - probability), torch.ones_like(x, dtype=torch.bool)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -98,37 +98,19 @@ _dropout_at: dict[int, int] = {}
 
 def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator, such as attention, draws for dropout alone and the probability is 0."""
-    position = _place_of_probability(operator)
+    position = place_of_probability(operator)
     if position < 0:
         return False
     return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-def _place_of_probability(operator: Any) -> int:
+def place_of_probability(operator: Any) -> int:
     position = _dropout_at.get(id(operator))
     if position is None:
         schema = getattr(operator, "_schema", None)  # operators of operators have none
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         position = _dropout_at[id(operator)] = names.index("dropout_p") if "dropout_p" in names else -1
     return position
-
-
-class KeepsAll(QuietDispatchMode):
-    """Has dropout keep all elements; it scales them as before."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        position = _place_of_probability(func)
-        if 0 <= position < len(args):
-            args = (*args[:position], 0.0, *args[position + 1 :])
-        elif position >= 0:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        elif func is torch.ops.aten.bernoulli_.float:  # the mask of dropout without a kernel of its own
-            return args[0].fill_(1)
-        elif func is torch.ops.aten.native_dropout.default:
-            x, probability, *_ = args
-            return x / (1 - probability), torch.ones_like(x, dtype=torch.bool)
-        return func(*args, **kwargs)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FAKE)
