@@ -725,6 +725,12 @@ def a_plan_of_a_model_without_a_budget():
     enable_in_transformers(fake.Model()).to_json()
 
 
+class Early(fake.CausalModel):
+    """Has no setter of the loss."""
+
+    loss_function = property(lambda self: fake.ForCausalLMLoss)
+
+
 def other_loss(model):
     model.loss_function = nn.functional.mse_loss
     return model
@@ -1219,6 +1225,7 @@ CALLS = {
         ),
         "chunked_loss should be a positive integer": lambda: enable_in_transformers(fake.CausalModel(), chunked_loss=0),
         "Model has none. Leave it out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
+        "Early has a loss that cannot be set": lambda: enable_in_transformers(Early(), chunked_loss=True),
         "CausalModel has the loss mse_loss": lambda: enable_in_transformers(other_loss(fake.CausalModel()), chunked_loss=True),
         "Leave out policy, every_n_layers": lambda: enable_in_transformers(fake.Model(), plan=3, every_n_layers=2),
         "every_n_layers should be a positive integer": lambda: enable_in_transformers(fake.Model(), every_n_layers=0),

@@ -211,8 +211,14 @@ def put_chunked_loss(owner: Any, chunks: int) -> Callable[[], None]:
     name = type(owner).__name__
     head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
     loss: Any = getattr(owner, "loss_function", None)
-    if not isinstance(head, Module) or getattr(loss, "__name__", "") != "ForCausalLMLoss":
-        of = "none" if not isinstance(head, Module) else f"the loss {getattr(loss, '__name__', loss)}"
+    of = None
+    if not isinstance(head, Module):
+        of = "none"
+    elif getattr(loss, "__name__", "") != "ForCausalLMLoss":
+        of = f"the loss {getattr(loss, '__name__', loss)}"
+    elif getattr(getattr(type(owner), "loss_function", None), "fset", True) is None:
+        of = "a loss that cannot be set, as in early releases of 4"
+    if of is not None:
         raise ValueError(
             f"chunked_loss needs a model with a head of words and the loss ForCausalLMLoss, but {name} has {of}. Leave it out, "
             "or call `ckpt_hooks.losses.chunked_cross_entropy(hidden, head.weight, labels)` for the loss."
