@@ -209,7 +209,7 @@ class ChunkedLoss:
 def put_chunked_loss(owner: Any, chunks: int) -> Callable[[], None]:
     """Computes the loss of a model in slices until the function returned is called."""
     name = type(owner).__name__
-    head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
+    head: Any = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
     loss: Any = getattr(owner, "loss_function", None)
     of = None
     if not isinstance(head, Module):

@@ -271,7 +271,7 @@ def enable_in_transformers(
         RuntimeError: If the model has regions of this package already, or a switch that takes no function.
 
     Note:
-        Tested with Transformers 4.46, 4.57, 5.0, 5.23 and 5.24. ``every_n_layers``, ``keep_first`` and ``keep_last`` need 5.18. A
+        Tested with Transformers 4.46, 4.57, 5.0 and 5.24. ``every_n_layers``, ``keep_first`` and ``keep_last`` need 5.18. A
         deep copy of the model has regions too; the handle does not undo them. Input embeddings need not require grad: frozen
         layers below the first trained layer then keep nothing and take no part in backward.
 
