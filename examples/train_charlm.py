@@ -16,6 +16,7 @@ they must be equal: checkpointing changes when activations are computed, never w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -248,7 +249,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str = "cpu") -
             return int(memory.max_memory_allocated(device) - before)
         # Without this, the profiler's library reports its own starts and stops on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        with (profile := torch.autograd.profiler.profile(profile_memory=True)):
             step()
     finally:
         if collecting:
@@ -257,7 +258,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str = "cpu") -
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()  # negative for a release
+        held += event.nbytes()  # type: ignore[attr-defined]  # negative for a release
         peak = max(peak, held)
     return peak
 
@@ -383,14 +384,11 @@ def checked(convert: Callable[[str], T], accepts: Callable[[T], bool], expected:
     """Makes a parser for the value of an option, whose error says what came and what is expected."""
 
     def parse(text: str) -> T:
-        try:
-            value = convert(text)
-            accepted = accepts(value)
-        except (ValueError, RuntimeError, AssertionError):  # torch raises the last two for devices that are not there
-            accepted = False
-        if not accepted:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
-        return value
+        # Torch raises the last two for devices that are not there.
+        with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+            if accepts(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
 
     return parse
 

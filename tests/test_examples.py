@@ -118,13 +118,16 @@ def test_charlm_refuses_with_a_reason(arguments, message):
     assert message in result.stderr
 
 
+#: Python blocks of the README.
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
 def test_snippets_of_the_readme_run(capsys):
     """Python blocks of the README run in order, in one namespace."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
+    assert SNIPPETS
     namespace: dict[str, object] = {}
     torch.manual_seed(0)
-    for block in blocks:
+    for block in SNIPPETS:
         exec(compile(block, "README.md", "exec"), namespace)
 
 

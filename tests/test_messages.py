@@ -1203,6 +1203,7 @@ CALLS = {
         "The spans .* overlap. Pass": lambda: apply_checkpointing(nn.Sequential(*two_blocks(), block), SPANS),
         "is a span, of which no argument": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
         "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
+        "write policy='dots_saveable' after the modules": lambda: apply_checkpointing(two_blocks(), "dots_saveable"),
         r"Take a name near to it: 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
         "To select by class, pass the class Layer itself": lambda: apply_checkpointing(fake.Model(), "Layer"),
         r"keep_frist\. apply_checkpointing takes .*policy, .*keep_last, .*chunks, dim, .* Write keep_first for keep_frist": (
@@ -1241,6 +1242,7 @@ CALLS = {
         "memory_budget should be a number of bytes, .* but got -3": lambda: planned(budget=-3),
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
         "blocks=.* selects no module": lambda: planned(blocks=""),
+        "blocks has a policy for '0'.*Write None for it": lambda: planned(blocks={"*": "dots_saveable"}),
         "chunks='lost' selects no module.*Take a name near to it: '0'": lambda: planned(chunks={"lost": (1, 8)}),
         r"chunks should be modules inside of blocks, .* but got \['0', '1'\].*Name modules in the blocks": lambda: planned(
             chunks={"*": (1, 2)}

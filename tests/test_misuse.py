@@ -323,7 +323,7 @@ NOT_CALLED = {
         "SelectiveCheckpointContext",
         "CheckpointPolicy",
     ),
-    *("SAC_IGNORED_OPS", "Policy", "PolicyFn", "DEFAULT_MIN_OFFLOAD_SIZE"),
+    *("SAC_IGNORED_OPS", "Policy", "PolicyFn", "PolicyLike", "DEFAULT_MIN_OFFLOAD_SIZE"),
 }
 
 

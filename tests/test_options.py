@@ -38,47 +38,6 @@ def test_signatures_have_the_options_of_their_form(form, function):
     assert {name: keywords[name] for name in defaults_of(form)} == defaults_of(form)
 
 
-TYPED = """
-from typing import Any
-import torch
-from ckpt_hooks import checkpoint, checkpoint_chunks, checkpoint_loop
-def scaled(x: torch.Tensor, n: int, *, scale: float = 1.0) -> torch.Tensor:
-    return x * n * scale
-x = torch.ones(2)
-y: torch.Tensor = checkpoint(scaled, x, 2)
-y = checkpoint(scaled, x, 2, scale=0.5)
-y = checkpoint(scaled, x, 2, scale=0.5, use_reentrant=False, debug=True)
-y = checkpoint(torch.cat, [x, x], dim=0)
-z: Any = checkpoint(torch.nn.Linear(2, 2), x)
-y = checkpoint(name="scaled")(scaled)(x, 2)
-y = checkpoint(scaled, x, 2, determinism_check="values")
-pair: tuple[torch.Tensor, int] = checkpoint_chunks(lambda part: (part, 1), x)
-y = checkpoint_chunks(lambda part: (part.sum(), 1), x, chunk_size=1, reduce="mean")
-y = checkpoint_loop(torch.sin, x, 3, slots=2)
-state, outputs = checkpoint_loop(lambda h, row: (h * row, h), x, xs=[1, 2])
-checkpoint(scaled, x, 2, determinism_check="wrong")
-checkpoint_chunks(torch.sin, x, reduce="wrong")
-checkpoint_loop(torch.sin, x, n="wrong")
-checkpoint(scaled, x, "wrong")
-checkpoint(scaled, x)
-checkpoint(scaled, x, 2, scale="wrong")
-checkpoint(scaled, x, 2, debug="wrong")
-checkpoint(name="scaled")(scaled)(x, "wrong")
-"""
-
-
-@pytest.mark.slow
-def test_types_of_arguments(tmp_path):
-    """A direct call is checked like a call of the function; mypy reads the signatures as a user's program has it do."""
-    api = pytest.importorskip("mypy.api")
-    file = tmp_path / "program.py"
-    file.write_text(TYPED)
-    text, _, _ = api.run(["--strict", "--no-incremental", str(file)])
-    wrong = [number for number, line in enumerate(TYPED.split("\n"), 1) if "wrong" in line or line == "checkpoint(scaled, x)"]
-    assert len(wrong) == 8
-    assert [int(number) for number in re.findall(r"program\.py:(\d+): error", text)] == wrong, text
-
-
 @pytest.mark.parametrize("form", list(Form))
 def test_documented(form):
     """Each by its name."""

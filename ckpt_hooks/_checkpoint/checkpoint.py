@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec
@@ -16,6 +16,9 @@ from ckpt_hooks._options import DEFAULT_OPTIONS, OPTIONS, DeterminismCheck, Form
 from ckpt_hooks._torch.compiling import run_traced, skipped
 
 from .running import run
+
+if TYPE_CHECKING:
+    from ckpt_hooks.policies.base import PolicyLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,7 +98,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     preserve_rng_state: bool = True,
     name: str | None = None,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     preserve_buffers: bool = True,
     offload_inputs: bool = False,
     split_backward: bool = False,

@@ -36,6 +36,9 @@ from ckpt_hooks._tensors.structures import leaf_tensors_in
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 
+if TYPE_CHECKING:
+    from ckpt_hooks.policies.base import PolicyLike
+
 __all__ = ["checkpoint_name", "checkpoint_region"]
 
 P = ParamSpec("P")
@@ -288,7 +291,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
     def __init__(
         self,
         *misplaced: Never,
-        policy: Any = None,
+        policy: PolicyLike | None = None,
         name: str | None = None,
         respect_saved_tensors_hooks: bool | None = None,
         preserve_rng_state: bool = True,

@@ -23,14 +23,14 @@ from ckpt_hooks._recorded.frame import RecordedFrame
 from ckpt_hooks._recorded.tape import Tape
 from ckpt_hooks._tensors.copies import is_theirs, layout_of
 from ckpt_hooks._torch.checkpoint import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE, is_compiled
-from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.policies.base import Policy, PolicyLike, policy_from
 from ckpt_hooks.policies.decisions import asks_for_torch
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 
 
 def create_selective_checkpoint_contexts(
-    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+    policy_fn_or_list: PolicyLike, allow_cache_entry_mutation: bool = False
 ) -> tuple[PolicyContext, PolicyContext]:
     """Makes a pair of context managers for ``context_fn``, so that a policy decides which outputs a region keeps.
 

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, TypeVar, overload
 
 import torch
+from typing_extensions import Unpack
 
 from ckpt_hooks._core.misuse import Misuse, integer_in, reentrant_error, unknown_error, wrong
 
 from .checkpoint import checkpoint
 
+R = TypeVar("R")
+_Functions = torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]] | Iterator[Callable[[Any], Any]]
+
+
+# Typed by the last function of a tuple. A list has one type for all of its functions, and ``Module.__call__`` returns Any.
+@overload
+def checkpoint_sequential(
+    functions: tuple[Unpack[tuple[Callable[[Any], Any], ...]], Callable[[Any], R]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+) -> R: ...
+
+
+@overload
+def checkpoint_sequential(
+    functions: _Functions,
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+) -> Any: ...
+
 
 def checkpoint_sequential(
-    functions: torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]],
+    functions: _Functions,
     segments: int,
     input: Any,
     use_reentrant: bool | None = None,

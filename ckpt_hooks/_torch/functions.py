@@ -23,6 +23,7 @@ from .compiling import skipped
 # are public.
 OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator  # for type checkers
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
 # Whether an operator has an effect that must not be repeated: registered by ``torch.library``, or of an object of

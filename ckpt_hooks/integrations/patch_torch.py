@@ -23,7 +23,7 @@ from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, no
 from ckpt_hooks._options import DEFAULT_OPTIONS, Form, defaults_of, options_from
 from ckpt_hooks._torch.checkpoint import Diversion, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
-from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.policies.base import Policy, PolicyLike, policy_from
 
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 
@@ -128,7 +128,9 @@ class TorchPatch(OfThisProcess):
         return policy or self._policy, contexts
 
 
-def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | None = None, policy: Any = None) -> TorchPatch:
+def patch_torch(
+    *, reentrant: bool | None = None, preserve_rng_state: bool | None = None, policy: PolicyLike | None = None
+) -> TorchPatch:
     """Runs calls of ``torch.utils.checkpoint`` on this package's engine, on all threads, without editing the code that calls.
 
     ::

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, checked_flag, checked_integer, described_as, wrong
-from ckpt_hooks.modules.applying import check_none, planner
+from ckpt_hooks.modules.applying import PlanLike, check_none, planner
 from ckpt_hooks.modules.forward import (
     FUNCTION,
     SWITCH,
@@ -27,6 +27,7 @@ from ckpt_hooks.modules.forward import (
     region_forward_of,
 )
 from ckpt_hooks.modules.selecting import ends_of
+from ckpt_hooks.policies.base import PolicyLike
 from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 #: The attribute of a module whose layers are checkpointed while it is True.
@@ -224,8 +225,8 @@ def enable_in_transformers(
     memory_budget: float | str | None = None,
     margin: float | None = None,
     cost: Literal["seconds", "operations"] | None = None,
-    policy: Any = None,
-    plan: Any = None,
+    policy: PolicyLike | None = None,
+    plan: PlanLike | Mapping[str, Any] | None = None,
     every_n_layers: int = 1,
     recorded: bool = False,
     keep_first: int = 0,

@@ -8,11 +8,12 @@ and after forward. Torch skips the latter on Ctrl-C, and a rerun would call the 
 from __future__ import annotations
 
 from .applying import AppliedCheckpointing, AppliedRegion, apply_checkpointing, checkpoint_module, remove_checkpointing
-from .selecting import every, span
+from .selecting import SelectLike, every, span
 
 __all__ = [
     "AppliedCheckpointing",
     "AppliedRegion",
+    "SelectLike",
     "apply_checkpointing",
     "checkpoint_module",
     "every",

@@ -6,7 +6,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from torch.nn import Module
 from typing_extensions import Self
@@ -14,7 +14,7 @@ from typing_extensions import Self
 from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
 from ckpt_hooks._options import checked_name
-from ckpt_hooks.policies.base import Policy
+from ckpt_hooks.policies.base import Policy, PolicyLike
 from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .forward import (
@@ -26,14 +26,14 @@ from .forward import (
     region_forward_for,
     region_forward_of,
 )
-from .selecting import Select, ends_of, selected_of, span
+from .selecting import SelectLike, ends_of, selected_of, span
 from .spans import RegionSpan, check_spans, span_in
 
 AModule = TypeVar("AModule", bound=Module)
 
 
 def checkpoint_module(
-    module: AModule, *, policy: Any = None, recorded: bool = False, name: str | None = None, **options: Any
+    module: AModule, *, policy: PolicyLike | None = None, recorded: bool = False, name: str | None = None, **options: Any
 ) -> AModule:
     """Makes each call of a module a region. Changes the module in place and returns it.
 
@@ -111,7 +111,7 @@ class AppliedRegion(NamedTuple):
     name: str
     kind: str
     form: str
-    policy: Any
+    policy: PolicyLike | None
 
 
 class AppliedCheckpointing(OfThisProcess, Printed):
@@ -159,15 +159,111 @@ class AppliedCheckpointing(OfThisProcess, Printed):
         return [Table(["", "module", "class", "region", "policy"], rows, (0,), (1, 2, 4))]
 
 
+class BudgetedCheckpointing(AppliedCheckpointing):
+    """Regions whose plan is made while a model trains: of :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget``.
+
+    Prints as the plan, once there is one. As a context manager, undoes itself at the end of the block. Holds no module; and the
+    plan is made whether or not the program holds this object.
+
+    Attributes:
+        plan: The :class:`ckpt_hooks.planner.Plan` in force, those of other shapes in its ``others``; None until the first step
+            has ended.
+        budget: The budget in bytes; 0 before the first step has ended, of a part.
+        peaks: The peak of each step that was profiled or measured.
+        log: A line for each of them, as the logger ``"ckpt_hooks"`` gets it.
+    """
+
+    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:  # a Machine of the planner, a floor above
+        super().__init__(regions, [machine.undo, regions.undo])
+        self._machine = machine
+
+    @property
+    def plan(self) -> Any:
+        return self._machine.plan
+
+    @property
+    def budget(self) -> int:
+        return self._machine.budget  # type: ignore[no-any-return]
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        return tuple(self._machine.peaks)
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        return tuple(self._machine.log)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
+
+        Raises:
+            ValueError: If there is no plan yet.
+        """
+        if (plan := self.plan) is None:
+            raise ValueError("There is no plan yet. Train a step before: the plan is made when it has ended.")
+        values: dict[str, Any] = plan.to_json()
+        return values
+
+    def _headline(self) -> str:
+        words = f"{count_of(len(self), 'block')}, no plan before the first step has ended"
+        return words if self.plan is None else str(self.plan._headline())
+
+    def _tables(self) -> list[Table]:
+        plan = self.plan
+        return super()._tables() if plan is None else [*plan._tables()]
+
+
+class PlanLike(Protocol):
+    """A plan, whose class is on a floor above. Handles have no ``predicted_peak``."""
+
+    @property
+    def predicted_peak(self) -> int: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@overload
 def apply_checkpointing(
     model: Module,
-    select: Select = None,
+    select: SelectLike,
+    *,
+    memory_budget: None = None,
+    margin: None = None,
+    cost: None = None,
+    plan: None = None,
+    policy: PolicyLike | None = None,
+    recorded: bool = False,
+    keep_first: int = 0,
+    keep_last: int = 0,
+    **options: Any,
+) -> AppliedCheckpointing: ...
+
+
+@overload
+def apply_checkpointing(
+    model: Module,
+    select: SelectLike | None = None,
+    *,
+    memory_budget: float | str,
+    margin: float | None = None,
+    cost: Literal["seconds", "operations"] | None = None,
+    plan: PlanLike | Mapping[str, Any] | None = None,
+    policy: None = None,
+    recorded: Literal[False] = False,
+    keep_first: Literal[0] = 0,
+    keep_last: Literal[0] = 0,
+) -> BudgetedCheckpointing: ...
+
+
+def apply_checkpointing(
+    model: Module,
+    select: SelectLike | None = None,
     *,
     memory_budget: float | str | None = None,
     margin: float | None = None,
     cost: Literal["seconds", "operations"] | None = None,
-    plan: Any = None,
-    policy: Any = None,
+    plan: PlanLike | Mapping[str, Any] | None = None,
+    policy: PolicyLike | None = None,
     recorded: bool = False,
     keep_first: int = 0,
     keep_last: int = 0,

@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 from torch.nn import Module, ModuleList, Sequential
 
@@ -16,11 +16,9 @@ from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, checked_integer, integer_in, wrong
 from ckpt_hooks._options import is_policy
 from ckpt_hooks._state.places import class_attribute
+from ckpt_hooks.policies.base import PolicyLike
 from ckpt_hooks.report.entries import name_pattern
 
-#: Module classes, name patterns, numbers of layers, a predicate of a name and a module, :func:`every`, or a mapping of classes,
-#: patterns and numbers to policies.
-Select = Any
 #: Selected modules by name, and spans by theirs, each with its policy.
 Selected = dict[str, tuple[Any, Any]]
 
@@ -65,6 +63,22 @@ class span:  # noqa: N801 -- used like a function
         return f"{self.first} to {self.last}"
 
 
+#: A name pattern, layers by number, or a module class.
+Key = str | span | slice | range | SupportsIndex | type[Module]
+Value_co = TypeVar("Value_co", covariant=True)
+_OfKey = PolicyLike | Mapping[str, Any] | None
+
+
+class ByKey(Protocol[Value_co]):
+    """A mapping by keys of one kind: a ``dict[str, None]`` is no ``Mapping[Key, None]``, whose keys are invariant."""
+
+    def items(self) -> Set[tuple[Key, Value_co]]: ...
+
+
+_Keys = Sequence[Key] | Set[Key] | Mapping[Key, _OfKey] | ByKey[_OfKey]
+_Layers = str | span | slice | type[Module] | Callable[[str, Module], bool] | _Keys
+
+
 def selector_of(name: str) -> str | span:
     """Returns what selects a module, or a span by its words."""
     first, _, last = name.partition(" to ")
@@ -93,20 +107,25 @@ class every:  # noqa: N801 -- used like a function
     """
 
     n: int
-    of: Select = None
+    of: _Layers | None = None
 
     def __post_init__(self) -> None:
         checked_integer(self.n, "n", "Pass 2 to select every second layer.")
 
 
-def selected_of(model: Module, select: Select, policy: Any, argument: str, *, below: bool = False) -> Selected:
+#: What selects modules: module classes, name patterns, numbers of layers, :class:`span`, a function of a name and a module,
+#: :class:`every`, or a mapping from classes, patterns and numbers to policies.
+SelectLike = _Layers | every
+
+
+def selected_of(model: Module, select: Any, policy: Any, argument: str, *, below: bool = False) -> Selected:
     """Returns the selected modules of a model, or of those below it, in their order; errors name the argument."""
     return _selected(
         model, {name: module for name, module in model.named_modules() if name or not below}, select, policy, argument
     )
 
 
-def _selected(root: Module, modules: dict[str, Module], select: Select, policy: Any, argument: str) -> Selected:
+def _selected(root: Module, modules: dict[str, Module], select: Any, policy: Any, argument: str) -> Selected:
     keys = [select] if isinstance(select, (str, span, slice)) else [*select] if isinstance(select, _SEVERAL) else []
     if isinstance(select, Mapping):
         selected = _by_keys(root, modules, select.items(), argument)
@@ -276,6 +295,8 @@ def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argu
         advice = f"Take a name near to it: {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
         if pattern in (type(module).__name__ for module in modules.values()):
             advice = f"To select by class, pass the class {pattern} itself."
+        elif argument == "select" and is_policy(pattern):
+            advice = f"To give a policy by its name, write policy={pattern!r} after the modules."
         raise ValueError(
             f"{argument}={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number "
             f"of these, but neither the model nor a list of modules. {advice}"

@@ -108,7 +108,11 @@ def with_spans_around(blocks: Sequence[str]) -> list[str]:
 def selected_blocks(model: Module, select: Any) -> list[str]:
     """Returns the blocks that a user selects, by name."""
     # A block that is the whole model would leave a plan no choice.
-    selected = {name: module for name, (module, _) in selected_of(model, select, None, "blocks", below=True).items()}
+    chosen = selected_of(model, select, None, "blocks", below=True)
+    for name, (_, policy) in chosen.items():
+        if policy is not None:
+            raise ValueError(f"blocks has a policy for {name!r}, but a plan says what each block keeps. Write None for it.")
+    selected = {name: module for name, (module, _) in chosen.items()}
     outer = {
         id(inner): name
         for name, module in selected.items()

@@ -27,9 +27,10 @@ from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import giving_way, is_profiling
 from ckpt_hooks.errors import CheckpointError
-from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
+from ckpt_hooks.modules import apply_checkpointing
+from ckpt_hooks.modules.applying import BudgetedCheckpointing
 from ckpt_hooks.modules.selecting import selector_of
-from ckpt_hooks.report.entries import Table, count_of, format_bytes
+from ckpt_hooks.report.entries import format_bytes
 
 from .blocks import Blocks, blocks_of, selected_blocks
 from .plan import Plan, plan_of
@@ -423,59 +424,6 @@ class Machine:
     def _say(self, line: str, level: int = logging.INFO) -> None:
         self.log.append(line)
         _logger.log(level, line)
-
-
-class BudgetedCheckpointing(AppliedCheckpointing):
-    """Regions whose plan is made while a model trains: of :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget``.
-
-    Prints as the plan, once there is one. As a context manager, undoes itself at the end of the block. Holds no module; and the
-    plan is made whether or not the program holds this object.
-
-    Attributes:
-        plan: The :class:`ckpt_hooks.planner.Plan` in force, those of other shapes in its ``others``; None until the first step
-            has ended.
-        budget: The budget in bytes; 0 before the first step has ended, of a part.
-        peaks: The peak of each step that was profiled or measured.
-        log: A line for each of them, as the logger ``"ckpt_hooks"`` gets it.
-    """
-
-    def __init__(self, machine: Machine, regions: AppliedCheckpointing) -> None:
-        super().__init__(regions, [machine.undo, regions.undo])
-        self._machine = machine
-
-    @property
-    def plan(self) -> Plan | None:
-        return self._machine.plan
-
-    @property
-    def budget(self) -> int:
-        return self._machine.budget
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        return tuple(self._machine.peaks)
-
-    @property
-    def log(self) -> tuple[str, ...]:
-        return tuple(self._machine.log)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
-
-        Raises:
-            ValueError: If there is no plan yet.
-        """
-        if (plan := self.plan) is None:
-            raise ValueError("There is no plan yet. Train a step before: the plan is made when it has ended.")
-        return plan.to_json()
-
-    def _headline(self) -> str:
-        plan = self.plan
-        return f"{count_of(len(self), 'block')}, no plan before the first step has ended" if plan is None else plan._headline()
-
-    def _tables(self) -> list[Table]:
-        plan = self.plan
-        return super()._tables() if plan is None else [*plan._tables()]
 
 
 def machine_of(

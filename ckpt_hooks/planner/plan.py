@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
@@ -15,7 +15,7 @@ from ckpt_hooks._core.misuse import checked_bytes, unknown_error, wrong
 from ckpt_hooks._core.self_check import set_self_check
 from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
-from ckpt_hooks.modules.selecting import selector_of
+from ckpt_hooks.modules.selecting import ByKey, Key, SelectLike, selector_of
 from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.entries import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 from ckpt_hooks.report.progress import shown
@@ -35,7 +35,10 @@ from .planned import (
     shapes_in_words,
 )
 from .ranks import Ranks
-from .searching import COSTS, MOST_MEASURED, Budget, PlanOptions, Search, as_often, check_model, check_step, searched
+from .searching import COSTS, MOST_MEASURED, Budget, Cost, PlanOptions, Search, as_often, check_model, check_step, searched
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,7 +75,7 @@ class Plan(PlanData, Printed):
 
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
 
-    def apply(self, model: Module | None = None, *, group: Any = None) -> AppliedCheckpointing:
+    def apply(self, model: Module | None = None, *, group: ProcessGroup | None = None) -> AppliedCheckpointing:
         """Makes the blocks of a model regions that keep what the plan says.
 
         Args:
@@ -139,9 +142,15 @@ class Plan(PlanData, Printed):
             BudgetTooSmallError: If no plan fits.
             ValueError: If the model is gone, or its blocks are regions now.
         """
+        plan = self._measured(self.budget, step, model, "add", progress)
+        self.others.append(plan)
+        return plan
+
+    def _measured(self, budget: Budget, step: Any, model: Module | None, method: str, progress: bool) -> Plan:
+        """Returns a plan with the same blocks, from a profile of a step."""
         ranks = self._ranks()
         with ranks.together():
-            model = self._model_for(model, "add")
+            model = self._model_for(model, method)
             names = names_in(model, [block.name for block in self.blocks] + [cut.name for cut in self.chunks])
             plan_names = {there: name for name, there in names.items()}
             chunks = {names[cut.name]: {**dataclasses.asdict(cut), "chunks": (cut.chunks,)} for cut in self.chunks}
@@ -149,9 +158,9 @@ class Plan(PlanData, Printed):
                 del options["name"], options["is_attribute"]
             blocks = [selector_of(names[block.name]) for block in self.blocks]
             plan_options = PlanOptions(blocks, margin=self.margin, cost=self.cost, chunks=chunks)
-            with shown("plan.add", progress):
-                plan = plan_of(searched(model, step, self.budget, ranks, plan_options))
-        plan = dataclasses.replace(
+            with shown(f"plan.{method}", progress):
+                plan = plan_of(searched(model, step, budget, ranks, plan_options))
+        return dataclasses.replace(
             plan,
             blocks=tuple(
                 dataclasses.replace(block, name=plan_names[block.name], around=plan_names.get(block.around, ""))
@@ -159,8 +168,6 @@ class Plan(PlanData, Printed):
             ),
             chunks=self.chunks,
         )
-        self.others.append(plan)
-        return plan
 
     def replan(
         self,
@@ -171,6 +178,8 @@ class Plan(PlanData, Printed):
         progress: bool = True,
     ) -> Plan:
         """Finds a plan for another budget from the same profile, much faster than :func:`ckpt_hooks.plan_memory`.
+
+        A plan from a file has no profile: it needs a step and the model, and profiles the step as :meth:`add` does.
 
         Args:
             memory_budget: The largest peak, as for :func:`ckpt_hooks.plan_memory`.
@@ -183,8 +192,10 @@ class Plan(PlanData, Printed):
 
         Raises:
             BudgetTooSmallError: If no plan fits.
-            ValueError: If the plan comes from a file, or the model is gone.
+            ValueError: If the plan comes from a file and there is no step, or the model is gone.
         """
+        if self._search is None and step is not None:
+            return self._measured(memory_budget, step, model, "replan", progress)
         search = self._profiled("replan")
         with search.ranks.together():
             search.ranks.agree({"memory_budget": memory_budget})
@@ -273,7 +284,8 @@ class Plan(PlanData, Printed):
     def _profiled(self, method: str) -> Search:
         if self._search is None:
             raise ValueError(
-                f"The profile of this plan is not there: the plan comes from a file. Call {method}() where the plan is made."
+                "The profile of this plan is not there: the plan comes from a file. To profile a step, write "
+                f"`plan = plan.replan(plan.budget, step, model)`, and then `plan.{method}(...)`."
             )
         search: Search = self._search
         return search
@@ -467,18 +479,21 @@ def _in_words(run: KeptRun) -> str:
     return f"{run.module}:{name}{number}" if run.module else f"{name}{number}"
 
 
+_Counts = Sequence[int] | Mapping[str, Any]
+
+
 def plan_memory(
     model: Module,
     step: Callable[[Module], Any],
     memory_budget: Budget,
     *,
-    blocks: Any = None,
+    blocks: SelectLike | None = None,
     total: bool = False,
     margin: float = 0.0,
     tolerance: float = 0.01,
-    cost: str | None = None,
-    chunks: Mapping[str, Any] | None = None,
-    group: Any = None,
+    cost: Cost | None = None,
+    chunks: Mapping[Key, _Counts] | ByKey[_Counts] | None = None,
+    group: ProcessGroup | None = None,
     dry_run: bool = False,
     progress: bool = True,
 ) -> Plan:
@@ -500,8 +515,10 @@ def plan_memory(
         step: Runs one training step up to the gradients, ``step(model)``. It may include an optimizer step.
         memory_budget: The largest peak: bytes, a string such as ``"20GiB"``, or a fraction from 0.0, the smallest peak of any
             plan, to 1.0, the peak without regions. ``"auto"`` takes 95% of the accelerator's free or unused memory.
-        blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them. None finds modules
-            with at most a quarter of the model's leaf modules, runs of layers, and spans around these if they lower the peak.
+        blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them: classes, name
+            patterns, numbers of layers (``[0, -1]``, ``range(4, 8)``, ``slice(4, None)``), spans, a predicate, or a mapping
+            from these to None. None finds modules with at most a quarter of the model's leaf modules, runs of layers, and spans
+            around these if they lower the peak.
         total: Whether the budget covers all memory in use, not only what the step adds.
         margin: The fraction of the budget to leave free, such as 0.03, for steps whose memory varies: mixtures of experts, or
             collectives whose threads free memory late.

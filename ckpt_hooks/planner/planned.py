@@ -134,7 +134,7 @@ class PlanData:
     recomputed: float
     recomputed_seconds: float
     margin: float = 0.0
-    cost: str = "operations"
+    cost: Literal["operations", "seconds"] = "operations"
     outside_bytes: int = 0
     outside_module: str = ""
     is_measured: bool = True

@@ -11,7 +11,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.nn import Module
@@ -23,7 +23,7 @@ from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules.forward import RegionRunner
-from ckpt_hooks.modules.selecting import selector_of
+from ckpt_hooks.modules.selecting import SelectLike, selector_of
 from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
@@ -49,11 +49,11 @@ _SPREAD = 0.5  # of the seconds of operators: with more they say less than opera
 class PlanOptions(NamedTuple):
     """Options of :func:`ckpt_hooks.plan_memory`."""
 
-    blocks: Any = None
+    blocks: SelectLike | None = None
     total: bool = False
     margin: float = 0.0
     tolerance: float = 0.01
-    cost: str | None = None
+    cost: Cost | None = None
     chunks: Any = None
     dry_run: bool = False
 
@@ -190,7 +190,8 @@ def parsed(budget: Any) -> int | float:
 
 
 #: What a plan makes the least.
-COSTS = ("operations", "seconds")
+Cost = Literal["operations", "seconds"]
+COSTS: tuple[str, ...] = get_args(Cost)
 
 
 def check_cost(cost: Any) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .base import NAMED, Policy, PolicyFn
+from .base import NAMED, Policy, PolicyFn, PolicyLike
 from .by_module import save_indices, save_modules
 from .decisions import SelectiveCheckpointContext
 from .ready_made import (
@@ -49,6 +49,7 @@ __all__ = [
     "CheckpointPolicy",
     "Policy",
     "PolicyFn",
+    "PolicyLike",
     "SelectiveCheckpointContext",
     "attention_saveable",
     "dots_saveable",

@@ -7,12 +7,13 @@ long after a region has asked. So there the functions which make policies return
 from __future__ import annotations
 
 import abc
+import enum
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from inspect import CO_VARARGS, isroutine
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
@@ -22,12 +23,10 @@ from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, check_signature, described_as
 from ckpt_hooks._operators.facts import OpKind, facts_of
 from ckpt_hooks._torch.compiling import while_tracing
-from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
+from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS, Operator
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Is called with a :class:`~ckpt_hooks.policies.SelectiveCheckpointContext`, an operator and its arguments.
-PolicyFn = Callable[..., Any]
 PARAMETERS = "ctx, op, *args, **kwargs"
 
 _SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -141,6 +140,31 @@ class Policy(abc.ABC):
                 "starts a count for each region; elsewhere, call its start() for each region and pass what that returns."
             )
         return decision_of(decision, op)
+
+
+class PolicyFn(Protocol):
+    """A function that decides on one run of an operator, given a :class:`SelectiveCheckpointContext` and its arguments."""
+
+    # The answer is a CheckpointPolicy, or an enum with the same names.
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> enum.Enum | bool: ...
+
+
+#: The policies that need no arguments, by name.
+PolicyName = Literal[
+    "attention_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "norms_recomputed",
+    "nothing_saveable",
+    "offload_dot_with_no_batch_dims",
+    "routing_saveable",
+    "save_compute_and_communication",
+]
+#: Operators in a list, tuple or set.
+Operators = Sequence[Operator] | Set[Operator]
+#: What an argument ``policy`` may be, besides None.
+PolicyLike = Policy | PolicyFn | PolicyName | Operators
 
 
 def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:

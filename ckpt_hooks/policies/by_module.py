@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.call_sites import called_modules, name_expression, warn_user
 from ckpt_hooks._core.misuse import check_is, check_module, checked_integer, described_as, wrong
+from ckpt_hooks._torch.functions import Operator
 from ckpt_hooks._torch.modes import MODULE_CALL
 
 from .base import Policy, checked_operators, decision_of, makes_policies, spread
@@ -25,6 +26,7 @@ _NO_RUNS = frozenset[int]()
 
 #: A submodule's name, and an operator's.
 _Key = tuple[str, str]
+_Modules = str | type[Module]
 
 
 class _SaveIndices(Policy):
@@ -124,9 +126,9 @@ def _names_in(root: torch.nn.Module) -> dict[int, str]:
 
 @makes_policies
 def save_indices(
-    runs: Iterable[tuple[str, Any, int]],
+    runs: Iterable[tuple[str, Operator, int]],
     *,
-    counts: Mapping[tuple[str, Any], int] | None = None,
+    counts: Mapping[tuple[str, Operator], int] | None = None,
     root: torch.nn.Module | None = None,
 ) -> Policy:
     """Returns a policy that keeps the outputs of single runs of operators.
@@ -238,7 +240,7 @@ class _SaveModules(Policy):
 
 
 @makes_policies
-def save_modules(*names: str | type[Module]) -> Policy:
+def save_modules(*names: _Modules | Sequence[_Modules] | Set[_Modules]) -> Policy:
     """Returns a policy that keeps the results of everything that runs in some modules, including the modules inside them.
 
     Results are kept until backward has used them, if a saved tensor depends on them; results of custom functions too. The

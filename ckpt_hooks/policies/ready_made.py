@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -13,11 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.misuse import check_is, checked_integer, wrong
 from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._torch.functions import Operator
 
 from .base import (
+    Operators,
     OpsPolicy,
     Policy,
     PolicyFn,
+    PolicyLike,
     checked_operators,
     decision_of,
     in_words,
@@ -193,7 +196,7 @@ routing_saveable: Policy = _Routing()
 
 
 @makes_policies
-def save_ops(*ops: Any) -> Policy:
+def save_ops(*ops: Operator | Operators) -> Policy:
     """Returns a policy that keeps the outputs of some operators.
 
     Args:
@@ -212,7 +215,7 @@ def save_ops(*ops: Any) -> Policy:
 
 
 @makes_policies
-def offload_ops(*ops: Any) -> Policy:
+def offload_ops(*ops: Operator | Operators) -> Policy:
     """Returns a policy that moves the outputs of some operators to host memory until backward. Outputs on the host stay there.
 
     Args:
@@ -244,7 +247,7 @@ class _SaveEvery(Policy):
 
 
 @makes_policies
-def save_every(op: Any, n: int) -> Policy:
+def save_every(op: Operator, n: int) -> Policy:
     """Returns a policy that keeps the output of every n-th run of an operator in a region.
 
     Args:
@@ -310,7 +313,7 @@ class _EitherPolicy(Policy):
 
 
 @makes_policies
-def save_from_both_policies(one: Any, other: Any) -> Policy:
+def save_from_both_policies(one: PolicyLike, other: PolicyLike) -> Policy:
     """Returns a policy that keeps all outputs that either of two policies keeps. If one says device and the other host: device.
 
     Args:
@@ -354,7 +357,7 @@ def _checked_names(names: Iterable[str], argument: str) -> list[str]:
 
 
 @makes_policies
-def save_only_these_names(*names: str) -> Policy:
+def save_only_these_names(*names: str | Sequence[str] | Set[str]) -> Policy:
     """Returns a policy that keeps tensors with the given names and nothing else. Applies in recorded regions.
 
     Args:
@@ -374,7 +377,7 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 @makes_policies
-def save_any_names_but_these(*names: str) -> Policy:
+def save_any_names_but_these(*names: str | Sequence[str] | Set[str]) -> Policy:
     """Returns a policy that keeps all named tensors except those with the given names. Applies in recorded regions.
 
     Args:

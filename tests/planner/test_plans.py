@@ -439,8 +439,6 @@ def test_the_front_of_a_plan():
     for point in front.torch:
         assert point.recomputed >= min(own.recomputed for own in front.plans if own.peak <= point.peak * 1.05)
     assert "torch.utils.checkpoint" in str(front)
-    with pytest.raises(ValueError, match="The profile of this plan is not there: the plan comes from a file"):
-        Plan.from_json(plan.to_json()).pareto()
 
 
 class _Again(Watch):
@@ -502,8 +500,28 @@ def test_other_budgets_from_the_same_profile():
         first.replan(1000)
     with pytest.raises(TypeError, match="step should be a function of the model"):
         first.replan(0.5, 3)
-    with pytest.raises(ValueError, match=r"the plan comes from a file\. Call replan\(\) where the plan is made"):
-        Plan.from_json(first.to_json()).replan(0.5)
+
+
+def test_a_plan_from_a_file_gets_a_profile_from_a_step():
+    """Then it keeps what the plan that was written keeps, and is guarded."""
+    model, step, blocks = built("gpt")
+    first = plan_memory(model, step, 0.3, blocks=blocks, cost="operations")
+    written = Plan.from_json(first.to_json())
+    for method in (written.guard, written.pareto, lambda: written.replan(0.5)):
+        with pytest.raises(ValueError, match=r"the plan comes from a file\. To profile a step, write `plan = plan\.replan\("):
+            method()
+    with pytest.raises(ValueError, match=r"Pass a model: `plan\.replan\(budget, step, model\)`"):
+        written.replan(0.5, step)
+    again = written.replan(first.budget, step, model)
+
+    def facts(plan):
+        return plan.budget, plan.predicted_peak, plan.measured_peak, [(block.name, block.kept) for block in plan.blocks]
+
+    assert facts(again) == facts(first)
+    assert facts(again.replan(0.6)) == facts(first.replan(0.6))
+    with again.guard(limit=first.measured_peak - 1) as guard, as_before(model):
+        guard(step, model)
+        assert guard.plan.predicted_peak < again.predicted_peak
 
 
 def test_plans_find_blocks_through_wrappers():
