@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint, checkpoint_region, patch_torch
+from ckpt_hooks._checkpoint.chunks import Chunks
 from ckpt_hooks._options import OPTIONS, Form, RegionOptions, defaults_of, options_from, options_of
+from ckpt_hooks.modules.forward import ModuleKeywords, RegionKeywords
 from tests.measure import leaf
 
 
@@ -36,6 +38,13 @@ def test_signatures_have_the_options_of_their_form(form, function):
     keywords = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert sorted(keywords) == sorted(options_of(form))
     assert {name: keywords[name] for name in defaults_of(form)} == defaults_of(form)
+
+
+def test_keywords_of_modules_are_those_of_both_forms():
+    """And of chunks; type checkers read these."""
+    options = {*options_of(Form.CURRIED), *options_of(Form.RECORDED)} - {"name", "policy"}
+    assert RegionKeywords.__optional_keys__ == options
+    assert ModuleKeywords.__optional_keys__ == options | {*Chunks._fields}
 
 
 @pytest.mark.parametrize("form", list(Form))

@@ -167,6 +167,7 @@ apply_checkpointing(net(), of_classes)
 apply_checkpointing(net(), {Block: "dots_saveable"})
 apply_checkpointing(net(), {0: None, "1.*": dots_saveable, range(2, 3): [addmm], span("2", "3"): keeps, nn.Tanh: None})
 apply_checkpointing(net(), {"0": {"policy": "dots_saveable", "recorded": True}, "1": None, "2": {"chunks": 2}})
+apply_checkpointing(net(), "*", chunks=2, dim=0, early_stop=False)
 apply_checkpointing(net(), 3)  # wrong
 apply_checkpointing(net(), 3.5)  # wrong
 apply_checkpointing(net())  # wrong
@@ -183,6 +184,10 @@ apply_checkpointing(net(), "*", policy=3)  # wrong
 apply_checkpointing(net(), "*", "dots_saveable")  # wrong
 apply_checkpointing(net(), "*", margin=0.03)  # wrong
 apply_checkpointing(net(), every(2, of=every(2)))  # wrong
+apply_checkpointing(net(), "*", early_stopp=False)  # wrong
+apply_checkpointing(net(), "*", chunks="2")  # wrong
+checkpoint_module(Block(), determinism_check="wrong")  # wrong
+checkpoint_module(Block(), debug="wrong")  # wrong
 
 # Plans
 model = net()

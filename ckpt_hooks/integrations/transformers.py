@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.nn import Module
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, checked_flag, checked_integer, described_as, wrong
@@ -20,6 +20,7 @@ from ckpt_hooks.modules.applying import PlanLike, check_none, planner
 from ckpt_hooks.modules.forward import (
     FUNCTION,
     SWITCH,
+    RegionKeywords,
     RegionRunner,
     calls_function,
     calls_torch,
@@ -232,7 +233,7 @@ def enable_in_transformers(
     keep_first: int = 0,
     keep_last: int = 0,
     chunked_loss: bool | int = False,
-    **options: Any,
+    **options: Unpack[RegionKeywords],
 ) -> EnabledCheckpointing:
     """Switches on checkpointing in a Transformers model, with this package's regions in place of torch's.
 
@@ -300,13 +301,13 @@ def enable_in_transformers(
             "enable_in_transformers got plan, and options of regions, which the plan has itself. Leave out policy, "
             f"every_n_layers, keep_first, keep_last{''.join(f', {name}' for name in options)}."
         )
-    options["policy"] = policy
+    given = {**options, "policy": policy}
     if not isinstance(chunked_loss, bool):
         chunked_loss = checked_integer(chunked_loss, "chunked_loss", "Pass True, or the number of slices.")
     planned = None if plan is None else planned_layers(plan, model, owner)
-    taken = Taken(recorded or plan is not None, options, planned, keep)
+    taken = Taken(recorded or plan is not None, given, planned, keep)
     of = type(owner).__name__
-    checked_runner(enable_in_transformers, taken.recorded, options, of=of, cut=())  # before the model is touched
+    checked_runner(enable_in_transformers, taken.recorded, given, of=of, cut=())  # before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     check_support(owner, flagged)
     for module in owner.modules():  # regions that were switched off since

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from torch.nn import Module
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
@@ -18,6 +18,7 @@ from ckpt_hooks.policies.base import Policy, PolicyLike
 from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .forward import (
+    ModuleKeywords,
     RegionForward,
     RegionRunner,
     check_forward,
@@ -33,7 +34,12 @@ AModule = TypeVar("AModule", bound=Module)
 
 
 def checkpoint_module(
-    module: AModule, *, policy: PolicyLike | None = None, recorded: bool = False, name: str | None = None, **options: Any
+    module: AModule,
+    *,
+    policy: PolicyLike | None = None,
+    recorded: bool = False,
+    name: str | None = None,
+    **options: Unpack[ModuleKeywords],
 ) -> AModule:
     """Makes each call of a module a region. Changes the module in place and returns it.
 
@@ -235,7 +241,7 @@ def apply_checkpointing(
     recorded: bool = False,
     keep_first: int = 0,
     keep_last: int = 0,
-    **options: Any,
+    **options: Unpack[ModuleKeywords],
 ) -> AppliedCheckpointing: ...
 
 

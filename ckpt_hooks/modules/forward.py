@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch.nn import Module
@@ -22,7 +22,8 @@ from ckpt_hooks._checkpoint.region import checkpoint_region
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.callables import check_runs
 from ckpt_hooks._core.misuse import checked_flag, unknown_error
-from ckpt_hooks._options import Form, options_of
+from ckpt_hooks._function.contexts import ContextPair
+from ckpt_hooks._options import DeterminismCheck, Form, options_of
 from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks._torch.compiling import skipped
 
@@ -116,6 +117,33 @@ def _is_within(name: str, other: str) -> bool:
 
 # The method by which DataParallel copies a module. The copy would share the attribute ``forward``, and run the other's.
 _REPLICATE = "_replicate_for_data_parallel"
+
+
+class RegionKeywords(TypedDict, total=False):
+    """Options of regions, for type checkers; ``policy``, ``name`` and ``recorded`` stand in signatures."""
+
+    context_fn: Callable[[], ContextPair]
+    determinism_check: DeterminismCheck
+    debug: bool
+    early_stop: bool
+    preserve_rng_state: bool
+    respect_saved_tensors_hooks: bool | None
+    use_reentrant: bool | None
+    preserve_buffers: bool
+    offload_inputs: bool
+    split_backward: bool
+    replay_whole: bool | None
+
+
+class ModuleKeywords(RegionKeywords, total=False):
+    """The same for a module, whose first argument may be cut."""
+
+    chunks: int | None
+    dim: int
+    reduce: Literal["sum", "mean"] | None
+    chunked: str | Sequence[str]
+    check_rows: bool
+    chunk_size: int | None
 
 
 class RegionRunner:
