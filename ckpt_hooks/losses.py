@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ def chunked_cross_entropy(
     chunks: int | None = None,
     chunk_size: int | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> torch.Tensor:

