@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_map
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import Misuse
+from ckpt_hooks._torch.pytree import tree_map
 from ckpt_hooks.losses import loss_in_chunks
 
 #: Methods of a tensor that treat each row of logits by itself, given numbers, dtypes and devices.
