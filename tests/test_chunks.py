@@ -344,7 +344,7 @@ def test_rows_that_depend_on_each_other(name, around):
     if name != "none":
         for _ in range(2):
             module.calls.clear()
-            with pytest.raises(ValueError, match="'Rows' returns something else for 8 rows of dimension 0 than for the"):
+            with pytest.raises(ValueError, match="'Rows' returns other values for 8 rows of dimension 0 than for the"):
                 around(checkpoint_chunks, module, x, check_rows=True)
         assert all(map(same_bits, module.buffers(), before))
         assert (module.count, module.log, list(module.calls)) == (0, [], [16, 8, 8])

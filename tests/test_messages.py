@@ -338,7 +338,7 @@ def a_span_whose_ends_differ():
     Spanned(True)(torch.ones(2, 3))
 
 
-@says(CheckpointError, "has not called the last layer after the first", region=("one to other",))
+@says(CheckpointError, "without calling the span's last layer after the first", region=("one to other",))
 def a_span_without_an_end():
     Spanned(False)(torch.ones(2, 3))
 
@@ -500,7 +500,7 @@ def another_tensor_at_a_higher_version():
     backward(y)
 
 
-@says(MutationError, "forward has written to the buffer 'queue'", "put back what the tensor held", region=("Module",))
+@says(MutationError, "forward has written to the buffer 'queue'", "first restore the tensor", region=("Module",))
 def a_large_buffer_written_late():
     module = nn.Module()
     module.register_buffer("queue", torch.zeros(5000))
@@ -531,7 +531,7 @@ def a_leaf_that_a_recorded_region_saved():
 
 @says(
     MutationError,
-    rf"a float32\[3\] tensor that region 'region' needs \(from outside of the region\) {MODIFIED}.*Or have what was computed",
+    rf"a float32\[3\] tensor that region 'region' needs \(from outside of the region\) {MODIFIED}.*Or keep what was computed",
     without="optimizer",
     tensor="a float32[3] tensor",
 )
@@ -1178,7 +1178,7 @@ CALLS = {
         "For a slice of 3 rows in dimension 0 the function": lambda: chunked(torch.sum),
         r"as many, but returned a tensor, float32\[2, 2\]": lambda: chunked(lambda x: x[1:]),
         r"one shape, \(3,\), but got a tensor, float32\[2\]": lambda: chunked(lambda x: x.sum(1), reduce="sum"),
-        "returns something else for 2 rows of dimension 0": lambda: chunked(lambda x: x.cumsum(0), check_rows=True),
+        "returns other values for 2 rows of dimension 0": lambda: chunked(lambda x: x.cumsum(0), check_rows=True),
         r"select=\[4\] is out of range\. Layers: the model has 2\. Give": lambda: apply_checkpointing(two_blocks(), [0, 4]),
         r"blocks=\[-3\] is out of range\. Layers: the model has 2\. Give": lambda: planned(blocks=[-3]),
         r"select=slice\(5, 9, None\) is out .* layers has 3 and tail has 1": lambda: apply_checkpointing(lists(), slice(5, 9)),

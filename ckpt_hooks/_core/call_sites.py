@@ -116,7 +116,7 @@ def place_in_words(place: CallSite, names: Mapping[int, str]) -> str:
 
 
 def module_names(root: torch.nn.Module | None) -> dict[int, str]:
-    """Returns the names of the modules in a module, by the identity of their dictionaries: a checkpointed module shares its."""
+    """Returns the names of modules in ``root``, by the identity of their ``__dict__``, which a checkpointed module shares."""
     names: dict[int, str] = {}
     for name, module in () if root is None else root.named_modules():
         names.setdefault(id(vars(module)), name)
@@ -132,7 +132,7 @@ def objects_of(*kinds: type) -> list[Any]:
     objects = gc.get_objects()
     try:
         classes = {cls for cls in {*map(type, objects)} if issubclass(cls, kinds)}  # five times as quick as asking each object
-    except TypeError:  # of a class of classes without a hash
+    except TypeError:  # a metaclass without a hash
         return [object_ for object_ in objects if issubclass(type(object_), kinds)]
     return [object_ for object_ in objects if type(object_) in classes]
 
@@ -146,7 +146,7 @@ def name_in_models(tensor: torch.Tensor) -> str | None:
     inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     descriptions: list[str] = []
     for root in [module for module in modules if id(module) not in inner]:
-        with contextlib.suppress(Exception):  # modules of others, half made maybe
+        with contextlib.suppress(Exception):  # a user's module may be half built
             for kind, named in ("parameter", root.named_parameters()), ("buffer", root.named_buffers()):
                 for name, value in named:
                     if storage_of(value) == storage:

@@ -1,4 +1,4 @@
-"""What may be the function of a region, its name, and its module."""
+"""The function of a region: checks, its name, its module."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.nn import Module
 from .descriptions import text_of
 from .misuse import wrong
 
-#: Types of the results of calls which have not run the function.
+#: Types of results by which a call shows that it has not run the function's body.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def check_runs(function: Any) -> None:
-    """Refuses generator functions and coroutine functions, and callables that call them, as far as seen without a call."""
+    """Refuses generator functions, coroutine functions and callables that are known to call them."""
     inner = unwrapped(function)
     if isinstance(inner, type) and issubclass(inner, Module):
         raise wrong(inner, "function", "a function or a module", f"Make a module of the class first: `{inner.__name__}(...)`.")
     if isinstance(inner, Module):
         inner = inner.forward
     elif not inspect.isroutine(inner) and not isinstance(inner, type):
-        inner = getattr(type(inner), "__call__", inner)  # noqa: B004 -- what kind of function is it?
+        inner = getattr(type(inner), "__call__", inner)  # noqa: B004 -- not a test for callables
     if any(is_kind(inner) for is_kind in _KINDS):
         raise _unrun_error(function)
 

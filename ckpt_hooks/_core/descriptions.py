@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# The names of a region and of those around it, innermost first: a linked list, since every region would build a tuple
-# of all the names, and hardly any region's would be read.
+# The names of a region and its parents, innermost first. A linked list, since each region would copy a tuple of all names, and
+# few paths are ever read.
 RegionPath = tuple[str, "RegionPath | None"]
 
 
@@ -41,7 +41,7 @@ def describe_kind(tensor: torch.Tensor) -> str:
 
 
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
-    """Returns dtype and shape for :func:`kind_in_words`: the words take longer, and are needed in errors alone."""
+    """Returns dtype and shape for :func:`kind_in_words`: words take longer to make, and only errors need them."""
     return tensor.dtype, tensor.shape if not tensor.is_nested or tensor.layout is not torch.strided else None
 
 
@@ -66,7 +66,7 @@ def text_of(value: Any) -> str:
     try:
         with _TensorsInWords():
             text = repr(value)
-    except Exception:  # of an integer of thousands of digits, too
+    except Exception:  # user code, and integers of thousands of digits
         text = object.__repr__(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

@@ -32,8 +32,8 @@ class Region(NamedTuple):
     kind: str  # "function" or "recorded"
     path: tuple[str, ...]  # its name and those of the regions around, outermost first
     site: str | None  # the entering line, as in "model.py:12"; None without user code on the stack
-    # The module that the region runs, or else that around, by its name in the outermost called module, as in "layers.0"; None
-    # in a recompute, and without a module.
+    # The module that the region runs, or else the module around it, by its name in the outermost called module, as in
+    # "layers.0"; None in a recompute, and without a module.
     module: str | None
     in_recompute: bool  # whether the recompute of a region around enters it
     frame: Callable[[], Any]  # a weak reference
@@ -63,9 +63,9 @@ class Operator(NamedTuple):
     # in place, casts of parameters by autocast, and operators of a backward inside of the region.
     is_asked_about: bool
     is_view: bool  # whether the result shares memory with an argument: a view, or the result of ``_unsafe_view``
-    writes: tuple[int, ...]  # positions in ``inputs`` of what is written to; of an operator without a schema, all
+    writes: tuple[int, ...]  # positions in ``inputs`` of written tensors: all, if the operator has no schema
     reads_shape_only: bool  # of its first argument, as ``empty_like`` does
-    draws_on_host: bool  # whether a host draws random numbers, for each element of the results
+    draws_on_host: bool  # whether the CPU draws a random number for each element of the results
     seconds: float | None  # on the host; None where no observer wants durations
 
 
@@ -73,7 +73,7 @@ class Observer:
     """Hears of each event of the regions in a block of :func:`ckpt_hooks._core.events.observe`.
 
     A method does nothing unless overridden. The thread of an event calls the method, in a recompute with the frame's lock held;
-    :meth:`let_go` and :meth:`freed` come from the place of the last reference.
+    :meth:`let_go` and :meth:`freed` are called wherever the last reference is dropped.
     """
 
     wants_operators = False  # whether to call ``ran``, by a dispatch mode around each region, at some 20 us an operator
@@ -89,7 +89,7 @@ class Observer:
         """An operator ran; ``detach`` and its like are left out."""
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
-        """Autograd saved a tensor, with its storage at that moment. Each tensor of a region has a position of its own."""
+        """Autograd saved a tensor, described as at that moment; its position is unique in the region."""
 
     def settled(self, region: Region, position: int, fate: Reason) -> None:
         """A later operator, or a name, has changed the fate of a saved tensor by the end of the outermost region."""
@@ -201,7 +201,7 @@ class Watch:
         self.tell("restored", position, info_of(tensor, self.observers))
 
     def settle(self) -> None:
-        """Sends fates changed since, and the frame's holdings: the outermost region has ended."""
+        """Sends changed fates and the frame's holdings when the outermost region has ended."""
         frame = self.region.frame()
         if frame is None:
             return

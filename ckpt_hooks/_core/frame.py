@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class Label(NamedTuple):
-    """What a tensor from outside, or kept by a policy, is for a recorded region inside a frame."""
+    """Identifies an external or policy-kept tensor of a nested recorded region, so that a rerun can match it."""
 
     reason: Reason
     read: tuple[int, str, int]  # how many tensors the region had saved before, the operator that read it, and where
@@ -39,17 +39,17 @@ class Label(NamedTuple):
 
     @property
     def may_be_more(self) -> bool:
-        """Whether forward may have made such a tensor inside of the region: a table, say, that a cache holds by then."""
+        """Whether a rerun may pass this tensor in although forward made it inside the region: a cached table, say."""
         return not self.requires_grad and self.reason not in (Reason.POLICY, Reason.NAME)
 
 
-# Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, their labels
-# if it is a recorded region, and the region's path.
+# What a nested region notes in its parent frame: the number of tensors saved before the region, the number that it saves, their
+# labels (recorded regions only), and its path.
 RegionMark = tuple[int, int, Sequence[Label | None], RegionPath]
 
 
 def places_of(wanted: Sequence[Label | None], labels: Sequence[Label | None]) -> Sequence[int] | None:
-    """Returns the places of tensors with some labels, in order; None where they are not to be told from others."""
+    """Returns the position in ``labels`` of each wanted label, in order; None if a match is missing or ambiguous."""
     if labels == wanted:
         return range(len(labels))
     left = Counter(labels)
@@ -75,7 +75,7 @@ _NO_ENDINGS: tuple[Ending, ...] = ()
 
 
 class Frame(abc.ABC):
-    """One checkpointed region, of either kind: owns the tensors packed in the region, and brings these back."""
+    """One checkpointed region, of either kind: owns the tensors packed in the region, and brings them back."""
 
     __slots__ = (
         "__weakref__",
@@ -99,23 +99,19 @@ class Frame(abc.ABC):
     def __init__(
         self, name: str, parent: Frame | None, observers: tuple[Observer, ...], module: torch.nn.Module | None = None
     ) -> None:
-        # Values brought back, by the key of the scope that they were brought back for.
-        self.passes = NO_PASSES
+        self.passes = NO_PASSES  # recomputed values, by the key of the scope that asked for them
         self._endings = _NO_ENDINGS
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)
-        # Whether forward has ended: backward inside forward meets incomplete frames.
-        self.complete = False
-        # Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
-        self.recomputing = False
-        # Ends a region that was left before the regions within, once they have ended.
+        self.complete = False  # whether forward has ended: backward inside forward meets incomplete frames
+        self.recomputing = False  # whether a recompute is running, in which this is the outermost frame of its thread
+        # Ends this region after its inner regions, if the program left it before them.
         self.late: Callable[[], None] | None = None
         self.watch: Watch | None = None
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
         # a frame towards its parents only, so two threads cannot wait for each other.
         self._lock = threading.RLock()
-        # Devices and streams of forward; None without an accelerator in use.
-        self.current: Any = None
+        self.current: Any = None  # devices and streams of forward; None without an accelerator in use
         if observers:
             from .events import Watch
 
@@ -135,18 +131,18 @@ class Frame(abc.ABC):
 
     @abc.abstractmethod
     def owners(self) -> list[Frame]:
-        """Returns the frames which this frame keeps alive, as it needs a tensor of theirs."""
+        """Returns the frames that this frame keeps alive because it needs their tensors."""
 
     @abc.abstractmethod
     def describe(self, packed: Any) -> Saved:
         """Describes the saved tensor of a handle of this frame."""
 
     def note_inside(self, labels: Sequence[Label | None], path: RegionPath) -> Sequence[int]:
-        """Notes tensors which a region inside hands to this frame; returns the places of those to save, in order."""
+        """Notes tensors that a nested region hands to this frame; returns the positions of the tensors to save, in order."""
         return range(len(labels))
 
     def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:
-        """Runs a recompute, and tells observers, also whether it runs forward's operators in their order, all at once."""
+        """Runs a recompute and tells observers; ``in_order``: it runs all of forward's operators in their order."""
         watch = self.watch
         assert watch is not None
         watch.tell("recomputing", in_order=in_order)
@@ -158,14 +154,14 @@ class Frame(abc.ABC):
             raise
         finally:
             watch.tell("recomputed", error)
-            del error  # its traceback has this call, which would keep it alive in turn
+            del error  # a cycle otherwise: its traceback refers to this call
 
     def keep_pass(self, opened: Any, scope: Scope) -> None:
         """Files a pass until its scope ends."""
         if not self.passes:
             self.passes = {scope.key: opened}
             self._endings = (weakref.ref(scope, partial(self.passes.pop, scope.key)),)
-        else:  # of backwards that overlap
+        else:  # backwards overlap
             self.passes[scope.key] = opened
             self._endings = with_ending(self._endings, scope, self.passes)
 
@@ -185,7 +181,7 @@ def packed_in(held: Any) -> KeptTensor | CallHandle | TapeHandle | None:
 
 
 # Autograd's stack of hooks gives each saved tensor to the innermost frame (Rule 1); this stack has the frame's parents. A
-# recompute exchanges the stack for another, and runs as if no frame were active (Rule 3).
+# recompute replaces the stack, and runs as if no frame were active (Rule 3).
 class FrameStack(threading.local):
     """A thread's open frames: the innermost frame, which links to the frame around, and so on."""
 

@@ -21,11 +21,10 @@ from .descriptions import dtype_and_shape, kind_in_words
 
 _next_number = itertools.count(1).__next__
 
-# By the identity of what is numbered, which leaves before another thing has the same.
+# Numbers of objects, by ``id``. An entry goes with its object, before another object can get the same ``id``.
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
-# The identity of what is numbered, by the number.
+# The ``id`` of each numbered object, by its number.
 _identities: dict[int, int] = {}
-
 
 # Observers, by the number of the storage.
 _audience: dict[int, weakref.WeakSet[Any]] = {}
@@ -56,7 +55,7 @@ def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
 
 
 def address_in(storage: Any) -> int:
-    """Returns the address of the memory of a storage, in a dry run of its object; 0 without memory, as of fake tensors."""
+    """Returns the address of a storage's memory, or in a dry run of its object; 0 without memory, as for fake tensors."""
     if storage.device.type == "meta":
         return storage._cdata if storage._cdata in dry_storages else 0
     try:
@@ -120,7 +119,7 @@ class Reason(str, enum.Enum):
     LOST = "lost"
 
 
-#: Reasons in words for sentences and reports. Causes of the other reasons say it in their details.
+#: Reasons in words for sentences and reports. For other reasons the details of the cause are enough.
 _WORDS = {
     Reason.INPUT: "from outside of the region",
     Reason.POLICY: "kept by the policy",
@@ -155,7 +154,7 @@ class Holding(NamedTuple):
     shape: torch.Size | None  # None for a nested tensor
     dtype: torch.dtype
     device: torch.device | None  # None where the user's saved-tensor hooks have the tensor
-    parts: tuple[tuple[int | None, int], ...] = ()  # of a tensor made of others, number and size of the storage of each
+    parts: tuple[tuple[int | None, int], ...] = ()  # number and size of each inner tensor's storage
 
     @property
     def description(self) -> str:
@@ -164,15 +163,15 @@ class Holding(NamedTuple):
 
 
 def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
-    """Yields each tensor in a part of a frame, once; leaves which require grad are not the frame's."""
-    # ``seen`` has the identities of objects met before. Skipped are frames, with their handles, and what several frames share.
+    """Yields each tensor in a part of a frame, once, except for leaves which require grad: the frame does not own them."""
+    # ``seen`` has the ``id`` of each visited object. Frames with their handles, and objects that frames share, are skipped.
     for value in _tensors_and_owners_in(part, seen, skipped):
         if isinstance(value, skipped):
             continue
-        if not isinstance(value, torch.Tensor):  # it knows what it holds, though the tensor is elsewhere
+        if not isinstance(value, torch.Tensor):  # it describes its tensor, which may be elsewhere
             if (holding := value.holding(cause)) is not None:
                 yield holding
-        elif value.numel() and not is_kept_anyway(value):  # empty tensors tell of versions
+        elif value.numel() and not is_kept_anyway(value):  # empty tensors are version witnesses
             dtype, shape = dtype_and_shape(value)
             inner = dense_parts(value)
             is_dense = len(inner) == 1 and inner[0] is value
@@ -182,7 +181,7 @@ def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ..
 
 
 def owners_in(part: Any, kind: type[Any], skipped: tuple[type, ...] = ()) -> list[Any]:
-    """Returns each object of a class in a part of a frame, as the owner of a handle too, without those inside others."""
+    """Returns each object of a class in a part of a frame, or behind a handle there; does not look inside such objects."""
     owners: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [part]
@@ -221,7 +220,7 @@ def _tensors_and_owners_in(part: Any, seen: set[int], skipped: tuple[type, ...])
         elif hasattr(type(value), "holding"):
             seen.add(id(value))
             yield value
-        # Parts of frames are of this package; what objects of others lead to is not the frame's.
+        # A frame consists of objects of this package; what other objects refer to is not the frame's.
         elif type(value).__module__.startswith("ckpt_hooks.") and not isinstance(value, type):
             seen.add(id(value))
             todo += _attributes(value)

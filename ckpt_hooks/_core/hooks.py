@@ -1,7 +1,7 @@
-"""Saved-tensor hooks of frames: whose they are, and taking them off a thread when a forward ends, well or by an exception.
+"""Saved-tensor hooks of frames: telling them from the user's, and removing them when a forward returns or raises.
 
-Ctrl-C raises between any two steps of Python code: after a hook was pushed and before anybody knows, or where a context manager
-is about to be left. So a region notes beforehand how its thread is, and an exception that leaves the region brings that back.
+Ctrl-C may raise between any two bytecodes: after a hook is pushed and before the frame knows, or just before a context manager
+exits. So a region first notes the state of its thread, and restores that state when an exception leaves the region.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ class StopRecompute(BaseException):
 
 
 class HandBack:
-    """The unpack hook of the graph that a rerun makes, in which values stand by their numbers."""
+    """The unpack hook of a rerun's graph, which holds numbers in place of values."""
 
     # A result that escapes (to a global list, say) keeps its graph. If that graph held the values, an escaped tensor would
     # keep all that the rerun has saved. So it holds numbers, and only a backward inside the function gets the values.
     __slots__ = ("_path", "_values")
 
     def __init__(self, values: Sequence[torch.Tensor], path: RegionPath) -> None:
-        # The values by the number before theirs; emptied when the rerun ends.
-        self._values, self._path = values, path
+        self._values, self._path = values, path  # value number n is at index n - 1; emptied when the rerun ends
 
     @skipped
     def __call__(self, packed: int | torch.Tensor) -> torch.Tensor:
@@ -44,13 +43,13 @@ class HandBack:
             raise CheckpointError(
                 f"region {'/'.join(format_path(self._path))!r}: backward goes through a tensor that a recompute of the region "
                 "has left outside, in a global list, say. What a recompute saves is gone when it ends. Use the tensor that "
-                "forward left, and ask is_recomputing() before you keep one.",
+                "forward left: store a tensor only where is_recomputing() is False.",
                 region=format_path(self._path),
             )
         return self._values[packed - 1]
 
 
-#: The unpack hooks of all kinds of frames, each added by its own; and whether a tensor is handed out once.
+#: The unpack hook of each kind of frame, which the module of the kind adds; and whether it hands out a tensor only once.
 UNPACKS: dict[Callable[[Any], torch.Tensor], bool] = {}
 
 
@@ -62,8 +61,8 @@ def are_of_frame(hooks: Hooks) -> bool:
 def close_frame(frame: Frame) -> None:
     """Ends the forward of the innermost frame, well or by an exception; the parent is innermost again."""
     release = frame.release
-    del frame.release  # first: with it, and out of the stack, an interrupted frame would be a cycle
-    others = []  # of the user's, which began later and have not ended
+    del frame.release  # first: it refers to the frame, a cycle that an interrupt below would leave
+    others = []  # hooks that the user has pushed in the region and not popped
     while (hooks := top_saved_tensors_hooks(False)) is not None and not are_of_frame(hooks):
         others.append(hooks)
         pop_saved_tensors_hooks()
@@ -85,7 +84,7 @@ def mark_thread() -> ThreadMark:
 def rewind(mark: ThreadMark, error: BaseException | None) -> None:
     """Takes hooks and modes of regions off this thread, and closes open frames, down to a mark."""
     hooks, modes, frame, grad_enabled = mark
-    # With nothing of a region left over, hooks and modes of the user's stay.
+    # If regions left nothing behind, the user's hooks and modes stay.
     if isinstance(error, Exception) and not _is_anything_left(mark):
         return
     while top_saved_tensors_hooks(False) not in (hooks, None):
@@ -103,8 +102,8 @@ def rewind(mark: ThreadMark, error: BaseException | None) -> None:
 
 
 def close(error: BaseException | None, *steps: Callable[[], object]) -> None:
-    """Runs closing steps, each though another fails; the first exception stands, that of the block or else of a step."""
-    first = None if isinstance(error, (StopRecompute, GeneratorExit)) else error  # which tell of no failure
+    """Runs every closing step, even if some fail; raises the first failure if the block had none."""
+    first = None if isinstance(error, (StopRecompute, GeneratorExit)) else error  # these two are no failures
     for step in steps:
         try:
             step()
@@ -114,7 +113,7 @@ def close(error: BaseException | None, *steps: Callable[[], object]) -> None:
         try:
             raise first
         finally:
-            del first, error  # its traceback has this call, which would keep it alive in turn
+            del first, error  # a cycle otherwise: the traceback refers to this call
 
 
 def undo(step: Callable[..., object], *args: Any) -> None:

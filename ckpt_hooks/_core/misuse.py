@@ -31,12 +31,12 @@ class Misuse(enum.Enum):
     MORE_ARGUMENTS = "{form} takes the function alone, but got {count} more, the first {given}. Write `{form}({name})(*args)`."
     UNKNOWN = "Unexpected keyword arguments: {names}. {form} takes {known}. {advice}"
     SLIP = (
-        "{form} got {name}={given}, {found}. Is the option {near} meant? Write `{right}`, which takes {known}. To hand {name} "
-        "to the function all the same, bind it before, by functools.partial."
+        "{form} got {name}={given}, {reason}. Is the option {near} meant? Write `{right}`, which takes {known}. To pass {name} "
+        "to the function all the same, bind it by functools.partial first."
     )
     SIGNATURE = "{name} is called with ({parameters}), but {given} takes {own}. Write `def {name}({parameters}):`."
     PARENTHESES = "{name} is a class: write `with {name}():`, with parentheses."
-    NO_BLOCK = "{name} makes regions of calls, no block. Write `with checkpoint_region():`, or `{name}(function)(*args)`."
+    NO_BLOCK = "{name} makes regions of calls, not of blocks. Write `with checkpoint_region():`, or `{name}(function)(*args)`."
     CALLED = "{name} is a policy, which regions call. Pass it as it is, without parentheses: `policy={name}`."
     PICKLED = (
         "{name} belongs to objects of this process, and cannot be pickled. Leave it out, and carry its `to_json()`, if it has "
@@ -47,28 +47,28 @@ class Misuse(enum.Enum):
     WRONG = "{name} should be {wanted}, but got {given}. {advice}"
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
     STEPS = (
-        "functions should be a sequence of callables, but got {given}. For one, write `checkpoint(function, x)`. Of a dict "
-        "pass the values, in their order: `[*functions.values()]`."
+        "functions should be a sequence of callables, but got {given}. For a single function, write `checkpoint(function, x)`. "
+        "For a dict, pass its values: `[*functions.values()]`."
     )
     NOT_OPEN = (
         "region {region!r} is left, but is not open on this thread: it was left before, or never entered. Write "
         "`with checkpoint_region():`, or call __exit__ once for each __enter__."
     )
     OTHER_THREAD = (
-        "region {region!r} was entered on another thread, and can be left there alone: it stays open there until that thread "
-        "enters or leaves a region. Run a generator with a region in it on one thread, or end the region before it yields."
+        "region {region!r} was entered on another thread, and can be left only there: it stays open until that thread enters "
+        "or leaves a region. Run a generator with a region in it on one thread, or end the region before it yields."
     )
     LEFT_OPEN = (
         "region {region!r}: its function has returned, and left open {inner} that it had entered. Leave that region "
         "in the function: run a generator with a region in it to its end, or close it."
     )
     SPAN_OPEN = (
-        "region {region!r}: the module around has returned, and has not called the last layer after the first, as where an "
-        "exception was caught between. Let the span end at a layer which runs in each call."
+        "region {region!r}: the module around the span has returned without calling the span's last layer after the first. "
+        "Perhaps an exception was caught in between. End the span at a layer that runs in each call."
     )
     SPAN_REVERSED = (
-        "region {region!r}: the last layer of the span has run before the first, and not after it. Exchange the two names: "
-        "they come in the order in which the layers run."
+        "region {region!r}: the last layer of the span has run before the first, and not after it. Swap the two names: write "
+        "them in the order in which the layers run."
     )
     SPAN_END = (
         "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
@@ -95,8 +95,8 @@ class Misuse(enum.Enum):
     TWO_SIZES = "chunks and chunk_size both say how large slices are. Leave one out."
     NO_COUNT = "With reduce='mean' the function should return (sum, count) of its slice, but returned {given}. Add a count."
     DEPENDENT_ROWS = (
-        "{name!r} returns something else for {rows} rows of dimension {dim} than for the same in a slice of twice as many: "
-        "they depend on each other, or on their place. Call it as a whole, or pass another dim, whose rows are independent."
+        "{name!r} returns other values for {rows} rows of dimension {dim} than for the same rows in a slice twice as long: "
+        "the rows depend on each other, or on their place. Call it as a whole, or pass another dim, whose rows are independent."
     )
 
     def error(self, value: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
@@ -130,7 +130,7 @@ def described_as(value: Any) -> str:
 
 
 def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Sequence[str]) -> Exception | None:
-    """Returns the error for a direct call of ``checkpoint`` which failed; None where that is the function's own affair."""
+    """Returns the error for a direct call of ``checkpoint`` which failed; None if the call was right."""
     if not callable(function):
         return Misuse.NO_FUNCTION.error(function, form="checkpoint", right="checkpoint(block, x)")
     if not args and not kwargs and not accepts(function, (), {}):
@@ -145,14 +145,14 @@ def slip(value: Any, name: str, reason: str, near: str, options: Sequence[str], 
     """Returns the error for a keyword argument in the place of an option, which comes before the function."""
     first = f"checkpoint({near}=...)(function)"
     right = f"{first}(*args)" if form == "checkpoint" else f"{form}({first}, x)"
-    return Misuse.SLIP.error(value, form=form, name=name, found=reason, near=near, right=right, known=", ".join(options))
+    return Misuse.SLIP.error(value, form=form, name=name, reason=reason, near=near, right=right, known=", ".join(options))
 
 
 def is_swallowed(function: Any, name: str) -> bool:
     """Whether a keyword argument would be among a function's, or a forward's, ``**kwargs``."""
     code = getattr(function.forward if isinstance(function, Module) else function, "__code__", None)
     if code is not None and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        return False  # as the signature says, too, in a thirtieth of the time
+        return False  # the signature below says the same, in 30 times the time
     try:
         parameters = signature_of(function).parameters
     except (TypeError, ValueError):
@@ -165,10 +165,10 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, partly: bool = False) -> bool:
-    """Whether a function, or a module's forward, can be called so, or with more besides, as far as its signature is known."""
+    """Whether a function or a module's forward takes these arguments, or if ``partly`` these and more, if that is known."""
     try:
         signature = signature_of(function)
-    except (AttributeError, TypeError, ValueError):  # Python's own functions and operators have none, nor local ones in Dynamo
+    except (AttributeError, TypeError, ValueError):  # none for builtins, operators, and local functions in Dynamo
         return True
     try:
         (signature.bind_partial if partly else signature.bind)(*args, **kwargs)
@@ -178,7 +178,7 @@ def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, pa
 
 
 def check_signature(function: Any, name: str, parameters: str, args: Any = None, kwargs: Any = None) -> None:
-    """Checks that a function of the user's takes what it is called with: parameters in words, or a call that failed."""
+    """Raises if a user's function does not take the parameters, named in a string, or the arguments of a failed call."""
     values = [word for word in parameters.split(", ") if word and not word.startswith("**")] if args is None else args
     if not accepts(function, values, kwargs or {}):
         raise Misuse.SIGNATURE.error(function, name=name, own=signature_of(function), parameters=parameters)
@@ -225,7 +225,7 @@ class OfThisProcess:
 
 
 def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Leave out others.") -> Exception:
-    """Returns the error for keywords that a form does not take: with all that it takes, and the nearest to each."""
+    """Returns the error for unknown keywords of a form, with the known names and the nearest name to each keyword."""
     names = [*map(str, names)]
     near = [f"{option} for {name}" for name in names if (option := _nearest(name, known))]
     advice = f"Write {', '.join(near)}." if near else advice
@@ -240,14 +240,14 @@ def _nearest(name: str, known: Collection[str]) -> str | None:
 
 def check_curried(function: Any, others: Sequence[Any], named: Mapping[str, Any], form: str) -> None:
     """Checks a call of a curried form, as in ``"checkpoint(...)"``, which takes a function alone."""
-    if not callable(function) and not hasattr(type(function), "__get__"):  # as static methods have
+    if not callable(function) and not hasattr(type(function), "__get__"):  # a static method has ``__get__``
         raise Misuse.NO_FUNCTION.error(function, form=form, right=f"{form}(block)(x)")
     if more := [*others, *named.values()]:
         raise Misuse.MORE_ARGUMENTS.error(more[0], form=form, count=len(more), name=name_of_callable(function))
 
 
 def checked_flag(value: Any, name: str, *, or_none: bool = False, advice: str | None = None) -> bool:
-    """Returns a yes-or-no option as a boolean, given a boolean, 0 or 1; an error says None too, if that is another choice."""
+    """Returns True, False, 0 or 1 as a boolean; with ``or_none`` the error for another value names None too."""
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     # By name: NumPy may be absent, and is not imported for this.
@@ -258,14 +258,15 @@ def checked_flag(value: Any, name: str, *, or_none: bool = False, advice: str | 
 
 
 def integer_in(value: Any) -> int | None:
-    """Returns a number of any integer type, NumPy's too, but for booleans; None for other values."""
+    """Returns a value of any integer type but bool, NumPy's too, as an int; None for other values."""
     is_integer = hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor, type))
     return operator.index(value) if is_integer else None
 
 
-def checked_integer(value: Any, name: str, advice: str = "Pass one.", least: int = 1) -> int:
+def checked_integer(value: Any, name: str, advice: str = "", least: int = 1) -> int:
     if (number := integer_in(value)) is None or number < least:
-        raise wrong(value, name, "a positive integer" if least == 1 else f"an integer from {least}", advice, ValueError)
+        wanted = "a positive integer" if least == 1 else f"an integer from {least}"
+        raise wrong(value, name, wanted, advice or f"Pass {least} or more.", ValueError)
     return number
 
 
@@ -287,7 +288,6 @@ def checked_bytes(value: Any, name: str, or_part: str = "") -> int:
 
 
 def checked_part(value: Any, name: str, advice: str, *, is_below: bool = False) -> float:
-    """Returns a number from 0.0 to 1.0, or below 1.0."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= 1 or (is_below and value == 1):
         raise wrong(value, name, f"a part from 0.0 {'up to' if is_below else 'to'} 1.0", advice, ValueError)
@@ -305,7 +305,7 @@ def reentrant_error(value: Any) -> Exception:
 
 
 def explain_refusal(error: BaseException) -> None:
-    """Has an error say what to do, if a transform of ``torch.func`` in a region refused saved-tensor hooks."""
+    """Adds advice to the error of a ``torch.func`` transform in a region that refused saved-tensor hooks."""
     if type(error) is RuntimeError and not hasattr(error, "is_explained") and is_refused_by_transform(error):
         error.is_explained = True  # type: ignore[attr-defined]
         error.args = (

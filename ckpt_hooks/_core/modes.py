@@ -1,4 +1,4 @@
-"""The base of the package's dispatch modes: no part of compiled code, nor seen by the compiler."""
+"""The base of the package's dispatch modes, which Dynamo neither compiles nor notices; calls past modes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from ckpt_hooks._torch.modes import (
 
 
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode without effect on Dynamo, which passes operators on: some take other ways under any mode."""
+    """A dispatch mode that Dynamo does not notice, and that passes operators on unless a subclass does more."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         if "__torch_dispatch__" in vars(cls):
             skipped(vars(cls)["__torch_dispatch__"])  # or Dynamo would compile the handler
 
-    # Operators of operators, such as flex_attention, come here like others.
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # such as flex_attention: they reach the handler like others
 
     def __init__(self) -> None:
-        # Pauses in force, for operators run by the package for its own purposes, and those of a recompute in the middle of a
-        # region, which are not the region's. And nothing of torch's: that is for its way to enter a mode.
+        # The number of pauses. Operators that the package runs for itself, or in a recompute in the middle of a region,
+        # are not the region's. No call of ``super().__init__``: it prepares for torch's ``__enter__``, which is replaced below.
         self.paused = 0
         self._ranges = 0
 
@@ -63,7 +62,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mode = pop_dispatch_mode(None)
         if mode is self:
             return
-        others = [mode]  # of the user's, which began later and have not ended
+        others = [mode]  # modes that the user has entered in the region and not left
         while num_dispatch_modes() and (mode := pop_dispatch_mode(None)) is not self:
             others.append(mode)
         for mode in reversed(others):
@@ -79,8 +78,8 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called when the mode leaves its thread, by its exit or without."""
 
     def note_range(self, operator: Any, args: Any) -> None:
-        """Pauses the mode while FSDP gathers parameters, as marked for the profiler: a recompute finds gathered parameters."""
-        # Nothing but the name of the range tells that FSDP made it (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+        """Pauses the mode in FSDP's profiler ranges, where FSDP gathers parameters: a recompute has them gathered already."""
+        # Only the name of a range tells that FSDP made it (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
         if "exit" in operator._schema.name:
             if self._ranges:
                 self._ranges -= 1
@@ -95,18 +94,18 @@ def _active_modes() -> Iterator[Any]:
 
 
 def count_writes(operator: Any, args: Any) -> None:
-    """Counts writes which torch counts without a dispatch mode alone: of in-place operators over lists (``_foreach_mul_``)."""
+    """Counts writes of in-place operators over lists (``_foreach_mul_``), which torch does not count under a dispatch mode."""
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
         return
-    # Every mode of the package calls this after it has passed an operator on. The outermost alone counts.
+    # Every mode of the package calls this after it has passed an operator on. Only the outermost counts.
     if not any(map(is_quiet, _active_modes())):
         for tensor in args[0]:
             increment_version(tensor)
 
 
 def is_compiled_code_running() -> bool:
-    """Whether code of Inductor runs the present operator. Its kernels reuse buffers unseen."""
+    """Whether code of Inductor runs the current operator: its kernels reuse buffers, which no mode sees."""
     if torch.is_grad_enabled():  # Inductor's code runs with gradients off: no look at the stack in most calls
         return False
     frame = sys._getframe(1)
@@ -115,7 +114,7 @@ def is_compiled_code_running() -> bool:
         if caller is None:
             return False
         frame = caller
-        # No state of torch's tells; in 2.11 to 2.15 the caller is a module of Inductor.
+        # Torch has no flag for this. In 2.11 to 2.15 a caller is in a module of Inductor.
         if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
             return True
     return False
@@ -145,12 +144,12 @@ def pause_modes() -> Sequence[QuietDispatchMode]:
 
 
 def only_quiet_modes() -> bool:
-    """Whether all modes that are active on this thread are the package's own, which do not care for a ``detach``."""
+    """Whether all active modes of this thread are the package's own, which ignore ``detach``."""
     return not num_dispatch_modes() or all(map(is_quiet, _active_modes()))
 
 
 def users_modes() -> list[str]:
-    """Returns the names of the dispatch modes on this thread that are neither torch's for tracing nor the package's."""
+    """Returns the names of this thread's dispatch modes, except for torch's tracing modes and the package's modes."""
     return [type(mode).__name__ for mode in _active_modes() if not (is_quiet(mode) or is_tracing_mode(mode))]
 
 
@@ -169,7 +168,7 @@ R = TypeVar("R")
 
 
 def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function pause these modes, for operators of the package's own inside a region's mode."""
+    """Makes a function pause the package's modes, so that no region records its operators."""
 
     @functools.wraps(function)
     def paused(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -185,12 +184,12 @@ def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Calls a function with no dispatch mode or function mode active, but for torch's own for tracing and default devices."""
-    # To leave the dispatcher's keys for modes out would be quicker, and would leave out handlers of tensor subclasses as well.
+    """Calls a function with no dispatch mode or function mode active except for torch's tracing and default-device modes."""
+    # Excluding the dispatcher's keys for modes would be quicker, but would skip the handlers of tensor subclasses too.
     if not (num_dispatch_modes() or num_function_modes()):
         return function(*args, **kwargs)
     dispatch, functions = _modes_to_leave(), list(_active_function_modes())
-    devices = [mode for mode in functions if type(mode).__module__ == "torch.utils._device"]  # not imported yet, maybe
+    devices = [mode for mode in functions if type(mode).__module__ == "torch.utils._device"]  # by name: it may not be imported
     try:
         _set_modes([], devices)
         return function(*args, **kwargs)
@@ -232,18 +231,18 @@ def _num_same(modes: Sequence[Any], others: Sequence[Any]) -> int:
 
 
 def modes_in_words(forward: Collection[str], recompute: Collection[str]) -> str:
-    """Returns a sentence for an error on dispatch modes around forward or recompute alone; nothing without a difference."""
+    """Returns a sentence for an error if forward and recompute ran under different dispatch modes; else an empty string."""
     if {*forward} == {*recompute}:
         return ""
     around, during = (f"dispatch mode {' and '.join(modes)}" if modes else "no mode" for modes in (forward, recompute))
     return (
-        f" Forward ran under {around}, and the recompute under {during}: modes around the region are not entered again. One "
-        "that changes results has to be entered inside the region, or around forward and backward."
+        f" Forward ran under {around}, and the recompute under {during}: modes around the region are not entered again. Enter "
+        "a mode that changes results inside the region, or around both forward and backward."
     )
 
 
 def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a context manager to enter in place of a used manager."""
-    # A context manager of ``contextlib.contextmanager`` works once. Like every ``ContextDecorator`` it can make another.
+    """Returns a context manager to enter in place of one that may have been used."""
+    # A manager made by ``contextlib.contextmanager`` works once, but as a ``ContextDecorator`` it can make another.
     recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
     return context if recreate is None else recreate()

@@ -25,14 +25,14 @@ class _Words(NamedTuple):
 
 
 class Why(enum.Enum):
-    """Words for each error. A row with ``{change}`` is about a tensor that is given; its version says how it has changed."""
+    """Words for each error. A row with ``{change}`` needs the tensor, whose version says how it has changed."""
 
     SAVED = _Words("{tensor} that {region} saved {change}")
     OFFLOADED = _Words("{tensor} that was saved in a block of offload_saved_tensors {change}")
     NEEDED = _Words("{tensor} that {region} needs ({detail}) {change}")
     HELD = _Words(
         "{tensor} that {region} needs ({detail}) {change}",
-        "{advice} Or have what was computed from it kept, by a policy or by leaving it out of the region.",
+        "{advice} Or keep what was computed from it, by a policy or by moving that code out of the region.",
     )
     REACHED = _Words("{region}: {tensor} {change}", "{advice} If the function writes to it, have it write to a clone.")
     COPIED_NEXT = _Words("{region}: {tensor} {change}", "{advice} Or run the step again: the next forward copies it.")
@@ -47,12 +47,14 @@ class Why(enum.Enum):
     )
     WRITTEN_LATE = _Words(
         "{region}: forward has written to {tensor} which earlier forwards only read: {versions}.",
-        "This forward took no copy of them, and the next one does: run this forward again, after you have put back what the "
-        "tensor held if the write must not count twice. Or bind a new tensor, or use checkpoint_region, which reruns no code.",
+        "This forward made no copy before the write, and the next forward will: run this forward again, and first restore the "
+        "tensor if the write must not count twice. Or bind a new tensor, or use checkpoint_region, which reruns no code.",
     )
-    # No version tells of these.
+    # Changes that no version shows.
     PARAMETER_GONE = _Words(
-        "{region}: {tensor} is gone, and no other one has its name.", "Keep it until backward.", "the parameter {detail!r}"
+        "{region}: {tensor} is gone, and no other parameter has its name.",
+        "Keep it until backward.",
+        "the parameter {detail!r}",
     )
     OVERWRITTEN = _Words(
         "{region}: {tensor} has been modified by an inplace operation ({detail}) later in the region.",
@@ -60,7 +62,8 @@ class Why(enum.Enum):
         "a saved tensor",
     )
     WRITTEN_UNSEEN = _Words(
-        "{region}: a kernel of the custom function `{detail}` wrote to an argument from outside, and no version tells.",
+        "{region}: a kernel of the custom function `{detail}` wrote to an argument from outside of the region, which no "
+        "version counter shows.",
         "Pass the function a clone, or call ctx.mark_dirty on it in forward.",
         "an argument of {detail}",
     )
@@ -76,7 +79,7 @@ class _HowChanged(enum.Enum):
     REPLACED = (
         "is another tensor than forward saw: {versions}. It was bound anew, given other memory (`tensor.data = ...`, "
         "`module.half()`), or exchanged by torch.utils.swap_tensors.",
-        "Bind or exchange it after backward, or hand the one of forward to the function as an argument.",
+        "Bind or exchange it after backward, or pass forward's tensor to the function as an argument.",
     )
     FREED = (
         "has no memory any more: it was freed after forward and not filled again.",
@@ -88,7 +91,7 @@ def _change_of(tensor: torch.Tensor, expected: int | None) -> tuple[_HowChanged,
     # A version counter rises with each operation in place, ``set_`` and ``resize_`` among them, and never falls. So a higher
     # version is a write, or another tensor with more writes. A lower version is another tensor for sure.
     if expected == GONE:
-        return _HowChanged.REPLACED, "that one is gone"
+        return _HowChanged.REPLACED, "forward's tensor is gone"
     if expected is None or is_freed(tensor):
         return _HowChanged.FREED, ""
     version = tensor._version
@@ -105,7 +108,7 @@ def mutated(
     expected: int | None = None,
     *,
     name: str = "",
-    kind: str = "",  # dtype and shape, where the tensor is a witness of the version without them
+    kind: str = "",  # dtype and shape, if the tensor is only a version witness
     detail: str = "",
 ) -> MutationError:
     """Returns the error for a tensor at another version than expected, or with freed memory if none is expected."""
@@ -135,10 +138,11 @@ def mutated(
 
 # Steps of fused optimizers
 
-# Other optimizers count versions when they write to parameters; ``fused=True`` does not, and a
-# recompute would take such a parameter for forward's. Torch's counters stay as they are: plain autograd takes no notice either.
-# The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
-# address of a dead parameter is younger than that step, which does not count for it.
+# Optimizers with ``fused=True`` write to parameters without counting versions: a recompute would take such a parameter for
+# forward's. The counters of torch are left alone, since plain autograd does not notice these writes either.
+
+#: The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
+#: address of a dead parameter is younger than that step, so the step does not count for it.
 _latest_steps: dict[int | None, int] = {}
 
 
@@ -146,7 +150,7 @@ class _FusedSteps:
     count = 0
 
 
-fused_steps = _FusedSteps()  # read without a call, several times a region
+fused_steps = _FusedSteps()  # an attribute, read without a call several times a region
 
 
 @functools.cache  # a single hook is enough
@@ -155,7 +159,7 @@ def watch_fused_steps() -> None:
 
 
 def stepped_since(tensor: torch.Tensor, count: int) -> bool:
-    """Whether a step after the first ``count`` ones has written to a tensor, or to its storage."""
+    """Whether a fused step after step number ``count`` has written to a tensor, or to its storage."""
     return fused_steps.count > count and (
         _latest_steps.get(id(tensor), 0) > count or _latest_steps.get(storage_of(tensor), 0) > count
     )

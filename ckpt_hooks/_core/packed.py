@@ -19,18 +19,18 @@ from . import mutation
 from .descriptions import RegionPath, format_path
 from .holdings import Cause, Reason, Saved, size_of
 
-#: The number of a function frame's first saved tensor. Up here every sum is a new object; small integers are shared by all
-#: their users, and the count of their holders would tell nothing.
+#: The number of a function frame's first saved tensor. Python shares small integers, so their reference counts tell nothing;
+#: from here on each sum is a new object.
 FIRST_NUMBER = 1 << 20
 
 _PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
 
 
 class KeptTensor:
-    """A saved tensor itself, its version when it was saved, and the path of the region that saved it."""
+    """A tensor that a region keeps as it is, with its version at that time and the path of the region."""
 
-    # A leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in any case; a tensor that
-    # nothing can be compared of, say nested without a shape; or a tensor that TorchScript saved.
+    # For leaves that require grad (the graph holds them anyway), tensors without metadata to compare (nested, without a shape),
+    # and tensors that TorchScript saved.
     __slots__ = ("path", "tensor", "version")
 
     tensor: torch.Tensor
@@ -66,7 +66,7 @@ class KeptTensor:
 
 
 class TrackedTensor(KeptTensor):
-    """The same, with support for weak references."""
+    """A kept tensor that can be weakly referenced."""
 
     __slots__ = ("__weakref__", "cause", "needed_by")
 
@@ -85,11 +85,11 @@ def tracked(packed: KeptTensor) -> TrackedTensor:
 
 
 class CallHandle(tuple[Any, int]):
-    """The handle of a function frame: the frame, and the number of tensors saved before by the frame, from FIRST_NUMBER."""
+    """The handle of a function frame: the frame, and FIRST_NUMBER plus the number of tensors that it saved before."""
 
-    # Autograd holds a bare tuple, unless the frame is watched: an object of this class takes 2% of the instructions of a chain
-    # of ten operators more. While the number has a holder besides the frame's list, the handle is alive. (A weak reference to
-    # each handle does the same, at a third more time for each saved tensor.)
+    # Autograd holds a bare tuple unless the frame is watched: this class costs 2% of the instructions of a ten-operator chain.
+    # The handle is alive while its number has more references than the frame's list. (Weak references to handles would take a
+    # third more time for each saved tensor.)
     __slots__ = ()
 
     @property
@@ -107,7 +107,7 @@ class CallHandle(tuple[Any, int]):
 
 
 class WatchedCallHandle(CallHandle):
-    """The same, which reports to observers."""
+    """A call handle that reports to observers."""
 
     __slots__ = ()
 
@@ -128,12 +128,12 @@ class TapeHandle:
 
     __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
 
-    frame: Any  # the frame
+    frame: Any
     value: Any  # the value of the tensor on the tape
-    index: int  # the number of tensors saved before by the frame
-    dtype: torch.dtype  # the dtype; set for watched frames
-    nbytes: int  # the tensor's size in bytes
-    shape: torch.Size  # the sizes, likewise; unset for a nested tensor, which has none
+    index: int  # the number of tensors that the frame saved before
+    dtype: torch.dtype  # set in watched frames
+    nbytes: int
+    shape: torch.Size  # set in watched frames, except for nested tensors
 
     def unpack(self) -> torch.Tensor:
         tensor: torch.Tensor = self.frame.unpack(self)

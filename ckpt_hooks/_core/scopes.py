@@ -42,7 +42,7 @@ class _Missing:
 MISSING: Any = _Missing()
 
 
-#: What every frame has until its first pass; never filled.
+#: Shared by all frames without a pass; never filled.
 NO_PASSES: dict[int, Any] = {}
 
 #: The key of the only pass of a frame with ``split_backward``, which belongs to no scope. No graph task and no group has it.
@@ -58,18 +58,17 @@ class Scope:
         self.key = key  # the id of a graph task (0 and up), or a number below -1 for a group
 
 
-#: A weak reference to a scope, which does something when that ends, as long as somebody holds the reference.
+#: A weak reference to a scope, whose callback drops a pass when the scope ends, as long as the reference is held.
 Ending = weakref.ref[Scope]
 
 _group_keys = itertools.count(-2, -1)
-
 
 _latest: Ending | None = None
 
 
 def graph_task_scope(key: int) -> Scope:
     """Returns a scope which ends with this thread's graph task."""
-    # A task gets another scope where other tasks recompute in between, or on other threads. All end with the task.
+    # A task gets several scopes if tasks take turns, or if several threads recompute. All end with the task.
     global _latest
     scope = None if _latest is None else _latest()
     if scope is None or scope.key != key:
@@ -80,8 +79,8 @@ def graph_task_scope(key: int) -> Scope:
 
 
 def with_ending(endings: tuple[Ending, ...], scope: Scope, passes: dict[int, Any]) -> tuple[Ending, ...]:
-    """Returns what to hold for passes to go when their scopes end, with that of one more."""
-    # ``pop`` is given the reference too, as the default for a pass that is gone already.
+    """Returns the live endings, and a new ending that drops the pass of ``scope``."""
+    # ``pop`` gets the reference as its second argument, the default for a pass that is gone already.
     return (*(ending for ending in endings if ending()), weakref.ref(scope, partial(passes.pop, scope.key)))
 
 
@@ -136,7 +135,7 @@ def group_scope(group: Any) -> Scope:
 
 # A pipeline schedule runs gradients of inputs and gradients of weights as two backwards. One recompute serves both: each value
 # stays until its handle was unpacked twice, or died (Rules 3 and 4). A backward which frees its graph unpacks each for the last
-# time. A value in memory which a backward wrote to is brought back anew, since the next must not see the write.
+# time. If a backward wrote to the memory of a value, it is recomputed: the next backward must not see the write.
 class Uses:
     """The uses of a frame's values by a backward in two parts (``split_backward=True``)."""
 
@@ -144,17 +143,16 @@ class Uses:
 
     def __init__(self) -> None:
         self._task = graph_task_id()
-        # A witness and the version of each tensor handed out, by the address of its storage. A view made by a replay does not
-        # count versions with its base.
+        # A witness and the version of each tensor handed out, by the address of its storage: several, since a view made by a
+        # replay has a version counter of its own.
         self._handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
         # The version of each tensor without a storage, such as a sparse tensor, by the index of its handle: a witness of such a
         # tensor is an alias, which would hold the memory.
         self._versions: dict[int, int] = {}
-        # Indices of the handles unpacked once, whose values stay for a second time.
-        self.used: set[int] = set()
+        self.used: set[int] = set()  # indices of the handles unpacked once, whose values stay for a second time
 
     def is_next_part(self) -> bool:
-        """Whether another backward than the latest asks, so that values of dead handles may go."""
+        """Whether a new backward has begun since the last call, so that values of dead handles may go."""
         latest, self._task = self._task, graph_task_id()
         return latest != self._task
 

@@ -1,7 +1,6 @@
-"""The self-check: which passes of a place compare what a recompute computes with what forward computed.
+"""The self-check: the passes of a place in which recomputed values are compared with forward's.
 
-State of Python that no rerun finds can be chased for ever. A comparison at doubling distances tells of each kind in the first
-steps, whether or not anything else knows the kind.
+No list of Python state that a rerun may miss is complete. Comparing passes 1, 2, 4, 8, ... reveals any kind in the first steps.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ Level = Literal["error", "warn", False]
 _LEVELS: dict[str, Level] = {"error": "error", "warn": "warn", "0": False}
 #: From this pass on a difference is a warning: a sample must not end a long run.
 LATE = 64
-#: Places of a function by the numbers and strings in its closure; with more the function is a single place.
+#: The most places of a function whose closures differ in numbers or strings; further closures share a place.
 _MOST_PLACES = 64
-#: Of a place that many modules share, so many passes are compared in a row.
+#: So many first passes are all compared in a place that many modules share.
 _ALL_OF_SHARED = 16
 
 
@@ -103,12 +102,12 @@ class CheckedPlace:
     def compared(self) -> None:
         bits = self.number.bit_length()
         self._due = 1 << bits  # the next power of two
-        if self._is_shared:  # by twelve layers, say, of which powers of two would meet a few
+        if self._is_shared:  # by twelve layers, say: powers of two would meet only some of them
             self._due = self.number + 1 if self.number < _ALL_OF_SHARED else self._due + bits
 
 
 Places = dict[Any, CheckedPlace]
-#: Of functions that reach no module, and of modules under policies, by their identity; and of lines.
+#: Places of functions that reach no module and of modules under policies, by identity; and places of lines.
 _places: Places = {}
 _lines: Places = {}
 #: Of the replicas of a module, by the table of hooks that they share with the module.
@@ -129,7 +128,7 @@ def places_of_replica(module: Module) -> Places | None:
 
 
 def place_of(function: Any, places: Places | None) -> CheckedPlace:
-    """Returns the place of a function, among the ``places`` of the first module that it reaches; None if it reaches none."""
+    """Returns the place of a function; ``places`` are of the first module that it reaches, None if it reaches no module."""
     owner: Any = function
     is_shared = False
     if isinstance(function, Module):
@@ -141,7 +140,7 @@ def place_of(function: Any, places: Places | None) -> CheckedPlace:
     else:
         inner = getattr(function, "__func__", function)
         owner = getattr(inner, "__code__", None)
-        if owner is None:  # an object, maybe a new object each time
+        if owner is None:  # an object, perhaps a new object in each step
             owner, is_shared = type(inner), places is None
         key = id(owner)
         if (closure := getattr(inner, "__closure__", None)) is not None:
@@ -151,7 +150,7 @@ def place_of(function: Any, places: Places | None) -> CheckedPlace:
 
 def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> CheckedPlace:
     """Returns the place of the innermost line of a stack, past the frames of the file with the globals ``inside``."""
-    # Which module the line works for is in a variable, and to read the variables of a frame holds them.
+    # Places cannot be told by module: that is in a local variable, and reading ``f_locals`` keeps all variables alive.
     while frame is not None and frame.f_globals is inside:
         frame = frame.f_back
     if frame is None:
@@ -161,7 +160,7 @@ def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> Chec
     place = _lines.get(key)
     if place is None:
         place = _lines[key] = CheckedPlace(None, is_shared=True)
-        place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # which gets the reference as its default
+        place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # ``pop`` gets the reference as default
     return place
 
 

@@ -1,4 +1,4 @@
-"""Work that no operator does: custom autograd functions, whose kernels write by pointer, and such kernels by themselves."""
+"""Work that no dispatch mode sees: kernels that write by pointer, inside custom autograd functions or alone."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 
 
 class WatchesUnseen(QuietDispatchMode):
-    """A mode which is told of custom functions called while it is active, and of kernels outside of these."""
+    """A dispatch mode that is told of calls of custom functions, and of kernels called outside of them."""
 
-    # While an operator runs no mode is active, so what it does is its own business; torch's own functions are made of
-    # operators.
-    is_in_function = False  # while a custom function runs, whose work counts as an operator
+    # Kernels that an operator calls are not told: no mode is active while an operator runs.
+    is_in_function = False  # True while a custom function runs, which counts as an operator
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of a custom function; ``around`` are the watching modes around, outermost first."""
         return run_watched(around, function, args, kwargs)
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
-        """Runs a call which may write to any tensor among some arguments."""
+        """Runs a call which may write to any tensor among its arguments."""
         return call()
 
     def run_sharing(self, receiver: str, args: Any, call: Callable[[], Any]) -> Any:
@@ -40,7 +39,7 @@ class WatchesUnseen(QuietDispatchMode):
 
     def __enter__(self) -> Any:
         _divert()
-        # Weakly: a mode that Ctrl-C keeps off the stack of modes is never told that it leaves.
+        # A weak reference: if Ctrl-C comes before the mode is on the stack, ``leaves`` is never called.
         AT_WORK.add(weakref.ref(self, AT_WORK.discard))
         return super().__enter__()
 
@@ -73,7 +72,6 @@ def _run_of(function: Any) -> Callable[..., Any] | None:
 
 
 def run_watched(watching: list[WatchesUnseen], function: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a call of a custom function, watched by modes, outermost first."""
     if watching:
         return watching.pop().run_function(watching, function, *args, **kwargs)
     return apply(function, args, kwargs)
@@ -83,14 +81,14 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _look_at_missed(function: Any) -> None:
-    """Warns of a function called in a region by a name which was bound before the first region, so that no mode was told."""
+    """Warns once of a function called in a region by a name bound before the first region: no mode is told of the call."""
     if function.__module__.partition(".")[0] in _OF_OPERATORS or function in _warned or not _watching():
         return
     _warned.add(function)
     name = function.__qualname__
     warnings.warn(
-        f"the custom function {name} was called in a region by a name bound to `{name}.apply` before the first region, which "
-        "torch hides from regions. If a kernel in it writes to memory that no operator is told of, a recompute does not know. "
+        f"the custom function {name} was called in a region by a name bound to `{name}.apply` before the first region, so the "
+        "region did not see the call. If a kernel in the function writes to memory by pointer, a recompute does not know. "
         f"Write `{name}.apply(...)` where the function is called.",
         stacklevel=4,
     )

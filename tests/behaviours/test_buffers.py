@@ -130,7 +130,7 @@ def test_the_input_has_a_buffer_written_to(way, size, early):
     is_late = size + (early and way == "resized") > 2048 and way in ("in place", "view", "resized")
     assert len(errors) == is_late  # the next forward copies
     assert all("forward has written to the buffer 'scale' of OnNegative" in error for error in errors)
-    assert all("run this forward again, after you have put back what the tensor held" in error for error in errors)
+    assert all("run this forward again, and first restore the tensor" in error for error in errors)
 
 
 def test_a_late_write_is_no_error_where_nothing_is_brought_back():
