@@ -1,6 +1,6 @@
 """The state a function sees besides its arguments: captured at forward, restored around each recompute (Rule 7).
 
-Random random, switches, autocast and function modes have a ``capture``, an ``enter``, which returns the undo, and a ``leave``.
+Random sources, switches, autocast and function modes each have ``capture``, ``enter``, which returns the undo, and ``leave``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ambient:
         self, states: random.RandomStates, values: switches.SwitchValues, casts: Any = None, modes: Any = None
     ) -> None:
         self.random, self.switches, self.casts, self.modes = states, values, casts, modes
-        #: Whether a recompute will restore random random other than torch's default random.
+        #: Whether a recompute will restore other random sources than torch's default generators.
         self.has_sources = bool(states[2])
         #: Whether the state is only switches of the process and states of torch's default generators.
         self.is_simple = states[0] is not None and not self.has_sources and casts is modes is None
@@ -98,6 +98,6 @@ def leave(undo: Ambient | list[Any]) -> None:
     while undo:
         state, before = _STATES[len(undo) - 1], undo[-1]
         if state is AUTOCAST:
-            undo[-1] = None  # it counts levels, and is undone once, though an exception may repeat the call
+            undo[-1] = None  # autocast counts levels: undone once, even if an exception repeats this call
         state.leave(before)
         undo.pop()

@@ -55,7 +55,7 @@ class _Accelerator:
         return told
 
     def move(self, index: int | None, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-        """Makes a device and streams current; streams other than before wait for the previous streams."""
+        """Makes a device and streams current; a new stream waits for the stream that it replaces."""
         for old, new in zip(before, after, strict=True):
             if old != new:
                 stream = self.stream_of(new)
@@ -94,13 +94,13 @@ class Current:
         if before is None:
             return
         current = capture()
-        if current is not None and current != self:  # the function left it so, or was stopped before it set it back
+        if current is not None and current != self:  # the function did not, or could not, set its changes back
             current.move(before)
         if before != self:
             self.move(before)
 
     def move(self, other: Current, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Makes another state current, whose streams wait for this state's where the two differ, and will read ``tensors``."""
+        """Makes another state current; its streams wait for this state's where they differ, and will read ``tensors``."""
         states = {id(state[0]): state for state in self._states}
         for accelerator, index, after in other._states:
             before = states[id(accelerator)][2] if id(accelerator) in states else after
@@ -121,7 +121,7 @@ class Current:
         return self._by_device[device]
 
     def hand_out(self, tensor: torch.Tensor) -> None:
-        """Makes the current stream of a device wait for a value that was made here, if that is another stream."""
+        """Makes the current stream of a value's device wait for the value, if it was made on another stream."""
         accelerator, made = self.place_of(tensor.device) or (None, None)
         if accelerator is not None and (current := accelerator.stream(tensor.device.index or 0)) != made:
             stream = accelerator.stream_of(current)
@@ -130,7 +130,7 @@ class Current:
 
     def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function which checks whether this state is still current, and ``check`` passes."""
-        # Each operator of a recorded region calls the function: what a backend cannot change is not read.
+        # Each operator of a recorded region calls the function, so it reads only what the backend can change.
         asked: list[tuple[Callable[..., Any], tuple[int, ...], Any]] = []
         for accelerator, index, told in self._states:
             if accelerator.index is not None:
@@ -144,7 +144,7 @@ class Current:
 
 
 def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R:
-    """Calls a function on the devices and streams noted earlier; on the present ones if None."""
+    """Calls a function on the devices and streams of ``current``, or on the thread's own if None."""
     if current is None:
         return function(*args)
     before = current.enter()
@@ -158,7 +158,7 @@ _latest: Current | None = None
 
 
 def capture() -> Current | None:
-    """Returns this thread's devices and streams, the same object while unchanged; None if there are no others."""
+    """Returns this thread's devices and streams, the same object while unchanged; None if no accelerator is in use."""
     global _latest
     if len(random.TORCH_NAMES) == random.names_without_devices:
         return None

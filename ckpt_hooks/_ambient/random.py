@@ -2,8 +2,7 @@
 
 Every initialised device is read, since nothing tells where a function draws. Its state is set only where it differs: a CUDA
 generator, once set, makes cuDNN seed its dropout masks of recurrent layers anew. The CPU's state is 5 KB, which regions without
-draws in between share. (To keep none where forward leaves it as it was would not do: a function may draw inside of
-``torch.random.fork_rng``.)
+draws in between share. (A forward that leaves the state unchanged may still have drawn, inside of ``torch.random.fork_rng``.)
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from ckpt_hooks._torch.tensors import past_all_modes
 
 
 def is_same_state(state: Any, other: Any) -> bool:
-    """Whether two states of a source are known to be equal; states other than tensors count as different."""
+    """Whether two states of a source are one object, or equal tensors on the host; other states count as different."""
     are_on_host = type(state) is type(other) is torch.Tensor and state.is_cpu and other.is_cpu
     return state is other or (are_on_host and past_all_modes(state, torch.equal, state, other))
 
 
-# The image of the CPU's generator: whether it has moved, told without reading a state
+# The image of the CPU's generator: tells whether it has moved, without reading a state
 #
 # An image is a few bytes of the generator's object, compared in 0.2 us (11% of a chain of ten operators). Its place is found on
-# import, with a generator made for the purpose: the 624 words of the Mersenne twister, with seed and position before and
-# left-over normal numbers behind. If some kind of draw leaves these bytes unchanged, there is no image.
+# import, with a generator made for the purpose: the 624 words of the Mersenne twister (ATen/core/MT19937RNGEngine.h), with seed
+# and position before and left-over normal numbers behind. If some kind of draw leaves these bytes unchanged, there is no image.
 #
 # Equal images are equal states: every draw moves the position or a left-over number, and when the position wraps around, all
 # words are new, of which the first eight are read. Images may differ for equal states, since there is padding.
@@ -96,7 +95,7 @@ class RandomSource:
     write: Callable[[Any], object]
     restart: Callable[[], object] | None = None
     generator: torch.Generator | None = None
-    # Tells the state in a few numbers, if known, at a tenth of the cost. A default source keeps the latest state with them.
+    # Returns a few numbers that identify the state, at a tenth of the cost; ``seen`` has the latest with their state.
     look: Callable[[], Any] | None = None
     is_default: bool = False
     seen: tuple[Any, Any] = (None, None)
@@ -126,7 +125,7 @@ def is_capturing(device_type: str) -> bool:
 
 
 def source_of_generator(generator: torch.Generator) -> RandomSource:
-    """Returns the source of a generator, without a restart: an explicit generator is as made until its first draw."""
+    """Returns the source of an explicit generator, without a restart: its state can be read before it has drawn."""
     return RandomSource(generator.get_state, generator.set_state, generator=generator)
 
 
@@ -155,7 +154,7 @@ _DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
 _modules: list[tuple[Callable[[], bool], Any]] = []
 _modules_known_for = -1
 
-#: A registering backend adds its module to torch. To count torch's names costs less than to ask for the backend's name.
+#: A backend that registers adds its module to torch. Counting torch's names costs less than asking for the backend's name.
 TORCH_NAMES = vars(torch)
 #: The number of torch's names where this build has no accelerator, initialised or not; -1 where it has any.
 names_without_devices = -1
@@ -190,9 +189,9 @@ def device_sources(*, needed: bool) -> list[RandomSource]:
             sources += _sources_on(module, devices_of(module))
         elif needed:
             raise RuntimeError(
-                "a region with preserve_rng_state=True ran while a CUDA graph is being captured, when torch forbids to read "
+                "a region with preserve_rng_state=True ran while a CUDA graph is being captured, when torch forbids reading "
                 "the state of the device's generator. Pass preserve_rng_state=False to a region that draws no random numbers; "
-                "leave one that does out of the graph."
+                "leave a region that draws out of the graph."
             )
     return sources
 
@@ -237,7 +236,7 @@ States = tuple[tuple[RandomSource, Any], ...]
 #: States of the CPU's generator, of devices, and of other sources; None for the first where nothing is to be restored.
 RandomStates = tuple["torch.Tensor | None", States, States]
 
-#: The sources that are tracked now; the same list each time, so that to ask whether there are any costs no call.
+#: The sources that are tracked now: always the same list, so that a test whether there are any costs no call.
 TRACKED: list[RandomSource] = []
 
 _latest_devices: States = ()
@@ -276,12 +275,12 @@ def enter(captured: RandomStates, *, defaults: bool = True) -> list[tuple[Random
         for source, current in before:
             state = states.get(source)
             if state is not None:
-                if source is CPU or not is_same_state(current, state):  # 5 KB are set sooner than compared
+                if source is CPU or not is_same_state(current, state):  # setting 5 KB is quicker than comparing
                     source.write(state)
             elif cpu is not None and source.restart is not None:
                 # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
                 source.restart()
-        return before  # here, since Ctrl-C may come between the last step and a line behind
+        return before  # inside of ``try``: Ctrl-C may come between the loop and the return
     except BaseException:
         leave(before)
         raise
@@ -293,17 +292,17 @@ def leave(before: Iterable[tuple[RandomSource, Any]]) -> None:
             source.write(state)
 
 
-# Positions: how far the default sources have moved, told without reading a state
+# Positions: tell how far the default sources have moved, without reading a state
 #
-# A position notices a recompute that draws other numbers than forward, as where forward made a random table and keeps it
-# (``functools.lru_cache``): all later draws are shifted. Of the CPU's generator it is the number of the next word, which stands
-# before the words, with the first word; of devices' generators, the offset, for which no device waits.
+# Positions reveal a recompute that draws other numbers than forward: if forward made a random table and caches it
+# (``functools.lru_cache``), all later draws are shifted. The position of the CPU's generator is the number of the next word,
+# which stands before the words, and the first word; of a device's generator, the offset, for which no device waits.
 
 #: Equal positions of two runs are equal states, if both runs began in the same state.
 Position = Any
 
-#: Two numbers: the first moves with nearly every draw, and both are the position. Of all that Python has, an item of a
-#: memoryview is read soonest, and a small number sooner than a large number.
+#: Two numbers, which together are the position; nearly every draw moves the first. A memoryview, since Python reads its items
+#: fastest, and small numbers faster than large.
 Where = Any
 
 _NOWHERE: Where = (0, 0)
@@ -323,9 +322,9 @@ class _WithDevices:
 
 
 def position_of_generators(*, watched: bool = True, begin: Position = None) -> Where:
-    """Returns what tells the position, as long as the same devices are in use; a position at rest if not watched."""
-    # In a recompute, ``begin`` is the first number of the position where forward began. Forward may have been the first to use
-    # a device: its positions tell of the CPU alone, and so do its recomputes' positions.
+    """Returns an object that reads the position while the same devices are in use; a constant position if not watched."""
+    # In a recompute, ``begin`` is the first number of the position where forward began. An integer is the CPU's: no device was
+    # in use then, so the positions of forward and of its recomputes are the CPU's alone.
     if not watched:
         return _NOWHERE
     if len(TORCH_NAMES) == names_without_devices or isinstance(begin, int):
@@ -346,7 +345,7 @@ def have_several_drawn() -> bool:
 
 
 def devices_between(position: Position, other: Position, where: Where) -> set[torch.device]:
-    """Returns the devices whose sources stand elsewhere in a position than in another."""
+    """Returns the devices whose sources differ between two positions."""
     cpu = torch.device("cpu")
     devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
     firsts = [first if isinstance(first, tuple) else (first,) for first in (position[0], other[0])]
@@ -356,7 +355,7 @@ def devices_between(position: Position, other: Position, where: Where) -> set[to
 
 def moves_by_itself(devices: set[torch.device]) -> bool:
     """Whether a source of some devices moves while this thread does nothing, for a twentieth of a second at most."""
-    # Only before an error: to wait is the sole way to tell the draws of another thread.
+    # Called only before an error: waiting is the only way to notice the draws of another thread.
     where = position_of_generators()
     begin = where[0], where[1]
     for _ in range(50):
@@ -369,8 +368,8 @@ def moves_by_itself(devices: set[torch.device]) -> bool:
 # Recurrent layers with dropout on a device
 #
 # cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which torch seeds from
-# its generator, in the first such layer after the generator's state was set. A recompute sets the state, so forward has to: its
-# masks differ from those of the program without regions, and are the same in both runs.
+# its generator, in the first such layer after the generator's state was set. A recompute sets the state, so forward does too:
+# both runs have the same masks, which differ from the masks of the program without regions.
 
 
 def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:

@@ -1,9 +1,9 @@
 """The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
 Switches are compared once a region in forward and once a recompute, and read in full only after a move. The getters are
-private: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around them, at 1 us each for
-0.04, and some import the compiler; the private forms may go when the public forms cost as little. ``tests/test_switches.py``
-fails for a switch of the installed torch which has no row here and no reason there.
+private: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around them, which take 1 us
+instead of 0.04, and some import the compiler; the private forms may go when the public forms cost as little.
+``tests/test_switches.py`` fails for a switch of the installed torch which has neither a row here nor a reason there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Compared(enum.Enum):
     BY_VALUE = enum.auto()  # once a region, once a recompute, and in recorded regions ahead of operators which heed the switch
     BY_GUARD = enum.auto()  # by a call of 0.13 us for all: once a region, a recompute, and an operator of recorded regions
     ON_DEVICES = enum.auto()  # by value once a region, where a CUDA device is in use: some take 0.5 us to read
-    BY_OTHERS = enum.auto()  # a default: the switches which it holds for tell
+    BY_OTHERS = enum.auto()  # not compared: a changed default shows in the switches which inherit it
 
 
-# Parts of names of operators: all which choose among kernels, and those with switches of their own. Which switch
-# chooses a kernel depends on device, dtype and build, so a recorded region compares all of the first list for each operator.
+# Parts of the names of operators which choose among kernels, and of operators with further switches. Which switch decides
+# depends on device, dtype and build, so a recorded region compares all switches of ``_KERNELS`` for each such operator.
 _KERNELS = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 _LAYERS = ("conv", "gru", "lstm", "rnn")
 
@@ -46,7 +46,7 @@ class Switch(NamedTuple):
     heeded_by: tuple[str, ...] = _KERNELS
     #: Whether the installed torch has the switch, and kernels which look at it.
     is_used: bool = True
-    #: What costs less, in an expression of this form. Raises ``RuntimeError`` where both ways to set a precision were used.
+    #: Reads quicker, in an expression of this form. Raises ``RuntimeError`` where both ways to set a precision were used.
     read_fast: Any = None
     form: str = "()"
 
@@ -109,7 +109,7 @@ def _reduced_precision(dtype: str) -> Switch:
 
 
 def _set_num_threads(count: int) -> None:
-    # On the main thread alone, for a part of it belongs to the whole process.
+    # On the main thread alone: part of this setting belongs to the whole process.
     if threading.get_ident() == threading.main_thread().ident:
         torch.set_num_threads(count)
 
@@ -133,7 +133,7 @@ SWITCHES: tuple[Switch, ...] = (
     *_flags("mkldnn_enabled", "mkldnn_deterministic"),
     *_flags("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
     _flag("sdp_priority_order", used=_CUDA),
-    _flag("cpu_allow_fp16_reduced_precision_reduction", used=_ARM),  # others refuse to reduce in fp16
+    _flag("cpu_allow_fp16_reduced_precision_reduction", used=_ARM),  # other processors refuse it
     _flag("miopen_immediate", used=_ROCM),
     _flag("onednn_allow_tf32", used=private.has_xpu),
     _precision("mkldnn", "matmul"),
@@ -164,7 +164,7 @@ SWITCHES: tuple[Switch, ...] = (
     _reduced_precision("fp16"),
     _reduced_precision("bf16"),
     _guarded(torch.get_num_threads, _set_num_threads, "set_num_threads"),
-    # Without a context manager.
+    # Switches for which torch has no context manager.
     *_flags("blas_preferred_backend", "linalg_preferred_backend", compared=Compared.ON_DEVICES, used=_CUDA),
     *_flags("sm_carveout_experimental", "cublaslt_prefer_grouped_gemm", compared=Compared.ON_DEVICES, used=_CUDA),
     *_flags("cudnn_depthwise_kernel", "native_aot_enabled", compared=Compared.ON_DEVICES, used=_CUDA),
@@ -179,9 +179,9 @@ def _used(compared: Compared) -> list[Switch]:
 _DEFAULTS, _GUARDED, DEVICES = _used(Compared.BY_OTHERS), _used(Compared.BY_GUARD), _used(Compared.ON_DEVICES)
 #: Compared by value for every operator which chooses among kernels.
 COMMON = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by == _KERNELS]
-#: Compared by value for other operators, or a few of them, and then along with the common switches.
+#: Compared by value, along with the common switches, for the few operators which heed them.
 FURTHER = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by != _KERNELS]
-_ON_HOST = [*_DEFAULTS, *COMMON, *FURTHER, *_GUARDED]  # a default comes before the switches which it holds for
+_ON_HOST = [*_DEFAULTS, *COMMON, *FURTHER, *_GUARDED]  # a default comes before the switches which inherit it
 
 
 def heeds(name: str, switches: Sequence[Switch]) -> bool:
@@ -196,7 +196,7 @@ are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 
 def _reader(switches: Sequence[Switch]) -> Callable[[], list[Any]]:
-    """Returns an expression which reads every switch, as if written out: a loop costs half as much again."""
+    """Returns a function of a single expression which reads every switch: a loop takes 50% longer."""
     names: dict[str, Any] = {f"of_{index}": switch.read_fast or switch.read for index, switch in enumerate(switches)}
     read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (switch.form for switch in switches)))}]", names)
     return read
@@ -262,7 +262,7 @@ def capture() -> SwitchValues:
 
 
 def capture_guarded() -> SwitchValues:
-    """Returns the switches, for a recorder: it compares those that no guard tells ahead of operators that heed them."""
+    """Returns the switches by the guard alone: a recorder compares the others before each operator that heeds them."""
     latest = _latest
     return latest if latest.guard.check() and not are_devices_in_use() else capture()
 
@@ -292,7 +292,7 @@ def leave(undo: tuple[SwitchValues, SwitchValues | None]) -> None:
 
 
 class ThreadState:
-    """Rows for state of a thread, and their values where the state is absent, as in the ordinary case."""
+    """Rows for state of a thread, and their values where the state is absent, which is the usual case."""
 
     def __init__(self, is_there: Callable[[], bool], rows: Sequence[Switch], absent: Sequence[Any]) -> None:
         self._is_there, self._rows, self._absent = is_there, rows, absent
@@ -314,7 +314,7 @@ class ThreadState:
 
 
 class _Autocast(ThreadState):
-    # A level of nesting, as of ``torch.autocast``: casts are cached within, and dropped with the last level.
+    # Enters a level of nesting, as ``torch.autocast`` does: casts are cached inside, and dropped with the last level.
 
     def enter(self, captured: Sequence[Any] | None) -> Sequence[Any] | None:
         before = super().enter(captured)
@@ -334,7 +334,7 @@ def _read_modes() -> list[tuple[int, object]]:
 
 
 def _write_modes(wanted: list[tuple[int, object]]) -> None:
-    # The same objects: to enter a mode again would change its state, and the mode may be in use.
+    # Pushes the same objects: entering a mode again would change its state, and the mode may be in use.
     while modes.num_function_modes():
         modes.pop_function_mode()
     for _, mode in wanted:
@@ -345,14 +345,14 @@ _KINDS = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "pri
 _TYPES = [kind for kind in _KINDS if torch.amp.is_autocast_available(kind)]
 _ENABLED = [Switch((), partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _TYPES]
 _DTYPES = [Switch((), partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _TYPES]
-# The default dtype of each type. A region outside of autocast may enter autocast without a dtype, and gets this dtype, in a
-# backward under autocast too. (In a block of autocast, the present dtype is that of the block.)
+# The default dtype of each device type, which a region outside of autocast gets if it enters autocast without a dtype, also in
+# a recompute under autocast. Read outside of autocast, where the current dtype is the block's.
 _OFF = modes.made_apart(lambda: _read(_DTYPES)) if modes.is_any_autocast_enabled() else _read(_DTYPES)
 
 #: Autocast of every device type; the cache of cast weights is a switch of its own.
 AUTOCAST = _Autocast(modes.is_any_autocast_enabled, [*_ENABLED, *_DTYPES], [*[False] * len(_ENABLED), *_OFF])
-#: Function modes (``torch.overrides.TorchFunctionMode``), the mode of the default device, which is noted elsewhere besides, and
-#: whether modes and subclasses are asked: in a backward which begins with a subclass, torch asks none.
+#: Function modes (``torch.overrides.TorchFunctionMode``), the mode of the default device, which torch also keeps elsewhere, and
+#: whether torch asks modes and subclasses: it asks none in a backward which begins with a tensor of a subclass.
 FUNCTION_MODES = ThreadState(
     lambda: modes.num_function_modes() > 0 or modes.global_device_mode() is not None or not modes.are_functions_asked(),
     [

@@ -20,7 +20,7 @@ from .random import CPU, TRACKED, RandomSource, device_sources, source_of_genera
 #: source, add a row.
 MODULES = {"python": ("random", "getstate", "setstate"), "numpy": ("numpy.random", "get_state", "set_state")}
 
-#: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
+#: Held by a recompute that sets back explicit generators and tracked sources, which threads may share: another one waits.
 shared_sources_lock = threading.RLock()
 
 
@@ -101,11 +101,11 @@ def _source_of(source: Any) -> RandomSource:
     if isinstance(getattr(bits, "state", None), dict):
         return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state))
     wanted = f"{', '.join(map(repr, MODULES))}, a generator, or an object with get_state() and set_state(state)"
-    kind, advice = ValueError if isinstance(source, str) else TypeError, "Pass the object that draws, or one with its state."
+    kind, advice = ValueError if isinstance(source, str) else TypeError, "Pass the object that draws or has the state."
     raise wrong(source, "source", wanted, advice, kind)
 
 
 def all_sources() -> list[RandomSource]:
-    """Returns the default sources, those that are tracked, and those of listed modules that are loaded."""
+    """Returns the default sources, the tracked sources, and the sources of loaded ``MODULES``."""
     loaded = [_source_of(name) for name, (module, *_) in MODULES.items() if module in sys.modules]
     return [CPU, *device_sources(needed=False), *TRACKED, *loaded]
