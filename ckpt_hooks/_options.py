@@ -1,6 +1,6 @@
-"""The options of regions: rows of a table, which every form reads, and one value of both kinds of frame.
+"""The options of regions: a table, which every form reads, and the value that both kinds of frame take.
 
-An option for another form has the form in its row, and stands in the signature of the form, which users read.
+To give an option to another form, add the form to the option's row, and the option to the form's signature.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _offload_from(is_on: Any, name: str) -> int | None:
 
 
 def _policy(value: Any, name: str) -> Any:
-    """Returns the policy; where Dynamo traces, the key of one that it could not follow."""
+    """Returns the policy; while Dynamo traces, the key of a function, which Dynamo could not follow."""
     from ckpt_hooks.policies.base import Policy, key_for, policy_from
 
     return key_for(value) if torch.compiler.is_dynamo_compiling() and not isinstance(value, Policy) else policy_from(value)
@@ -143,14 +143,14 @@ class RegionOptions:
     preserve_rng_state: bool = True
     respect_hooks: bool = True
     name: str | None = None  # None for the function's own
-    policy: Policy | None = None  # a region under a policy is a recorded one
+    policy: Policy | None = None  # a region with a policy is recorded
     preserve_buffers: bool = True
     offload_from: int | None = None  # bytes from which inputs go to the host; None for none
     split_backward: bool = False
     replay_whole: bool | None = None  # None to go by the bytes that a recorded region saved
 
     def replaced(self, **fields: Any) -> RegionOptions:
-        # Dynamo knows where a check stands that options have, and none that is the default of a class.
+        # Sets every field on the instance: Dynamo cannot trace a ``check`` that it reads from the defaults of the class.
         if torch.compiler.is_dynamo_compiling():
             return dataclasses.replace(self, **fields)
         options = object.__new__(RegionOptions)  # in a tenth of the time, for regions that are made anew in each step

@@ -19,7 +19,7 @@ from ._torch.tensors import counted_detach, is_kept_anyway
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
 
 
-class offload_saved_tensors(  # noqa: N801 -- a function to those who use it
+class offload_saved_tensors(  # noqa: N801 -- used like a function
     OfThisProcess, torch.autograd.graph.saved_tensors_hooks, metaclass=NeedsParentheses
 ):
     """Moves tensors that autograd saves in a block to host memory and back for backward, without recomputation.
@@ -71,7 +71,7 @@ class offload_saved_tensors(  # noqa: N801 -- a function to those who use it
                 return [tensor, tensor._version]
             transfers = transfers_for(tensor, min_size)
             if transfers is None:
-                # Without its history: it may be a result of the very operator that saves it, which would own itself.
+                # Detached: the operator that saves a tensor may return it, and its node would own itself.
                 return [counted_detach(tensor) if tensor.requires_grad else tensor, tensor._version]
             if not tensor.requires_grad:
                 saved = Moved(tensor, transfers, stash_size)
@@ -106,7 +106,7 @@ class _Waiting(threading.local):
     def __init__(self) -> None:
         self.saved: list[weakref.ref[Moved]] = []
         self.sequence = -1
-        #: Of each block that this thread is in, whether it was entered where operators are traced, and does nothing.
+        #: For each block that this thread is in: whether it was entered while operators are traced, so that it does nothing.
         self.traced: list[bool] = []
 
     def add(self, saved: Moved) -> None:

@@ -117,8 +117,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FAKE)
 
 
 def _is_for_subclass(args: Any) -> bool:
-    """Whether a call draws for a tensor of another class, whose handler may take any generator, and any count of numbers."""
-    # The part of a ``DTensor`` on this rank takes fewer, and on the CPU none from a given generator.
+    """Whether a call draws for a tensor of another class, whose handler may use any generator, and any count of numbers."""
+    # A ``DTensor`` draws only for its part on this rank, and on the CPU not from an explicit generator.
     return bool(args) and type(args[0]) not in _PLAIN and isinstance(args[0], torch.Tensor)
 
 
@@ -131,7 +131,7 @@ def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator
     if position >= 0 and (not _is_for_subclass(args) or _explicit_generator(operator, args, kwargs) is not None):
         return facts_of(form).call(*args[:position], **{**kwargs, "generator": generator})
     default = default_generator(generator.device)
-    # An operator that is not known to draw may wait for others, collectives among them: no lock.
+    # No lock for an operator that is not known to draw: a collective waits for other threads or processes.
     with _one_draw if is_draw else nullcontext():
         before, wanted = default.get_state(), generator.get_state()
         if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.random`
@@ -152,7 +152,7 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
     if device.type != "cpu" and is_capturing(device.type):
         raise RuntimeError(
             f"{operator} was to draw random numbers in a checkpoint_region with preserve_rng_state=True while a CUDA graph is "
-            "being captured, when torch forbids to read the state of the device's generator. Pass preserve_rng_state=False to "
+            "being captured, when torch forbids reading the state of the device's generator. Pass preserve_rng_state=False to "
             "the region if its replays may draw other numbers; if not, leave the region out of the graph."
         )
 
@@ -160,7 +160,7 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
 # A draw holds the state of the generator before it (5 KB on the CPU); short draws of a frame that follow each other share the
 # state before the first. A replay repeats the draws passed on the way to a later draw, and keeps what will be asked for.
 
-#: Operators that draw as many numbers for tensors of the same shape, whatever is in the tensors.
+#: Operators whose count of random numbers depends on shapes alone.
 _BY_SHAPE = {
     id(operator)
     for operator in (
@@ -171,7 +171,7 @@ _BY_SHAPE = {
     )
 }
 _SHORT = 1264  # numbers: as float32 they take no more memory than a state
-_LONGEST = 16  # draws of a series
+_LONGEST = 16  # draws in a series
 
 
 class Series:
@@ -222,7 +222,7 @@ class NotedStates:
 
     def __init__(self) -> None:
         self._series: weakref.ref[Series] | None = None
-        self._after: Any = None  # tells where the generator stood after the series
+        self._after: Any = None  # the generator's ``look`` after the series
 
     def draw(self, operator: Any, args: Any, kwargs: Any, number: int, frame: int) -> tuple[Any, Any]:
         """Runs a short draw; returns also the state before, as it is held."""
@@ -231,10 +231,10 @@ class NotedStates:
         if series is None or series.frame != frame or len(series.calls) == _LONGEST or CPU.look() != self._after:
             series = Series(torch.default_generator.get_state(), frame)
         result = facts_of(operator).call(*args, **kwargs)
-        if type(result) is not torch.Tensor:  # of a class which a mode has given it
+        if type(result) is not torch.Tensor:  # a mode returned another class
             number = -1
         if not isinstance(args[0], torch.Tensor):
-            kwargs = {**kwargs, "dtype": result.dtype}  # the default dtype may be another then
+            kwargs = {**kwargs, "dtype": result.dtype}  # a replay may run under another default dtype
         series.calls.append((number, operator, [_layout_of(argument) for argument in args], kwargs))
         self._series, self._after = weakref.ref(series), CPU.look()
         return result, InSeries(series, len(series.calls) - 1)
@@ -244,7 +244,7 @@ def draw_noting(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: NotedStates | None, number: int = 0, frame: int = 0
 ) -> tuple[Any, Any]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
-    # Dropout on a host: what the next lines find out, and a fifth of the draw of a small block.
+    # A fast path for dropout on a host, with the result of the lines below: a fifth of the draw of a small block.
     is_simple = args and not kwargs and type(args[0]) is torch.Tensor and args[0].is_cpu
     if states is not None and is_simple and _is_short(operator, args) and not _own_draws.active:
         return states.draw(operator, args, kwargs, number, frame)
@@ -265,7 +265,7 @@ def draw_noting(
 class _Spare(threading.local):
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}
-        # Where the CPU's generator stands: a series, weakly, and the number of its draws; None elsewhere.
+        # How far the CPU's spare generator is: a series, and the number of its draws repeated so far; None outside of series.
         self.place: tuple[weakref.ref[Series], int] | None = None
 
 
@@ -328,7 +328,7 @@ def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], replaced: 
 
 
 class OwnDraws(QuietDispatchMode):
-    """Lets a rerun draw from generators of its own, which begin where forward began: the default ones do not move."""
+    """Lets a rerun draw from generators of its own, which begin where forward began: the default generators do not move."""
 
     def __init__(self, captured: RandomStates) -> None:
         super().__init__()

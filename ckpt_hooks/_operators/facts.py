@@ -23,7 +23,7 @@ from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
 # Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this room need it.
 
-#: Arguments written to although their schemas say inputs: running statistics.
+#: Arguments that operators write to although their schemas declare inputs: running statistics.
 WRITES = dict.fromkeys(
     {
         *("batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
@@ -32,14 +32,14 @@ WRITES = dict.fromkeys(
     ("running_mean", "running_var"),
 )
 
-#: With ``training`` set, no result of theirs depends on what the statistics were: the fourth and fifth argument, and the sixth.
+#: With ``training`` (the sixth argument), no result depends on the old statistics (the fourth and fifth argument).
 NORMALIZES_BY_BATCH = frozenset({"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"})
 
-#: Libraries whose operators write to any given tensor, told by neither schemas nor versions: collectives in place, and the
-#: gathering and freeing of parameters.
+#: Libraries whose operators may write to any argument, which neither schemas nor versions tell: collectives in place, and the
+#: gathering and freeing of FSDP's parameters.
 REWRITING = frozenset({"c10d", "fsdp"})
 
-#: Tells the allocator of a stream which uses a tensor's memory. Its schema says a write, but it changes nothing in the tensor.
+#: Tells the allocator that a stream uses a tensor's memory. Its schema declares a write, but the tensor does not change.
 RECORD_STREAM: Any = torch.ops.aten.record_stream.default
 
 #: Give every written element a new value, whatever the old. Schemas do not say whether the old value matters.
@@ -65,7 +65,7 @@ REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resiz
 
 # Memory of outputs
 
-#: Promise autograd that their input is not used any more. Outputs share the input's memory, which schemas deny.
+#: Their outputs share the input's memory, which schemas deny: the caller promises not to use the input any more.
 ALIASES = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
 
 #: Return uninitialised memory.
@@ -84,7 +84,7 @@ LIKE = frozenset(
     }
 )
 
-#: Tell the layout of a tensor of another class, which some tensors cache after the first call; so do all of ``prim``.
+#: Return the layout of a tensor of another class, which some classes cache after the first call; so does all of ``prim``.
 LAYOUT = frozenset(
     {
         *("dim", "is_contiguous", "is_non_overlapping_and_dense", "is_pinned", "is_strides_like_format"),
@@ -93,7 +93,7 @@ LAYOUT = frozenset(
     }
 )
 
-#: Return more where an argument requires grad, as no argument of a replay does: the results are kept.
+#: Return more where an argument requires grad. No argument of a replay does, so the results are kept.
 LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
 
 # Random numbers and effects
@@ -105,7 +105,7 @@ TAGGED = frozenset({"aten", "prims", "_c10d_functional"})
 #: which makes the buffer, with its seed among the arguments.
 BUFFERED_MASKS = frozenset({"_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"})
 
-#: Operators of operators which only compute an output. Others may write to their arguments.
+#: Higher-order operators which only compute an output. Others may write to their arguments.
 PURE_HIGHER_ORDER = frozenset({"flex_attention"})
 
 #: The operator by which Inductor calls its code, under ``wrap_inductor_compiled_regions``.
@@ -113,16 +113,16 @@ COMPILED = "inductor_compiled_code"
 
 
 class OpKind(enum.Enum):
-    """The actions open to a recompute for an operator: a view or a write is not done by returning a kept output."""
+    """What a recompute may do with an operator: a kept output stands in for a run, but not for a view or a write."""
 
-    #: Does no work, or comes and goes: not part of the common sequence of forward and recompute.
+    #: Does no work, or runs in one of forward and recompute alone: not part of the sequence that is compared.
     IGNORED = enum.auto()
-    #: The same; begins or ends a named range of a profiler.
+    #: Like ``IGNORED``: begins or ends a named range of a profiler.
     RANGE = enum.auto()
     #: A cast of a leaf, which autocast makes once and keeps until its block ends: sometimes in the sequence, sometimes not.
     CAST = enum.auto()
-    #: A view of its input: has to be made again, and is not part of the sequence either, since autograd makes some views anew
-    #: where their base was written to.
+    #: A view of its input: has to run again, and is not part of the sequence either, since autograd runs some views once more
+    #: after a write to their base.
     VIEW = enum.auto()
     #: Has to run again, since it writes to its arguments.
     WRITES = enum.auto()
@@ -130,16 +130,16 @@ class OpKind(enum.Enum):
     REWRITES = enum.auto()
     #: Has to run again, since its outputs share the input's memory, which the schema denies, but not the version counter.
     ALIASES = enum.auto()
-    #: Runs again without need: it costs little, and the user got not the result itself but a view with a version counter of its
-    #: own.
+    #: Runs again although its output could be kept: it costs little, and the user got a view of the output with a version
+    #: counter of its own.
     FACTORY = enum.auto()
     #: May be skipped where its output is at hand.
     SAVEABLE = enum.auto()
-    #: The same, but the output is complete only after a wait: it is kept as it is, and copied nowhere.
+    #: Like ``SAVEABLE``, but the output is complete only after a wait: it is kept as it is, and never copied.
     COLLECTIVE = enum.auto()
-    #: The same, but draws random numbers, or may.
+    #: Like ``SAVEABLE``, but draws random numbers, or may.
     RANDOM = enum.auto()
-    #: The same, but has an effect, ordered with others of this kind: runs again only where a policy insists.
+    #: Like ``SAVEABLE``, but has an effect, ordered with other effects: runs again only where a policy insists.
     EFFECT = enum.auto()
 
 
@@ -228,24 +228,22 @@ class OpFacts:
         # Positions of lists of tensors; of tensors, for each number of positional arguments; names of both.
         self.lists = tuple(index for index, type_name in enumerate(types) if "Tensor" in type_name and index not in positions)
         self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
-        # For each number of positional arguments, if there is nothing else: the quickest call; None where it is not known yet.
+        # The quickest call for each number of positional arguments, without keywords; None until it is asked for.
         self.calls: list[Callable[..., Any] | None] = [None] * len(self.tensors)
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
         if self.is_compiled:
             self.lists = (1,)  # behind the code; there is no schema
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
-        # A written tensor may be in another storage afterwards.
         self.replaces_storage = self.name in REPLACES_STORAGE
-        # It only tells the allocator of a stream which uses a tensor.
         self.is_mark = operator is RECORD_STREAM
         returns = () if schema is None else schema.returns
-        # The same, or it tells a layout: there is nothing to bring back.
+        # It returns no tensor that could be brought back, such as a mark, or a question for a layout.
         self.is_silent = kind is OpKind.IGNORED and not any("Tensor" in str(returned.type) for returned in returns)
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         # A result is neither an argument nor a view of an argument.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
-        # It writes to its first argument, counts that, and returns nothing else.
+        # It writes to its first argument alone, counts the write, and returns nothing else.
         self.writes_first = (
             len(self.written) == 1
             and self.written[0].position == 0
@@ -255,7 +253,7 @@ class OpFacts:
         )
         self.alone: OpFacts | None = None  # see :meth:`as_functional`
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
-        # With the version counter of its input, unlike an alias.
+        # The result shares the version counter of its input, unlike the result of ``OpKind.ALIASES``.
         self.is_view = (
             schema is not None
             and not schema.is_mutable
@@ -268,12 +266,11 @@ class OpFacts:
         self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and is_known)
         self.is_fresh = kind in (OpKind.SAVEABLE, OpKind.RANDOM)
         self.has_effect = kind is OpKind.EFFECT
-        # ``tensor.data`` runs ``detach`` too, and has a version of its own.
+        # Also true for ``tensor.data``, which runs ``detach`` too, but has its own version.
         self.is_detach = self.name == "detach" and self.is_view
         self.draws = torch.Tag.nondeterministic_seeded in tags
         self.is_random = kind in (OpKind.RANDOM, OpKind.EFFECT) or self.draws or self.is_compiled
         self.is_uninitialized = aten and self.name in UNINITIALIZED
-        # It reads only the shape of its first argument.
         self.is_like = aten and self.name in LIKE
         # It draws only with a dropout probability.
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
@@ -282,13 +279,13 @@ class OpFacts:
         self.is_trusted = namespace in TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
-        # It may drop out by masks from a buffer, which a second call would not draw again.
+        # It may take dropout masks from a buffer, from which a second call takes others.
         self.has_buffered_masks = aten and self.name in BUFFERED_MASKS
-        # Routes or shapes depend on the result; None if the arguments tell.
+        # Whether routes or shapes depend on the result; None if that depends on the arguments.
         self.is_routing = _is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
         self.is_repeatable = self.name in REPEATABLE
-        # Random sources and the world are the same without it.
+        # Without it, random sources and everything outside of the program are the same.
         self.may_be_left_out = not (
             schema is None
             or kind is OpKind.RANDOM
@@ -319,8 +316,7 @@ class OpFacts:
         )
 
     def find_call(self, count: int) -> Callable[..., Any]:
-        """Returns the quickest call for a number of arguments."""
-        from ckpt_hooks._torch.bindings import binding_of  # which regions that record nothing do without
+        from ckpt_hooks._torch.bindings import binding_of  # only recorded regions need it
 
         call = self.calls[count] = binding_of(self.operator, count) or self.call
         return call
@@ -341,11 +337,11 @@ class OpFacts:
         return [args, kwargs] if self.is_opaque else [written.of(args, kwargs) for written in self.written]
 
     def arguments_of(self, args: Any) -> Any:
-        """Returns the arguments of a call, to look at when it has run: compiled code empties the list of its inputs."""
+        """Returns the arguments of a call to look at after its run: compiled code empties the list of its inputs."""
         return (args[0], [*args[1]], *args[2:]) if self.is_compiled else args
 
     def unread(self, args: Sequence[Any]) -> Sequence[int]:
-        """Returns the positions of tensors that a call writes to, and of whose old content no result depends."""
+        """Returns the positions of tensors that a call writes to and on whose old content no result depends."""
         return (3, 4) if self.name in NORMALIZES_BY_BATCH and len(args) > 5 and args[5] else ()
 
     def drops_from_buffer(self, args: Any, kwargs: Any) -> bool:
@@ -358,7 +354,7 @@ class OpFacts:
         )
 
     def routes(self, args: Any, kwargs: Any) -> bool:
-        """Whether routes or shapes may depend on a run of the operator."""
+        """Whether routes or shapes may depend on the result of a call."""
         if self.is_routing is not None:
             return self.is_routing
         if self.name != _CAST:
@@ -366,7 +362,7 @@ class OpFacts:
         dtype, device = kwargs.get("dtype"), kwargs.get("device")
         if dtype is not None and not (dtype.is_floating_point or dtype.is_complex) and _has_fractions(args[0]):
             return True
-        # Python reads numbers on the host.
+        # A copy to the host, where Python may branch on the numbers.
         return device is not None and torch.device(device).type == "cpu" and _kind_of(args[0])[1].type != "cpu"
 
     def chooses(self, args: Any, kwargs: Any) -> bool:
@@ -450,7 +446,7 @@ _CHOICES = frozenset(
         *("searchsorted", "sort", "topk"),
     }
 )
-#: The same, for overloads which return indices too (``max.dim``).
+#: Choose among values in overloads which return indices too (``max.dim``).
 _CHOICES_WITH_INDICES = frozenset({"cummax", "cummin", "max", "median", "min", "nanmedian"})
 #: Have a tag for shapes from data, and take no part in routing. ``index`` reads rows by indices or masks made by the others.
 _NO_CHOICES = frozenset({"_ctc_loss", "index", "linalg_lstsq"})
@@ -490,9 +486,9 @@ def _has_fractions(value: Any) -> bool:
 def routing_advice(operators: Sequence[str]) -> str:
     """Returns sentences on a recompute which ran operators again by which it chose, given in words."""
     return (
-        f" The recompute ran {' and '.join(operators)} again, on whose result routes and shapes depend: it may have come out "
-        "otherwise than in forward, on a tie or by a last bit. Keep such results: pass policy=ckpt_hooks.policies."
-        "routing_saveable, or save_from_both_policies(routing_saveable, policy) where there is a policy already."
+        f" The recompute ran {' and '.join(operators)} again. Routes and shapes depend on the result, which may differ from "
+        "forward's on a tie or by a last bit. Keep such results: pass policy=ckpt_hooks.policies.routing_saveable, or "
+        "save_from_both_policies(routing_saveable, policy) where there is a policy already."
     )
 
 
@@ -508,7 +504,7 @@ def facts_of(operator: Any) -> OpFacts:
 
 
 class CodeFacts(NamedTuple):
-    """What there is to know of code of Inductor's."""
+    """Facts of code that Inductor generated."""
 
     written: frozenset[int] | None  # the places of inputs that it writes to; None where unknown, or where it has other effects
     devices: frozenset[torch.device]  # on which it makes tensors without a look at its inputs
@@ -516,7 +512,7 @@ class CodeFacts(NamedTuple):
 
 _UNKNOWN = CodeFacts(None, frozenset())
 _known_code: weakref.WeakKeyDictionary[Any, CodeFacts] = weakref.WeakKeyDictionary()
-#: Where functions of a graph are from that are no operators: arithmetic of sizes, and parts of results.
+#: Modules of a graph's functions that are not operators: arithmetic of sizes, and parts of results.
 _OF_NUMBERS = frozenset({"_operator", "builtins", "math"})
 
 
@@ -541,7 +537,7 @@ def _find_written(nodes: Sequence[Any]) -> frozenset[int] | None:
             continue
         if node.op == "output":
             if any(_base_of(source).op == "get_attr" for source in node.all_input_nodes):
-                return None  # memory that each run returns, and that the program may write to
+                return None  # each run returns the same memory, and the program may write there
             continue
         if type(node.target) is not OVERLOAD:
             if getattr(node.target, "__module__", None) not in _OF_NUMBERS:
@@ -560,7 +556,7 @@ def _find_written(nodes: Sequence[Any]) -> frozenset[int] | None:
 
 
 def _base_of(node: Any) -> Any:
-    """Returns what a node of a graph is a view of, as far as operators tell."""
+    """Returns the node whose memory a node of a graph views, as far as operators tell."""
     while getattr(node, "op", "") == "call_function":
         facts = facts_of(node.target) if type(node.target) is OVERLOAD else None
         if not (facts is None or facts.is_view or facts.is_never_kept):
@@ -570,7 +566,7 @@ def _base_of(node: Any) -> Any:
 
 
 def same_operator(operator: Any, other: Any) -> bool:
-    """Whether two operators are the same, but for the overload with a generator, by which replays draw."""
+    """Whether two operators are the same, or differ only by the overload with a generator, which replays call."""
     packet = getattr(operator, "overloadpacket", None)
     return operator is other or (
         packet is not None

@@ -75,7 +75,7 @@ class Entry:
 class OperatorLog(QuietDispatchMode):
     """A dispatch mode which notes each operator of a run of a region, inner regions included."""
 
-    # Operators of a backward in the middle of the run are left out, but by a log which counts.
+    # Operators of a backward in the middle of the run are left out, except by a log with ``count``.
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
         # ``count`` is called as each operator begins, for ``Entry.mark``; it must not keep a frame alive.
@@ -157,7 +157,7 @@ class OperatorWatch(QuietDispatchMode):
         self._replayed = replayed
 
     def _recreate_cm(self) -> OperatorWatch:
-        # For a rerun inside a rerun: the outer mode is paused meanwhile.
+        # Called by ``_core.modes.reusable``: a rerun inside a rerun needs another mode, since the outer mode is paused.
         return OperatorWatch(self._replayed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +172,7 @@ class OperatorWatch(QuietDispatchMode):
             return output
         kwargs, observers = kwargs or {}, watch.observers
         is_again = self._replayed is not None or is_recomputing()
-        is_cast_again = facts.kind is OpKind.CAST and is_kept_anyway(args[0])  # of a parameter: autocast keeps it for a while
+        is_cast_again = facts.kind is OpKind.CAST and is_kept_anyway(args[0])  # autocast caches casts of parameters
         arguments = facts.arguments_of(args)
         begun = thread_seconds()
         output = func(*args, **kwargs) if kwargs else func(*args)
