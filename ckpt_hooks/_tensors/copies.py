@@ -1,7 +1,7 @@
 """Copies of tensors, and the restoring of content, strides and version.
 
-Hooks which copy (``save_on_cpu``) bring back a dense tensor at version 0, whatever was packed. A rerun does mind: a transposed
-input takes other kernels than a dense input, and versions tell whether a saved tensor was modified since.
+Hooks which copy (``save_on_cpu``) return a dense tensor at version 0, whatever was packed. A rerun needs the strides and the
+version: a transposed input takes other kernels, and versions tell whether a saved tensor was modified since.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .nested import replaced_in
 #: Types of tensors without a subclass's behaviour.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
-#: The same, and fake tensors, which have no values.
+#: Plain types, and fake tensors, which have no values.
 PLAIN_OR_FAKE = PLAIN | {FAKE}
 
 
@@ -128,8 +128,8 @@ def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 def alias_with_history(tensor: torch.Tensor, version: int, base: Base | None = None) -> torch.Tensor:
     """Returns an alias which requires grad and is no leaf, and a view if there is a base: a stand-in for a result."""
-    # Frames keep leaves apart: a leaf in the place of a result would mean a saved tensor less in the rerun. Two operators
-    # make the alias, in a fifth of the time of a ``torch.autograd.Function``.
+    # Frames save leaves without a handle, so a leaf in place of a result would change the count of saved tensors in the rerun.
+    # Two operators make the alias, in a fifth of the time of a ``torch.autograd.Function``.
     alias: torch.Tensor = past_all_modes(tensor, _alias, tensor, base)
     if version > 0:
         set_versions((alias,), (version,))
@@ -155,8 +155,8 @@ def _unviewed(tensor: torch.Tensor) -> torch.Tensor:
     return _Alias.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
-#: Where the base of a view is in their memory: shape, strides and offset, and the offset of the view. Empty where a look at
-#: the same memory does not make a view of the base, as of another dtype.
+#: Shape, strides and offset of a view's base in their memory, and the offset of the view. Empty where ``as_strided`` of the
+#: base does not make the view, as of another dtype.
 Base = tuple[Any, ...]
 
 
@@ -171,8 +171,8 @@ def base_of(tensor: torch.Tensor) -> Base | None:
 
 
 def as_view(tensor: torch.Tensor, base: Base | None) -> torch.Tensor:
-    """Returns a view with the memory, gradient edge and version of a tensor that is none; the tensor if there is no base."""
-    # Compiled code asks: AOTAutograd detaches a view before it saves it, and Dynamo compares the sizes of its base.
+    """Returns a view with the memory, gradient edge and version of a tensor that is no view; the tensor if ``base`` is None."""
+    # Compiled code needs the view: AOTAutograd detaches a view before it saves it, and Dynamo compares the sizes of its base.
     if base is None:
         return tensor
     view: torch.Tensor = past_all_modes(tensor, _view, tensor, base)
@@ -188,7 +188,7 @@ def _view(tensor: torch.Tensor, base: Base) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor, base: Base) -> torch.Tensor:
-    """Returns a tensor in the place of a base; the given tensor if that is a copy, without the memory around."""
+    """Returns a tensor like the base, in the memory of its view; the view if that is a copy without the rest of the base."""
     if base and base[3] == tensor.storage_offset():
         try:
             return tensor.as_strided(*base[:3])
@@ -279,13 +279,13 @@ Image = bytes | torch.Tensor
 
 def image_of(tensor: torch.Tensor) -> Image:
     if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        # Of a small tensor in a tenth of the time of a copy.
+        # For a small tensor, a tenth of the time of a copy.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     return copy_of(tensor)
 
 
 def differs(tensor: torch.Tensor, image: Image) -> bool | torch.Tensor:
-    """Whether a tensor holds other bits than in an image; the answer for a device is a tensor there, so that nobody waits."""
+    """Whether a tensor's bits differ from an image; for a device the answer is a tensor there, and the host does not wait."""
     if isinstance(image, bytes):
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) != image
     differing: bool | torch.Tensor = past_all_modes(tensor, _differ, tensor, image)
@@ -349,7 +349,7 @@ Layout = tuple[Any, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 
 
 def is_theirs(tensor: torch.Tensor, layout: Layout) -> bool:
-    """Whether a framework may empty and fill a tensor, which is empty, or was in forward."""
+    """Whether a framework may manage a tensor's memory: the tensor is empty, or was empty in forward."""
     return is_freed(tensor) or 0 in tensor.shape or 0 in layout[1]
 
 

@@ -46,7 +46,7 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 
 def _parts_of(tensor: torch.Tensor) -> list[Any]:
     """Returns the tensors and numbers which make up a tensor of another class or layout: all its state."""
-    if tensor.layout is torch.jagged:  # its other attributes are filled in as somebody asks for them
+    if tensor.layout is torch.jagged:  # its other attributes are caches
         return [tensor.values(), tensor.offsets(), tensor.lengths()]  # type: ignore[attr-defined]
     parts = parts_of(tensor)
     if parts is not None:
@@ -57,10 +57,10 @@ def _parts_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Returns the fingerprints of what makes up a tensor of another class or layout; None for a tensor without values."""
+    """Returns the fingerprints of the parts of a tensor of another class or layout; None for a tensor without values."""
     if isinstance(tensor, FAKE) or tensor.is_meta:
         return None
-    if hasattr(tensor, "trigger_wait"):  # the result of a collective, for which the program still has to wait by itself
+    if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor, for which the program has yet to wait
         return [fingerprint(wait_for_collective(tensor.elem))]  # type: ignore[attr-defined]
     parts = _parts_of(tensor.detach())
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
@@ -93,7 +93,7 @@ _ODD = 0x100000001B3
 
 
 def _hash_of_rows(integers: torch.Tensor) -> torch.Tensor:
-    if integers.dtype is torch.int64:  # as two of 32 bits: sums of round numbers would lose all of 64
+    if integers.dtype is torch.int64:  # as pairs of int32: round float64s end in zeros, and their sums overflow
         if not integers.dim() or integers.stride(-1) != 1:
             integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
         integers = integers.view(torch.int32)
@@ -106,21 +106,21 @@ def _hash_of_rows(integers: torch.Tensor) -> torch.Tensor:
 
 
 _ROWS = 1 << 16  # each takes 24 bytes while they are added up
-_ROW = 1 << 12  # bytes of a row, where the last dimension would make more rows
+_ROW = 1 << 12  # bytes of a row, where the last dimension is too long or too short
 _COPIED = 1 << 19  # bytes copied at once
 
 
 def hash_of(tensor: torch.Tensor) -> Any:
     """Returns a hash of a tensor's bits, on its device, the same for any layout; None for a tensor without values."""
-    # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
-    # number of ones for an even number of zeros.
+    # ``torch.hash_tensor`` is several times slower. It is an exclusive or of values, for which an even number of ones is the
+    # same as an even number of zeros.
     if not _has_bits(tensor):
         return _of_parts(hash_of, tensor)
     count, width = tensor.numel(), tensor.itemsize
     if count == 0:
         return None
     row = tensor.shape[-1] if tensor.dim() and not tensor.is_complex() else 1
-    # The tensor's rows, or other rows where the tensor's are long, or are many for their bytes: the same for any layout.
+    # Rows are of the last dimension, or have _ROW bytes where those are long, or many and short: the same for any layout.
     if row * width <= _COPIED and count <= row * max(_ROWS, count * width // _ROW):
         is_split = width == 8 and not tensor.is_complex()
         is_copied = tensor.is_conj() or tensor.is_neg() or (is_split and tensor.stride()[-1:] != (1,))
@@ -142,7 +142,7 @@ _PART = 1 << 20  # numbers, to each of which a weight is made
 
 def hash_in_order(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a hash of a plain tensor's bits and of their places, on its device."""
-    # In a tenth of a second for a gigabyte of an accelerator; in a second on a core of a host, as a conversion takes.
+    # A gigabyte takes 0.1 s on an accelerator, and 1 s on a core of a host, as long as a conversion.
     integers = bits_of(tensor).contiguous().view(-1)
     integers = integers.view(torch.int32) if integers.dtype is torch.int64 else integers
     weights = torch.arange(1, min(_PART, len(integers)) + 1, device=tensor.device)
@@ -183,7 +183,7 @@ _MIXERS = (-0x61C88647, -0x7A143589, -0x3D4D51C3)  # odd, of xxHash
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether a look at a tensor's numbers waits for nobody."""
+    """Whether a look at a tensor's numbers waits for no device."""
     return tensor.is_cpu
 
 
@@ -218,7 +218,7 @@ def _project(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Te
         unit = torch.maximum(largest, -smallest)
     if on_host and 1e-9 < float(unit) < 1e9:
         unit, numbers = torch.ones_like(unit), numbers.float()
-    else:  # squares of large numbers are infinite, squares of small ones zero
+    else:  # squares of large numbers would be infinite, squares of small numbers zero
         numbers = (numbers / unit.clamp(min=torch.finfo(numbers.dtype).tiny)).float()
     sums = _sums_on(numbers, start, signs) if on_host else _sums_on_device(numbers, start, signs)
     return torch.cat([numbers.dot(numbers)[None], sums, torch.stack([missing.to(dtype), places.to(dtype), unit.to(dtype)])])
@@ -231,7 +231,7 @@ def _sums_on(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Te
     """Returns four sums of numbers with signs. A number's sign is the product of its column's and its row's."""
     first, whole = 4 * (_COLUMNS + start // _COLUMNS % (_PROJECTED // 8)), len(numbers) // _COLUMNS
     columns, rows = signs[: 4 * _COLUMNS].view(-1, 4), signs[first : first + 4 * (whole + 1)].view(-1, 4)
-    # A product reads the numbers once, which four sums do not.
+    # A product reads the numbers once, four sums four times.
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
         sums = ((numbers[: whole * _COLUMNS].view(whole, _COLUMNS) @ columns) * rows[:whole]).sum(0)
         rest = numbers[whole * _COLUMNS :]
@@ -245,10 +245,8 @@ def _sums_on_device(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> t
 
 
 def projections_of(tensor: torch.Tensor) -> Any:
-    """Returns a tensor's squared norm and four projections on signs, on its device, the same for any layout.
-
-    Then come how many numbers are not finite, where, and the unit of the first five. None for a tensor without values.
-    """
+    """Returns a tensor's squared norm and four projections on signs, the same for any layout; None without values."""
+    # On the tensor's device. Then come the count and places of numbers that are not finite, and the unit of the first five.
     if not _has_bits(tensor):
         return _of_parts(projections_of, tensor)
     if tensor.numel() == 0:
@@ -284,7 +282,7 @@ def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
         return expected is None or recomputed is None or bool(expected == recomputed)
     numbers, other = tuple(expected), tuple(recomputed)
     if len(numbers) != len(other):
-        return True  # by now another way to compare is asked for
+        return True  # a hash and projections: ``use_deterministic_algorithms`` was called in between
     if len(numbers) == 1:  # a hash
         return numbers == other
     if numbers[5:7] != other[5:7]:
@@ -296,7 +294,7 @@ def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
     )
     tolerance = 5e-2
     if dtype in _NUMBERS and (dtype.is_floating_point or dtype.is_complex):
-        tolerance = min(max(1e-3, 4 * torch.finfo(dtype).eps), 0.5)  # beyond, nothing would differ
+        tolerance = min(max(1e-3, 4 * torch.finfo(dtype).eps), 0.5)  # with a larger tolerance nothing would differ
     tolerance *= max(norm, other_norm)
     return all(abs(a - b) <= tolerance for a, b in zip((norm, *projections), (other_norm, *others), strict=True))
 
@@ -310,7 +308,7 @@ def _equal(fingerprint: Any, other: Any) -> bool:
     if isinstance(fingerprint, dict) and type(fingerprint) is type(other):
         return fingerprint.keys() == other.keys() and all(_equal(value, other[key]) for key, value in fingerprint.items())
     same: Any = (fingerprint == other) | ((fingerprint != fingerprint) & (other != other))
-    return bool(same.all() if hasattr(same, "all") else same)  # of arrays of NumPy
+    return bool(same.all() if hasattr(same, "all") else same)  # NumPy's arrays
 
 
 def first_difference(expected: Sequence[Any], actual: Sequence[Any]) -> int | None:
@@ -347,7 +345,7 @@ def _is_random_state(tensor: torch.Tensor) -> bool:
 
 
 def _is_bytes_or_statistics(tensor: torch.Tensor) -> bool:
-    # Statistics are saved as well, and updated by the same operator; of no account in training.
+    # Running statistics are saved too, which the operator itself updates; in training backward does not use them.
     return tensor.dtype is torch.uint8 or tensor.dim() == 1
 
 
@@ -400,10 +398,11 @@ class Twice(NamedTuple):
         return self.ended if _are_equal(self.saved, self.ended) else None
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else bool(one == other)
+def _are_equal(before: Any, after: Any) -> bool:
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_are_equal, before, after))
+    are_tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    return torch.equal(before, after) if are_tensors else bool(before == after)
 
 
 class Fingerprints:
@@ -433,7 +432,7 @@ class Fingerprints:
                 self._unfilled, self._is_unfilled = sequence_number(), is_unfilled
             self.taken.append(None if kept else past_modes(self._fingerprint, tensor))
         else:
-            # An operator may save a tensor before filling it: this one waits until another operator saves, or forward ends.
+            # An operator may save a tensor before filling it: the tensor waits until another operator saves, or forward ends.
             self._sequence = sequence_number()
             self.taken.append(None)
             self._waiting.append((len(self.taken) - 1, tensor, tensor._version))

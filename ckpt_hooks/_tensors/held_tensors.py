@@ -1,6 +1,6 @@
 """Tensors held until backward besides handles: as they are, refilled by their owner, by hooks, on the host, or lost.
 
-:meth:`HeldTensor.sealed` decides between these; :meth:`HeldTensor.get` returns the tensor of forward, or raises
+:meth:`HeldTensor.sealed` decides which; :meth:`HeldTensor.get` returns the tensor of forward, or raises
 :class:`MutationError`.
 """
 
@@ -38,18 +38,18 @@ _LOST = Cause(Reason.LOST)
 
 
 class HeldTensor:
-    # ``is_packed``: getting the tensor takes work, which a replay does once for all readers.
+    # ``is_packed``: getting the tensor takes work, so a replay gets it once for all readers.
     is_on_host = is_packed = False
     __slots__ = ("cause", "faces", "is_fickle", "memory", "path", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None  # None where hooks or the host have it
-    memory: torch.Tensor | None  # an alias in the memory of forward, if the tensor may get other memory; counts writes apart
+    memory: torch.Tensor | None  # an alias in forward's memory with its own version, if the tensor may get other memory
     version: int | None  # when sealed; None before, and where writes are not counted
     cause: Cause
     path: RegionPath
     is_fickle: bool  # later writes are likely, as by the region itself
     steps: int  # the fused steps when sealed; unset before
-    # Others in this memory that count writes apart, with their versions: of ``_unsafe_view``, say, a part of ``matmul``.
+    # Tensors in this memory with other version counters, and their versions: results of ``_unsafe_view`` in ``matmul``, say.
     faces: Sequence[tuple[torch.Tensor, int]]
 
     def __init__(self, tensor: torch.Tensor | None, path: RegionPath, cause: Cause) -> None:
@@ -80,7 +80,7 @@ class HeldTensor:
         return tensor is not None and memory is not None and storage_address(tensor) != storage_address(memory)
 
     def leave(self, memory: torch.Tensor) -> None:
-        """Holds memory of forward which the tensor does not have any more."""
+        """Holds the memory of forward in place of the tensor, which has other memory now."""
         self.tensor, self.memory = memory, None
         self.version = None if self.version is None else memory._version
 
@@ -89,8 +89,7 @@ class HeldTensor:
         self.tensor, self.memory, self.version, self.faces = copy_in(self.find(), clones), None, None, ()
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
-        # When the outermost region of a recorded frame ends.
+        """Returns the holder of the tensor for after the outermost region; from now on versions tell of writes."""
         alias, tensor = self.find(), self.tensor
         assert tensor is not None
         if tensor is not alias and not is_kept_anyway(tensor) and layout_of(tensor) != layout_of(alias):
@@ -120,13 +119,13 @@ class HeldTensor:
             self._check_faces()
         tensor = self.tensor
         assert tensor is not None
-        # Asked before other memory is: a write may have come before the tensor was given that.
+        # The version comes first: a write may have come before the tensor was given other memory.
         if self.version is not None and (
             tensor._version != self.version or (fused_steps.count > self.steps and stepped_since(tensor, self.steps))
         ):
             raise self._mutated(tensor, self.version)
         memory = self.memory
-        # As the lines below, for most: 1% of a small block's step.
+        # A fast path for most tensors, with the result of the lines below: 1% of a small block's step.
         is_there = type(memory) is torch.Tensor and storage_address(tensor) == storage_address(memory) and memory.data_ptr()
         if memory is not None and is_there:
             return memory
@@ -159,7 +158,7 @@ class HeldRefilled(HeldTensor):
         """Returns no report: the memory is the owner's."""
 
     def copy(self, clones: Clones) -> None:
-        """Does nothing: the owner writes to the memory what was there, and another write shows in the version."""
+        """Does nothing: the owner fills the memory with the same contents, and any other write shows in the version."""
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         tensor = self.tensor
@@ -217,7 +216,7 @@ class HeldByHooks(HeldTensor):
             return self._packed.holding(cause)
         holding = _holding(Reason.HOOKS, cause, self._kind, None)
         packed = instances_in(self._packed, torch.Tensor)
-        if not packed:  # the size of the held tensor has to do
+        if not packed:  # falls back to the size of the held tensor
             return holding
         sizes = tuple(storage_and_size(part) for tensor in packed for part in dense_parts(tensor))
         nbytes = sum(map(size_of, packed))
@@ -307,6 +306,6 @@ def _holding(reason: Reason, cause: Cause, kind: tuple[torch.dtype, torch.Size |
 
 
 def recomputes(unpack: Callable[[Any], Any]) -> bool:
-    """Whether an unpack hook belongs to a region, torch's included, which runs operators again."""
-    # Torch makes its hook anew in each call: only the module tells whose it is.
+    """Whether an unpack hook belongs to a region, of this package or torch's, which runs operators again."""
+    # Torch makes a new hook in each call, so only its module shows that it is torch's.
     return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"

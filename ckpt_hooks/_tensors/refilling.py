@@ -1,7 +1,7 @@
 """Memory which its owner frees after forward and can fill again: who owns the memory, and loans of it to replays.
 
-A framework that shards parameters gathers those of a unit for the unit's forward and frees them after it. A replay borrows the
-memory, which the owner frees when the last borrower gives it back. This module knows no framework: they register finders.
+A framework that shards parameters gathers a unit's parameters for the unit's forward and frees them after it. A replay borrows
+the memory, which the owner frees when the last borrower gives it back. Frameworks are unknown here: each registers a finder.
 """
 
 from __future__ import annotations
@@ -41,22 +41,20 @@ _registered: list[tuple[str, Callable[[], Finder]]] = []
 
 
 def register_finder(framework: str, load: Callable[[], Finder]) -> None:
-    """Registers who finds the owners of a framework's memory: ``load`` returns the finder when the first question comes."""
+    """Registers a framework's finder, which ``load`` returns at the first question."""
     _registered.append((framework, functools.cache(load)))
 
 
 def owner_of(tensor: torch.Tensor) -> RefillSource | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
     for framework, finder in _registered:
-        # While nobody has imported the framework, a question costs no more than a look-up.
+        # Unless the framework is imported, a question costs a look-up.
         if framework in sys.modules and (origin := finder()(tensor)) is not None:
             return origin
     return None
 
 
 class FilledMemory:
-    """Filled memory, as long as somebody uses it."""
-
     __slots__ = ("free", "users")
 
     def __init__(self, free: Callable[[], None]) -> None:
@@ -80,7 +78,7 @@ def borrow(owner: Owner) -> FilledMemory | None:
             if free is None:
                 return None
             loan = _loans[owner] = FilledMemory(free)
-        elif free is not None:  # the owner had freed the memory since
+        elif free is not None:  # the owner had freed the memory in between
             loan.free = free
         loan.users += 1
         return loan

@@ -18,9 +18,9 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 from .determinism import are_close, is_on_host, is_opaque, ordered_hash_of, projections_of
 
 _ADVICE = (
-    "Put what differs where a recompute finds it: random numbers in torch's generators or named by ckpt_hooks.track_rng, state "
-    'on the module. Or write `with checkpoint_region():`, which runs Python once; or determinism_check="metadata", for no such '
-    "check."
+    "Keep what differs where a recompute finds it: draw from torch's generators or name the generator by ckpt_hooks.track_rng, "
+    'and keep state on the module. Or write `with checkpoint_region():`, which runs Python once. determinism_check="metadata" '
+    "switches this check off."
 )
 
 
@@ -31,14 +31,13 @@ class Sampled:
 
     def __init__(self, place: CheckedPlace) -> None:
         self._place, self.number = place, place.number
-        # An operator may leave memory unfilled: what is there differs from run to run, and means nothing.
-        self.may_be_unfilled = False
+        self.may_be_unfilled = False  # by an operator: what is in the memory differs from run to run
 
     def passed(self) -> None:
         self._place.compared()
 
     def settle(self, error: CheckpointError, advice: str = _ADVICE) -> None:
-        """Raises the error of a difference, or warns once a place."""
+        """Raises the error, or warns once for each place."""
         words = str(error)
         separator = "" if words.endswith("\n") else " "
         error.args = (f"{words}{separator}Found by the self-check in pass {self.number} of this region. {advice}",)
@@ -47,13 +46,13 @@ class Sampled:
             raise error
         if not self._place.has_warned:
             self._place.has_warned = True
-            unfilled = " Operators of the region leave memory unfilled, which may be all." if is_unsure else ""
+            unfilled = " The difference may be memory that operators of the region leave unfilled." if is_unsure else ""
             warn_user(f"{error}{unfilled}")
 
 
 def sample_of(tensor: torch.Tensor) -> Any:
     """Returns projections of a tensor, or a hash of the bits where deterministic algorithms are asked for."""
-    # Else kernels may add in another order each time: accelerators, and an accumulating ``index_put`` on a host.
+    # Without them, kernels may add in another order each time: on accelerators, and an accumulating ``index_put`` on a host.
     on_host = is_on_host(tensor)
     if is_opaque(tensor) or (not (on_host or tensor.is_meta) and is_capturing(tensor.device.type)):
         return None

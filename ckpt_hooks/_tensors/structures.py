@@ -41,7 +41,7 @@ def with_entries(value: Any, entries: Sequence[Any]) -> Any:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Returns what is in a value at any depth and is itself neither a container nor a dataclass."""
+    """Returns the entries of a value at any depth that are neither containers nor dataclasses."""
     entries = named_entries(value)
     return [value] if entries is None else [leaf for _, entry in entries for leaf in leaves_of(entry)]
 

@@ -66,12 +66,11 @@ class Arrival:
 
     def __init__(self, tensor: torch.Tensor, stream: Any, back: Any) -> None:
         self.tensor, self.stream, self._back = tensor, stream, back
-        # The event at the end of the copy.
-        self.fetched: Any = None
+        self.fetched: Any = None  # the event at the end of the copy
         self.is_used = False
 
     def __del__(self) -> None:
-        if not self.is_used:  # the stream, which owns the memory, may have it afterwards
+        if not self.is_used:  # the stream owns the memory, and may reuse it only after the copy
             self.stream.wait_stream(self._back)
 
 
@@ -95,8 +94,7 @@ class Transfers:
         self.lock = threading.RLock()
         self._number = 0
         self._stash: dict[int, _Leaving] = {}
-        #: The batch that was sent last.
-        self.latest: weakref.ref[Any] | None = None
+        self.latest: weakref.ref[Any] | None = None  # the batch that was sent last
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -221,7 +219,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Offloaded:
-    """A tensor on the host, or on its way there or back. Whoever writes to the tensor later does not use this copy."""
+    """The copy of a tensor on the host, or on its way there or back."""
 
     __slots__ = (
         "__weakref__",
@@ -240,15 +238,14 @@ class Offloaded:
         self, tensor: torch.Tensor, transfers: Transfers, batch: Batch, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
     ) -> None:
         self.batch = batch
-        # Its users, if several. Each takes it once in a backward, and all share a single fetch.
+        # The users of the tensor, if there are several. Each takes it once in a backward, and all share a single fetch.
         self.takers: list[weakref.ref[Moved]] = []
         self._transfers = transfers
         self._version = tensor._version
-        # What was fetched ahead, or stays for further takers, by graph task; gone when the backward ends or fails.
+        # By graph task, a fetch ahead or for further takers; gone when the backward ends or fails.
         self._arrivals: dict[int, Arrival] = {}
         self._endings: tuple[Ending, ...] = ()
-        # The graph task that has taken it last.
-        self._task = -1
+        self._task = -1  # the graph task that has taken it last
         frame = stack.innermost
         self._watch = batch.watch or (None if frame is None else frame.watch)
         self._sent: Sent = transfers.send(tensor, stream, max_stash_size)
@@ -296,7 +293,7 @@ class Offloaded:
         with self._transfers.lock:
             arrival = self._arrivals.pop(task, None)
             if arrival is not None and arrival.tensor._version != self._version:
-                arrival = None  # somebody wrote to it
+                arrival = None  # it was written to
             if arrival is not None and stays:
                 self._arrivals[task] = arrival
         if arrival is None:
@@ -313,13 +310,10 @@ class Batch:
     __slots__ = ("__weakref__", "before", "task", "tensors", "watch")
 
     def __init__(self, watch: Watch | None = None) -> None:
-        # Hears of the copies; None for the watch of the innermost frame.
-        self.watch = watch
+        self.watch = watch  # is told of the copies; None for the watch of the innermost frame
         self.tensors: list[weakref.ref[Offloaded]] = []
-        # The batch sent before from the same device, while it lives.
-        self.before: weakref.ref[Batch] | None = None
-        # The graph task that has fetched it last.
-        self.task = -1
+        self.before: weakref.ref[Batch] | None = None  # the batch sent before from the same device, while it lives
+        self.task = -1  # the graph task that has fetched it last
 
     def send(
         self, tensor: torch.Tensor, transfers: Transfers, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
@@ -329,7 +323,7 @@ class Batch:
         return sent
 
     def join(self, sent: Offloaded, transfers: Transfers) -> None:
-        """Adds a tensor, of another batch maybe, which is wanted with this batch."""
+        """Adds a tensor, perhaps of another batch, which is wanted with this batch."""
         if not self.tensors:
             self.before, transfers.latest = transfers.latest, weakref.ref(self)
         self.tensors.append(weakref.ref(sent))
@@ -351,8 +345,8 @@ class Batch:
         self.task = task
         self._fetch(task)
         batch = self
-        # Batches that this backward has taken do not count, as by a node with several saved tensors.
-        for _ in range(4 * ahead):  # not through all of a long chain that was taken
+        # Batches that this backward has taken do not count: a node with several saved tensors asks again.
+        for _ in range(4 * ahead):  # a limit, since all of a long chain may have been taken
             before = None if batch.before is None else batch.before()
             if before is None:
                 return
@@ -395,8 +389,7 @@ class Moved:
         self._ahead = max_stash_size if batch is None else 1
         self._sent: Offloaded | None = None
         self.batch, self.path = batch, path
-        # The graph task of the latest use, where several saved the tensor.
-        self.task = -1
+        self.task = -1  # the graph task of the latest use, where several saved the tensor
         self.storage = weakref.ref(tensor.untyped_storage())
 
     def send(self, shared: Shared) -> None:
@@ -455,7 +448,7 @@ class Shared:
     def find(self, tensor: torch.Tensor, batch: Batch | None = None, path: RegionPath | None = None) -> Moved | None:
         identity = _key_of(tensor)
         moved = self._sent.get(identity)
-        if moved is None or moved.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
+        if moved is None or moved.storage() is not tensor.untyped_storage():  # another storage may have the address by now
             return None
         again = self._sent[identity] = moved.again(batch, path)
         return again
@@ -475,8 +468,8 @@ def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Ho
     batch = Batch(watch)
 
     def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
-        # Whoever saves the inputs compares the versions of those that stay. Tensors without gradients do: models hand masks,
-        # say, to all their regions.
+        # Tensors without gradients stay: models pass masks, say, to all their regions. The caller compares the versions of
+        # tensors that stay.
         if not tensor.requires_grad or is_kept_anyway(tensor):
             return tensor
         transfers = transfers_for(tensor, min_size)
