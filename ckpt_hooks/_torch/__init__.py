@@ -1,8 +1,8 @@
 """Every private call into torch: its use, and why the public way does not serve.
 
-Each is of torch 2.11 to 2.15, and goes when there is a public way, where nothing else is said.
+Unless a comment says otherwise, each is in torch 2.11 to 2.15, and goes when there is a public way.
 
-The check of a new release of torch is to read these modules and to run the suite. Timings: torch 2.13, an x86-64 core.
+To check a new release of torch, read these modules and run the suite. Timings: torch 2.13, an x86-64 core.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def hook_points() -> Iterator[None]:
         yield
     except (AttributeError, ImportError) as error:
         raise ImportError(
-            f"ckpt_hooks works with {_VERSIONS}, and this is torch {torch.__version__}, which has no longer, or not yet, what "
-            f"ckpt_hooks stands on: {error}. Install one of these versions, or a later ckpt_hooks."
+            f"ckpt_hooks works with {_VERSIONS}, and this is torch {torch.__version__}, which lacks a part that ckpt_hooks "
+            f"needs: {error}. Install one of these versions, or a later ckpt_hooks."
         ) from error
 
 
@@ -41,7 +41,7 @@ with hook_points():
 
 if _release > (2, 15):
     warnings.warn(
-        f"ckpt_hooks is tested with {_VERSIONS}, and this is torch {torch.__version__}: all that it stands on is there, but "
-        "compare losses with and without it, or look for a later ckpt_hooks.",
+        f"ckpt_hooks is tested with {_VERSIONS}, and this is torch {torch.__version__}: all parts that ckpt_hooks needs are "
+        "there, but compare losses with and without it, or look for a later ckpt_hooks.",
         stacklevel=2,
     )

@@ -20,8 +20,8 @@ Hooks = tuple[Hook, Hook]
 push_saved_tensors_hooks: Callable[[Hook, Hook], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
-# The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. Its argument tells whether to look past a
-# trace. There is no public way to ask whether hooks are active.
+# The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. The argument: whether to return hooks
+# during a trace too. There is no public way to ask whether hooks are active.
 top_saved_tensors_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
 # Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of ``backward``.
@@ -34,13 +34,13 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def is_called_by_engine(frame: FrameType | None) -> bool:
-    """Whether a frame is that which runs ``backward``: what it calls is C++, of the engine or of a node."""
+    """Whether a frame runs the engine of autograd: a call from this frame comes from C++ of the engine or of a node."""
     return frame is not None and frame.f_code is _ENGINE
 
 
-# Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
-# which is what recomputed values hang on. FSDP and DDP rely on the same call. Torch 2.15 has made it public; the engine's
-# private call goes when 2.14 does.
+# Runs a callable when the graph task of this thread ends, and owns it until then. A backward that fails drops it, and the
+# recomputed values with it. FSDP and DDP rely on the same call. Torch 2.15 has made it public; the engine's private call goes
+# when 2.14 does.
 queue_callback: Callable[[Callable[[], None]], None] = getattr(
     torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback
 )
@@ -48,15 +48,14 @@ queue_callback: Callable[[Callable[[], None]], None] = getattr(
 # Whether the graph task that is running keeps its graph (``retain_graph=True``).
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-# The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine honours
-# the other's.
+# The ``GraphExecGroup`` that this thread is in, torch's or ours: both use the same slot, so that each engine respects the
+# other's groups.
 graph_exec_group: Callable[[], object | None] = torch._C._get_graph_exec_group
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 
 # The number that the next autograd node created on this thread will get. Tensors that an operator saves are packed after its
 # node was made and before the next one's, so equal numbers mean the same operator.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
 
 # The sequence number of a node, given by its thread.
 node_number: Callable[[Any], int] = lambda node: node._sequence_nr()  # noqa: E731
@@ -96,7 +95,7 @@ class NodeSavedTensor:
         return tensor
 
 
-# 2.12 added the way to make a ``SavedTensor`` from Python. Its own form here goes with torch 2.11, the other with a public way.
+# 2.12 added a way to make a ``SavedTensor`` from Python. ``NodeSavedTensor`` goes with torch 2.11, the call with a public way.
 save_tensor: Callable[[torch.Tensor], SavedTensor] = (
     (lambda tensor: torch._C._autograd._make_saved_tensor(tensor, False))
     if hasattr(torch._C._autograd, "_make_saved_tensor")

@@ -15,7 +15,7 @@ import torch
 from .functions import OVERLOAD
 from .modes import TorchDispatchMode, made_apart
 
-# Where functions and methods of generated code are. Goes when an overload takes its arguments as quickly.
+# The holders of the generated bindings. Goes when an overload takes its arguments as quickly.
 _HOLDERS = (
     torch._C._VariableFunctions,
     torch._C.TensorBase,
@@ -49,7 +49,7 @@ class _ReachedError(Exception):
 
 
 class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises at the first operator, with what it gets: nothing runs."""
+    """Raises at the first operator, with the operator and its arguments, before it runs."""
 
     # Without this Dynamo would be imported to wrap the handler.
     @classmethod
@@ -78,29 +78,29 @@ def _examples_of(argument: Any, tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*values, None) if values and inner is not kind else values
 
 
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(
+def _are_same(args: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(args) == len(others) and all(
         first is second or (type(first) is type(second) and not isinstance(first, torch.Tensor) and first == second)
-        for first, second in zip(one, other, strict=True)
+        for first, second in zip(args, others, strict=True)
     )
 
 
 def binding_of(overload: Any, count: int) -> Callable[..., Any] | None:
     """Returns the binding that stands in for an overload with a number of arguments, all by position."""
     try:
-        return made_apart(lambda: _find_binding(overload, count))  # no interrupt comes in between
-    except RuntimeError:  # there can be no further thread
+        return made_apart(lambda: _find_binding(overload, count))  # on another thread, which no Ctrl-C interrupts
+    except RuntimeError:  # no thread can start, as at exit
         return None
 
 
 def _find_binding(overload: Any, count: int) -> Callable[..., Any] | None:
     name = overload._schema.name.removeprefix("aten::") if type(overload) is OVERLOAD else "::"
-    # Results by name are of a class of their own; of a number a binding makes a tensor; a composite runs before it is seen.
+    # Named results have a class of their own; a binding makes a tensor of a number; a composite runs before the probe sees it.
     if "::" in name or hasattr(torch.return_types, name) or overload._overloadname == "Scalar" or is_composite(overload):
         return None
-    found = [binding for holder in _HOLDERS if (binding := getattr(holder, name, None)) is not None]
+    bindings = [binding for holder in _HOLDERS if (binding := getattr(holder, name, None)) is not None]
     arguments = overload._schema.arguments[:count]
-    if not found or any(argument.kwarg_only for argument in arguments):
+    if not bindings or any(argument.kwarg_only for argument in arguments):
         return None
     tensor = torch.empty(1)
     calls = list(itertools.islice(itertools.product(*(_examples_of(argument, tensor) for argument in arguments)), _MOST + 1))
@@ -110,9 +110,9 @@ def _find_binding(overload: Any, count: int) -> Callable[..., Any] | None:
     expected = [(args, reached) for args, reached in expected if reached is not None and reached[0] is overload]
     if not expected:
         return None
-    return next((binding for binding in found if all(_is_same(reached, binding, args) for args, reached in expected)), None)
+    return next((binding for binding in bindings if all(_is_same(reached, binding, args) for args, reached in expected)), None)
 
 
 def _is_same(expected: Any, binding: Callable[..., Any], args: Sequence[Any]) -> bool:
-    found = _reached(binding, args)
-    return found is not None and found[0] is expected[0] and _are_same(found[1], expected[1]) and found[2] == expected[2]
+    call = _reached(binding, args)
+    return call is not None and call[0] is expected[0] and _are_same(call[1], expected[1]) and call[2] == expected[2]

@@ -24,7 +24,7 @@ FUNCTION_OF_ENGINE = f"_checkpoint_without_reentrant_generator{'' if _ARGUMENTS_
 
 
 def _called(*args: Any, **kwargs: Any) -> Any:
-    """Lends its code to torch's function, so every name comes from an import in here."""
+    """Lends its code to torch's function, in whose module its names would be looked up: so it imports them itself."""
     from ckpt_hooks._torch.checkpoint import engine
 
     # A generator like torch's: Python 3.13 warns of code of another kind.
@@ -34,8 +34,8 @@ def _called(*args: Any, **kwargs: Any) -> Any:
 class _Engine:
     """Torch's non-reentrant engine, whose calls may be diverted."""
 
-    # The function object of torch stays where it is and gets other code. So calls by names imported at any time are diverted,
-    # and what Dynamo knows by identity is what it was.
+    # Torch's function object stays where it is and gets other code. So calls by names imported at any time are diverted, and
+    # Dynamo, which knows the object by identity, still finds it.
     __slots__ = ("_before", "_choose", "_function", "_original")
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Engine:
 
 
 def _set_code(function: Any, code: Any, defaults: Any, named_defaults: Any) -> None:
-    # A call on another thread may come between two of these. It passes each argument, so it needs no default.
+    # A call on another thread may come between two of these lines. It passes each argument, so it needs no default.
     function.__code__ = code
     function.__defaults__ = defaults
     function.__kwdefaults__ = named_defaults
@@ -90,7 +90,7 @@ def _arguments_first(region: Diversion, function: Callable[..., Any], /, *args: 
 class _ReentrantEngine:
     """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
 
-    # The class gets its own attribute in front of the inherited attribute. Goes with the reentrant engine.
+    # The class gets an ``apply`` of its own, before the inherited method. Goes with the reentrant engine.
     __slots__ = ("_before", "_class", "_original", "_set")
 
     def __init__(self) -> None:
@@ -128,12 +128,12 @@ reentrant_engine = _ReentrantEngine()
 
 
 def settings_of_torch() -> tuple[bool | None, bool | None]:
-    """Returns what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` of torch have set, or None for each."""
+    """Returns torch's settings by ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled``; None where not set."""
     return _torchs._enable_checkpoint_early_stop, _torchs._checkpoint_debug_enabled
 
 
-# The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have one
-# ``storage``. A pair is recognised, for the package's own modes to carry it out. Goes when torch's modes are exact.
+# The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have the
+# same ``storage``. The package's modes replace such a pair. Goes when torch's modes are exact.
 SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
 
@@ -147,16 +147,17 @@ def is_compiled() -> bool:
     return torch.compiler.is_compiling() or (_RUNS_FOR_SHAPES and torch._guards.TracingContext.try_get() is not None)
 
 
-# There the user's context is inside ``_no_hook(module, context)``, by which the hooks of the module rest in a recompute.
+# The module of torch's composable ``checkpoint``, whose ``_no_hook(module, context)`` wraps the user's context and switches the
+# module's hooks off in a recompute.
 COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 
 def without_composable(
     context: AbstractContextManager[Any],
 ) -> tuple[AbstractContextManager[Any] | None, AbstractContextManager[Any]] | None:
-    """Takes apart the context of a recompute by torch's composable ``checkpoint``: the user's or None, and the other one."""
+    """Splits the context of a recompute by torch's composable ``checkpoint`` into the user's, or None, and torch's."""
     function: Any = getattr(context, "func", None)
     if getattr(function, "__module__", None) != COMPOSABLE or function.__name__ != "_no_hook":
-        return None  # of others
+        return None  # another context
     module, users = (*context.args, None)[:2]  # type: ignore[attr-defined]
     return users, contextlib.contextmanager(function)(module)

@@ -20,7 +20,7 @@ _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def skipped(function: F) -> F:
-    """Marks a function, and the functions in its body, as not to be compiled when called eagerly, nor what they call."""
+    """Makes Dynamo skip a function, the functions in its body, and their callees, when it is called eagerly."""
     todo = [function.__code__]
     while todo:
         code = todo.pop()
@@ -30,8 +30,8 @@ def skipped(function: F) -> F:
 
 
 def while_tracing(function: F) -> F:
-    """Marks a function for Dynamo to call while it traces, with the result for a constant."""
-    # As ``torch.compiler.assume_constant_result`` does, which imports Dynamo.
+    """Marks a function for Dynamo to call while it traces; the result is a constant of the graph."""
+    # ``torch.compiler.assume_constant_result`` does the same, but imports Dynamo.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -55,8 +55,8 @@ def graph_of(compiled: Any) -> Any:
 
 
 def _is_generated(call: Any) -> bool:
-    # A CUDA graph's next run writes to the memory that it returned. It wraps the code, or each partition, in functions of other
-    # modules. So does what copies inputs that are not aligned, which is told by its name.
+    # Not if it is run as a CUDA graph, whose next run overwrites the results: that wraps the code, or each partition, in
+    # functions of other modules. The wrapper that copies unaligned inputs does no harm, and is known by its name.
     if getattr(call, "__qualname__", "") == "align_inputs_from_check_idxs.<locals>.run":
         call = call.__closure__[call.__code__.co_freevars.index("model")].cell_contents
     parts = getattr(getattr(call, "__self__", None), "partitions", ())

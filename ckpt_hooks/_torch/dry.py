@@ -1,4 +1,4 @@
-"""A fake mode which tells of the memory that real tensors would take."""
+"""A fake mode which reports the memory that real tensors would take."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DryMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
         self._tell: Callable[..., object] = lambda *_: None
-        self._is_inside = False  # of an operator, whose decomposition is none of the program's
+        self._is_inside = False  # of an operator: operators of its decomposition are not the program's
         self._made: dict[int, weakref.ref[Any]] = {}
         self._real: dict[int, tuple[torch.Tensor, int, FakeTensor]] = {}  # with versions from before, by identity
         self._totals: dict[Any, int] = {}
@@ -76,7 +76,7 @@ class DryMode(FakeTensorMode):
             self._is_inside = False
         outputs = _tensors_in(returned)
         if func is torch.ops.aten.add.Tensor and is_called_by_engine(sys._getframe(1)):
-            # Where gradients meet, the engine adds in place to a gradient that it alone has, but not for subclasses.
+            # The engine adds in place to a real gradient that only it has (torch/csrc/autograd/input_buffer.cpp), not to fakes.
             alone = next((tensor.untyped_storage() for tensor in inputs if num_holders(tensor) == 1), None)
             if alone is not None:
                 self._end(alone._cdata, alone.nbytes())
@@ -180,7 +180,7 @@ def _temporary_of(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Ten
 
 def _of_convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, is_backward: bool) -> int:
     # oneDNN copies tensors to a form in which channels lie in groups, a channel for each lane of a register, and results back.
-    # Torch tells nobody of these bytes (https://uxlfoundation.github.io/oneDNN/dev_guide_understanding_memory_formats.html).
+    # Torch does not report these bytes (https://uxlfoundation.github.io/oneDNN/dev_guide_understanding_memory_formats.html).
     y, x, weight = (inputs[0], *inputs[1:3]) if is_backward else (outputs[0], *inputs[:2])
     step = x.shape[-1] / y.shape[-1]  # the stride, or a part of one where convolutions are transposed
     if max(weight.shape[2:]) == 1 and step == 1 and x.shape[0] < 16 and torch.get_num_threads() == 1:

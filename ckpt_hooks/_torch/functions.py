@@ -19,28 +19,28 @@ from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from .compiling import skipped
 
-# What operators are: overloads, and operators of operators; several overloads of a name are a packet. Goes when these classes
-# are public.
+# The classes of operators: overloads, higher-order operators, and packets of the overloads of a name. Goes when public.
 OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator  # for type checkers
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
 # Whether an operator has an effect that must not be repeated: registered by ``torch.library``, or of an object of
-# TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15.
+# TorchBind among its arguments. ``import torch`` loads the module; torch's own policies ask it since 2.15.
 has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
 
 # Returns a tensor that a collective fills, when it is complete; to wait for it again does no harm. Goes when the operator is
 # public.
 wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
 
-# Whether ``torch.jit.trace`` is at work, which takes a question for a size for an operator. Goes when ``torch.jit.is_tracing``
-# is as quick.
+# Whether ``torch.jit.trace`` is at work, which records each look at a size as an operator. Goes when the public
+# ``torch.jit.is_tracing`` is as quick.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
 # Custom functions, diverted. Goes when dispatch modes are told of custom functions.
 # 2.11 to 2.14: ``Function.apply`` calls this base method, so that ``apply = F.apply``, bound early, is diverted too.
-# 2.15: ``Function.apply`` is this method, and binds defaults of arguments itself. Names bound before the first region end here.
+# 2.15: ``Function.apply`` is this method, and binds defaults of arguments itself; names bound before the first region skip the
+# diversion.
 IS_BOUND_EARLY = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
 _apply: Callable[[None, Any], Callable[..., Any]] = torch._C._FunctionBase.__dict__["apply"].__get__
 
@@ -50,7 +50,7 @@ def apply(function: Any, args: Any, kwargs: Any) -> Any:
     return _apply(None, function)(*args, **kwargs)
 
 
-#: The code of :func:`apply`: tells the pack hook's caller.
+#: The code of :func:`apply`, by which a pack hook knows its caller.
 APPLY_CODE = apply.__code__
 
 
@@ -60,7 +60,7 @@ def has_setup_context(function: Any) -> bool:
 
 
 _Find = Callable[[Any], Callable[..., Any] | None]
-# Returns the callable for a call of a custom function, None for a plain call; set by :func:`divert_functions`.
+# Returns the callable to use in place of a custom function's ``apply``, or None; set by :func:`divert_functions`.
 _find: _Find = lambda function: None  # noqa: E731
 _missed: Callable[[Any], None] = lambda function: None  # noqa: E731
 
@@ -82,7 +82,7 @@ class _Apply:
 
     __slots__ = ()
 
-    # Set once, so by default arguments, which take half the time of attributes.
+    # Default arguments, since both are set once, and an attribute takes twice the time.
     def __get__(self, instance: Any, function: Any, at_work: set[Any] = AT_WORK, plain: Any = _apply) -> Any:
         return (at_work and _find(function)) or plain(None, function)
 
@@ -94,8 +94,8 @@ _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 def divert_functions(find: _Find, unseen: _Unseen, shared: _Unseen, missed: Callable[[Any], None]) -> None:
     """Diverts calls of custom functions to ``find``, and methods which write by a Python function or share memory."""
     global _find, _missed
-    # ``missed`` is told of each function which saves tensors, called in whatever way. For the whole process: no hook or mode
-    # sees such calls (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py).
+    # ``missed`` gets each function that calls ``save_for_backward``, however it was called. For the whole process: no hook or
+    # mode sees such calls (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py).
     _find, _missed = find, missed
     base: Any = torch.autograd.Function if IS_BOUND_EARLY else _SingleLevelFunction
     base.apply = _Apply()
@@ -134,13 +134,13 @@ TRITON = "triton.runtime.jit"
 
 def divert_triton(unseen: _Unseen) -> None:
     kernel = getattr(sys.modules.get(TRITON), "JITFunction", None)
-    if kernel is None or hasattr(kernel.run, "is_diverted"):  # by this function: others may have wrapped it too
+    if kernel is None or hasattr(kernel.run, "is_diverted"):  # by an earlier call; a library may have wrapped it too
         return
     launch = kernel.run
 
     @wraps(launch)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not AT_WORK or kwargs.get("warmup"):  # which compiles alone
+        if not AT_WORK or kwargs.get("warmup"):  # which only compiles
             return launch(self, *args, **kwargs)
         name = getattr(self, "__name__", "kernel")
         return unseen(f"the Triton kernel {name}", (args, kwargs), partial(launch, self, *args, **kwargs))
@@ -150,7 +150,7 @@ def divert_triton(unseen: _Unseen) -> None:
 
 
 def divert_conversions(note: Callable[[torch.nn.Module], None]) -> None:
-    """Has ``note`` called before a module gives its own parameters other memory: ``module.double()``, ``to`` and the like."""
+    """Makes modules call ``note`` before they give their own parameters other memory, as by ``module.double()`` or ``to``."""
     module: Any = torch.nn.Module
     convert = module._apply
 

@@ -19,10 +19,10 @@ def store_in(prefix: str, store: Any) -> Any:
 
 
 def patience_of(group: Any) -> float:
-    # There is a public way to set it, and none to ask.
+    # The timeout has a public setter, and no public getter.
     patience: timedelta = c10d.default_pg_timeout
     for device in group._device_types:
-        # A backend may be without options, as that of TORCH_DISTRIBUTED_DEBUG=DETAIL.
+        # A backend may have no options, as under TORCH_DISTRIBUTED_DEBUG=DETAIL.
         with contextlib.suppress(AttributeError, RuntimeError):
             patience = group._get_backend(device).options._timeout
     return patience.total_seconds()
@@ -32,7 +32,7 @@ def close_groups() -> None:
     """Ends all collectives of this process that wait, with an error; the groups are of no use afterwards."""
     for group in [group for group in c10d._world.pg_map if isinstance(group, c10d.ProcessGroup) and group.size() > 1]:
         # gloo has no ``abort`` (https://github.com/pytorch/pytorch/issues/130345). A receive that gives up closes the
-        # connections of a group, and all that waits on these ends.
+        # connections of a group, which ends all that waits on them.
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0).wait(timedelta(milliseconds=1))
         with contextlib.suppress(RuntimeError):

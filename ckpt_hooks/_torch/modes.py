@@ -16,7 +16,7 @@ R = TypeVar("R")
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 # The dispatch modes that are active on this thread, from the outermost. Goes when the public way is as quick. Entering a mode
-# by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under a mode.
+# by its own methods also sets flags, at 1.6 us, by which compiled functions know that they run under a mode.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
@@ -35,25 +35,24 @@ def be_seen_by_modes(is_seen: bool) -> None:
     _python_dispatch._is_in_torch_dispatch_mode = is_seen
 
 
-# Whether torch traces by a dispatch mode (fake, functional, proxy), which has a place of its own on the stack; and a tensor of
-# such a trace, in which there is nothing.
+# Whether a dispatch mode is torch's for tracing (fake, functional, proxy), which has a place of its own on the stack; and the
+# class of a fake mode's tensors, which have no data.
 is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731
 FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
 
 # The fake mode that is active on this thread, or None: it has a place of its own.
 active_fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
-# What runs while a module is called: its frame of Python has the module.
+# The code that runs while a module is called, in a Python frame which has the module as ``self``.
 MODULE_CALL: Any = torch.nn.Module._call_impl.__code__
 
 # A context in which calls go past function modes.
 PastFunctionModes: Any = torch._C.DisableTorchFunction
 
-# Keys of the dispatcher are left out, or taken in again, on this thread.
+# Excludes a key of the dispatcher on this thread, or includes it again.
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 is_key_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
-
 
 # Active ``TorchFunctionMode`` objects (a default device is one), outermost first.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -62,11 +61,11 @@ function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 # Whether function modes and the ``__torch_function__`` of subclasses are asked on this thread.
 are_functions_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
 
-# Pushes and pops a mode without entering it, which changes the state of some.
+# Pushes and pops a mode without ``__enter__`` and ``__exit__``, which change the state of some modes.
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack
 
-# Has the mode that ``torch.set_default_device`` has pushed on this thread, as ``device_context``.
+# Its ``device_context`` is the mode that ``torch.set_default_device`` has pushed on this thread.
 GLOBAL_DEVICE: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
@@ -85,12 +84,12 @@ def set_global_device_mode(mode: object | None) -> None:
 # this thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-# Transforms call it; an error of theirs has no class of its own, and is known by this code.
+# Transforms refuse hooks by this code. Their error has no class of its own, and is known by the code in its traceback.
 _REFUSES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 
 
 def is_refused_by_transform(error: BaseException) -> bool:
-    """Whether a ``torch.func`` transform has raised the error, which refuses saved-tensor hooks around it."""
+    """Whether an error says that a ``torch.func`` transform refuses saved-tensor hooks."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_of_transform = any(frame.f_globals.get("__name__", "").startswith("torch._functorch.") for frame in frames[:-1])
     return is_of_transform and frames[-1].f_code is _REFUSES_HOOKS
@@ -112,16 +111,15 @@ _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_int
 _pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_stack
 _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
 
-
-# ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
-# nothing is batched. Its level can be read only by moving it.
+# ``is_grads_batched`` maps by another vmap, under which random operators refuse to run even where nothing is batched. Its level
+# can be read only by changing it.
 _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
 is_mapped: Callable[[], bool] = partial(_is_included, torch._C._dispatch_key_parse("VmapMode"))
 
 
 def suspend_transforms() -> tuple[list[object], int]:
     """Takes every ``torch.func`` transform, and every map over gradients, off this thread."""
-    # Its callers ask first whether there are any, without a call of Python.
+    # Callers first ask ``is_any_transform_active`` and ``is_mapped``, which cost less than a Python call.
     # The rerun of a region runs outside of transforms, as forward did, although backward may run under one:
     # ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
     level = _enter_batched_grads() - 1
@@ -138,12 +136,11 @@ def resume_transforms(suspended: tuple[list[object], int]) -> None:
         _enter_batched_grads()
 
 
-# 0.06 us for a question that takes a public call for each device type. Goes when the public way is as quick.
+# In 0.06 us; the public way takes a call for each device type. Goes when the public way is as quick.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # A generator's address.
 address_of_generator: Callable[[Any], int] = lambda generator: generator._cdata  # noqa: E731
-
 
 # The current device of CUDA, and number, device and kind of a device's current stream, without a look whether CUDA is
 # initialised and without an object: 0.1 us each. None in builds without CUDA. Goes when the public way is as quick.
@@ -155,6 +152,6 @@ private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
 
 def made_apart(make: Callable[[], R]) -> R:
-    """Returns what a function makes on a thread of its own, where nothing of the above is in force: on import, say."""
+    """Returns the result of a function on a new thread, where no mode, trace, transform or autocast is active."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

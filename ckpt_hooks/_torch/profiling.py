@@ -22,8 +22,7 @@ NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._
 # Whether a profiler runs on this thread: a second profiler is an error.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
-
-#: What ends the profile of a step, by thread, for a ledger that the program takes within that step.
+#: By thread, the function that ends the profile of a step, for a ledger that the program takes within that step.
 giving_way: dict[int, Callable[[], object]] = {}
 
 # Two profilers on two threads end the process in torch's code (2.11 to 2.15).
@@ -33,7 +32,7 @@ _PROFILER_LOCK = threading.Lock()
 class profile_memory:  # noqa: N801  # a context manager, as torch's own
     # The public profiler gives allocations without addresses, and not in the same order as ranges: the tree of events has both.
     def __init__(self) -> None:
-        # On an accelerator too its allocator reports to the CPU's part of the profiler; kernels are of no use here.
+        # An accelerator's allocator reports to the CPU's part of the profiler too; kernels are not needed.
         self._profile = profile(use_cpu=True, profile_memory=True, use_kineto=True)
 
     def __enter__(self) -> profile_memory:

@@ -13,27 +13,27 @@ from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 
 is_traceable_wrapper_subclass: Callable[[Any], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
-# Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
+# Returns the address of a tensor's storage object, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without a storage. Goes when the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
-# What a class of tensors has for ``__torch_dispatch__`` that does not take operators itself.
+# The ``__torch_dispatch__`` of classes of tensors that do not handle operators themselves.
 DISABLED_DISPATCH: Any = torch.Tensor.__torch_dispatch__
 
 # A context: operators go past autograd, and past the counting of versions and the tracking of views.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
-# A view that is the negative of what is in memory; what is public copies. And what sets, without a copy, whether a tensor is
-# the conjugate of what is in its memory, or the negative.
+# Returns a view that is the negative of its memory; the public way copies. And setters, without a copy, of whether a tensor is
+# the conjugate, or the negative, of its memory.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
-# Whether the operator that a dispatch mode sees came past the key that ties versions of views to bases: ``detach()`` did, the
-# ``detach`` of ``.data`` did not.
+# Whether the operator that a dispatch mode sees has gone through the key that ties the version of a view to its base:
+# ``detach()`` has, the ``detach`` of ``.data`` has not.
 is_below_counting: Callable[[], bool] = functools.partial(is_key_excluded, _COUNTING)
 
-# While a guard exists, this thread's dispatch modes are not asked: whatever ends the function that has it, Ctrl-C too, they
-# are asked again.
+# While a guard exists, this thread's dispatch modes are not asked. However the function that holds the guard ends, by Ctrl-C
+# too, they are asked again.
 _ModesNotAsked: Callable[[], object] = torch._C._DisableTorchDispatch
 
 
@@ -56,7 +56,7 @@ def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     finally:
-        del guard  # which the traceback of an exception would keep
+        del guard  # the traceback of an exception would keep it
 
 
 def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
@@ -96,7 +96,7 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
-# What a nested tensor of the strided kind is made of: all of its numbers, and the sizes of its parts. What is public goes
+# The content of a nested tensor of the strided kind: all of its numbers, and the sizes of its parts. The public way goes
 # through the parts in turn. Goes when the public way is as quick.
 nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor.contiguous().values(),
@@ -157,7 +157,7 @@ def parts_of(tensor: torch.Tensor) -> list[Any] | None:
     if hasattr(tensor, "__tensor_flatten__"):
         return inner_tensors(tensor)
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # what is public raises where indices repeat
+        return [tensor._indices(), tensor._values()]  # the public methods raise where indices repeat
     if tensor.layout in _BY_ROWS:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in _BY_COLUMNS:
@@ -180,7 +180,7 @@ def _count(tensor: torch.Tensor) -> int:
     return count
 
 
-# What the count is for a tensor that alone has its memory: it, and the object made to ask.
+# The count for a tensor that alone has its memory: the tensor, and the object made to ask.
 _ALONE = made_apart(lambda: _count(torch.empty(1)))
 
 
@@ -193,8 +193,8 @@ def num_holders(tensor: torch.Tensor) -> int:
 dry_storages: dict[int, torch.device] = {}
 
 
-# A weak reference to the object of a tensor's storage: no other storage takes its address as long as there is the reference.
-# And the storage of such a reference, None if it is gone.
+# A weak reference to the object of a tensor's storage: while the reference exists, no other storage takes the address. And the
+# storage of such a reference, None if it is gone.
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
