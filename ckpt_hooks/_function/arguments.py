@@ -39,10 +39,6 @@ HandedOut = tuple[int, torch.Tensor, "int | None"]
 #: The frame around a region, and the region's path.
 PlaceInFrame = tuple[Frame, RegionPath]
 
-#: The hooks registered on tensors: each dict of hooks by their numbers, and its content.
-Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
-
-
 #: Tensors for a rerun, and the tensors that are others than in forward, by the ``id`` of forward's.
 Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
@@ -128,16 +124,6 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
         finally:
             pop_saved_tensors_hooks()
         raise
-
-
-def put_hooks_back(before: Hooks, after: Hooks) -> None:
-    """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there."""
-    contents = {id(hooks): content for hooks, content in before}
-    for hooks, _ in (*before, *after):
-        content = contents.get(id(hooks), {})
-        if hooks.keys() != content.keys():
-            hooks.clear()
-            hooks.update(content)
 
 
 class Arguments:
@@ -301,14 +287,6 @@ class Arguments:
             [build(captured, tensors, built) for captured in args],
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
-
-    def hooks(self, handed_out: list[HandedOut]) -> Hooks:
-        """Returns the hooks registered on the tensors of a rerun."""
-        dicts = [tensor._backward_hooks for tensor in self._tensors if tensor is not None]
-        if self._origins or handed_out:
-            tensors = [*(reference() for reference, *_ in self._origins.values()), *(tensor for _, tensor, _ in handed_out)]
-            dicts += [tensor._backward_hooks for tensor in tensors if tensor is not None]
-        return [(hooks, hooks.copy()) for hooks in dicts if hooks] if any(dicts) else ()
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""

@@ -18,6 +18,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._ambient.random import Position, Where, are_other_threads_alive, devices_between, position_of_generators
 from ckpt_hooks._core.descriptions import format_path
@@ -68,6 +69,7 @@ class Collector:
         self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
         self.marks: list[RegionMark] = []
+        self.registered: list[RemovableHandle] = []  # hooks of the rerun, of which forward has registered its own
         self._lent: set[int] = set()  # numbers of tensors with other memory during the rerun
         self._exchanged: frozenset[int | None] = frozenset()  # storages with another content
         # The devices whose generators have moved otherwise than in forward, maybe by another thread's draws.

@@ -15,6 +15,7 @@ from sys import getrefcount
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.devices import capture as capture_current
@@ -46,7 +47,7 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks._torch.functions import divert_scripted
+from ckpt_hooks._torch.functions import divert_scripted, tell_hooks
 from ckpt_hooks._torch.modes import num_dispatch_modes
 from ckpt_hooks._torch.tensors import detach_past_modes
 from ckpt_hooks.errors import DeterminismError, InternalError
@@ -202,7 +203,7 @@ class FunctionFrame(Frame):
         except BaseException as error:
             self._tell_exited(error)
             raise
-        _watch_scripted()
+        _watch_calls()
 
     def __enter__(self) -> FunctionFrame:
         paused = pause_modes() if num_dispatch_modes() else None
@@ -550,6 +551,17 @@ def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: An
         pop_saved_tensors_hooks()
 
 
+def _note_hook(handle: RemovableHandle) -> None:
+    frame: Any = stack.innermost
+    while frame is not None:  # of regions in the rerun of another region, the latter
+        collector = getattr(frame, "collector", None)
+        if collector is not None:
+            collector.registered.append(handle)
+            return
+        frame = frame.parent
+
+
 @functools.cache
-def _watch_scripted() -> None:
+def _watch_calls() -> None:
     divert_scripted(_run_scripted)
+    tell_hooks(_note_hook)

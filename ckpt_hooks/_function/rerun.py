@@ -12,7 +12,6 @@ from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.random import (
@@ -41,7 +40,7 @@ from ckpt_hooks._torch.modes import (
 from ckpt_hooks.errors import DeterminismError, MutationError
 
 from . import words
-from .arguments import HandedOut, Hooks, put_hooks_back
+from .arguments import HandedOut
 from .collector import Collector, PackHook
 from .compare import result_of
 from .reads import WatchReads
@@ -64,10 +63,8 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     # would keep an exception, and with it the region's inputs, in a cycle.
     watch = _draw_watch() if probe is None and words.has_warned and are_other_threads_alive() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
-    next_hook = RemovableHandle.next_id  # a counter for all hooks of the process
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
-    hooks: Hooks = ()
     tensors: Sequence[torch.Tensor | None] | None = None
     loan: JournalLoan | None = None  # of what the function reaches
     borrows, paused, transforms = False, None, None
@@ -81,7 +78,6 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             transforms = suspend_transforms() if is_mapped() or is_any_transform_active() else None
             set_grad_enabled(True)
             tensors, stand_ins = arguments.restore(frame, handed_out)
-            hooks = arguments.hooks(handed_out)
             # One recompute at a time sets the default generators back, where threads do not train on several devices. Others
             # draw from generators of their own: who waits for a lock under which user code runs may wait for ever.
             is_apart = are_other_threads_alive() and have_several_drawn()
@@ -126,8 +122,8 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             set_grad_enabled(grad_enabled)
             if transforms is not None:
                 resume_transforms(transforms)
-            if hooks or RemovableHandle.next_id != next_hook:
-                put_hooks_back(hooks, arguments.hooks(handed_out))
+            for handle in collector.registered:
+                handle.remove()
             if handed_out:
                 arguments.look_at(handed_out)
         # Compare.

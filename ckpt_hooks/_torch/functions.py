@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.utils.hooks import RemovableHandle
 
 from .compiling import skipped
 
@@ -161,6 +162,18 @@ def divert_conversions(note: Callable[[torch.nn.Module], None]) -> None:
         return convert(self, *args, **kwargs)
 
     module._apply = run
+
+
+def tell_hooks(tell: Callable[[RemovableHandle], None]) -> None:
+    """Has every new hook told, of tensors, nodes and modules. Goes when torch tells which hooks a node has."""
+    register = RemovableHandle.__init__
+
+    @skipped
+    def registered(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+        register(self, *args, **kwargs)
+        tell(self)
+
+    RemovableHandle.__init__ = registered  # type: ignore[method-assign]
 
 
 def divert_scripted(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:

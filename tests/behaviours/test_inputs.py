@@ -366,34 +366,43 @@ def test_a_step_between_is_noticed_though_the_weights_were_frozen_in_forward(run
         y.sum().backward()
 
 
-def assert_hook_counts_once(run, *, is_leaf, backwards):
-    """To scale the gradient of what came before, a function has registered a hook on its argument."""
-    calls = []
+def scale_all(gradients):
+    return tuple(gradient * 0.5 for gradient in gradients)
 
-    def halve(gradient):
-        calls.append(gradient)
-        return gradient * 0.5
 
-    def function(h):
-        h.register_hook(halve)
-        return h.sin().exp()
-
-    gradients = []
-    for impl in (lambda function, *args: function(*args), run):
-        calls.clear()
-        x = torch.linspace(-1, 1, 3).requires_grad_()
-        y = impl(function, x if is_leaf else x.tan())
-        for _ in range(backwards):
-            y.sum().backward(retain_graph=True)
-        gradients.append(x.grad)
-        assert len(calls) == backwards
-    assert torch.equal(*gradients)
+#: Ways to register a hook on a tensor or its node, which scales a gradient or is told of it.
+HOOKS = {
+    "tensor": lambda h, told: h.register_hook(lambda gradient: told(gradient) or gradient * 0.5),
+    "accumulated": lambda h, told: h.register_post_accumulate_grad_hook(lambda leaf: told(leaf.grad.mul_(0.5))),
+    "node": lambda h, told: h.grad_fn.register_hook(lambda given, _: told(given) or scale_all(given)),
+    "before the node": lambda h, told: h.grad_fn.register_prehook(lambda given: told(given) or scale_all(given)),
+    "of several, all": lambda h, told: torch.autograd.graph.register_multi_grad_hook([h], told),
+    "of several, any": lambda h, told: torch.autograd.graph.register_multi_grad_hook([h], told, mode="any"),
+}
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("closes_over", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
 @runs(*FORMS, torch_fails=SILENT)
-def test_function_registers_a_hook_on_its_argument(run, backwards):
-    assert_hook_counts_once(run, is_leaf=False, backwards=backwards)
+def test_a_hook_that_a_function_registers_counts_once(run, hook, closes_over, backwards):
+    """On an argument or a tensor that it closes over: to scale the gradient of what came before, say."""
+
+    def steps(run):
+        calls, x = Log(), torch.linspace(-1, 1, 3).requires_grad_()
+        h = x if hook == "accumulated" else x.tan()
+
+        def function(argument):
+            HOOKS[hook](h if closes_over else argument, calls.append)
+            return (argument.sin() * h).exp()
+
+        y = run(function, h)
+        for _ in range(backwards):
+            y.sum().backward(retain_graph=True)
+        assert len(calls) == backwards
+        return x.grad
+
+    assert torch.equal(steps(run), steps(plain))
 
 
 @pytest.mark.parametrize("saved_by", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
