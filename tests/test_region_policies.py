@@ -317,7 +317,7 @@ def test_a_name_is_of_the_innermost_region():
 
     policy = policies.save_only_these_names("h")
     assert replayed(program, x)["sin"] == 1
-    with pytest.warns(UserWarning, match="names tensors of which the first 3 regions under it have had none: h"):
+    with pytest.warns(UserWarning, match="names tensors that none of the first 3 regions under it had: h"):
         _ = [program(checkpoint_region) for _ in range(2)]
 
 
