@@ -18,6 +18,7 @@ from ckpt_hooks import CheckpointError
 from ckpt_hooks.integrations import enable_in_transformers, patch_torch
 from ckpt_hooks.policies import dots_saveable
 from tests.fake_transformers import (
+    LateLayer,
     Layer,
     Model,
     OfPeft,
@@ -47,7 +48,7 @@ def attributes(model):
     return {name: {**vars(module)} for name, module in model.named_modules()}
 
 
-@pytest.mark.parametrize("kind", [Model, StackModel])
+@pytest.mark.parametrize("kind", [Model, StackModel, lambda: Model(kind=LateLayer)])
 @pytest.mark.parametrize("policy", [None, dots_saveable])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_step_is_bitwise_the_same(kind, recorded, policy):

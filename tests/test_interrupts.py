@@ -298,6 +298,27 @@ def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within,
         assert torch.equal(back(contextlib.nullcontext()), expected)
 
 
+@pytest.mark.parametrize("within", ["tree_of", "__init__", "_take_pointers", "_take_tensors"])
+def test_an_interrupt_in_a_first_forward_leaves_no_half_of_what_a_module_binds(within):
+    """The forwards after it are as plain: batch norm counts each of them once."""
+    x = torch.rand(5, 3, requires_grad=True)
+
+    def steps(norm, run):
+        return [grad(run(norm, x).sin().sum(), x)[0] for _ in range(3)] + [norm.num_batches_tracked - first]
+
+    first, dry = 0, Interrupt(within=f"_state/trees.py:{within}")
+    expected = steps(nn.BatchNorm1d(3), lambda norm, x: norm(x))
+    with dry:
+        checkpoint(nn.BatchNorm1d(3), x)
+    assert dry.count
+    for at in range(1, dry.count + 1):
+        norm = nn.BatchNorm1d(3)
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(at, dry.within):
+            checkpoint(norm, x)
+        first = norm.num_batches_tracked.clone()
+        assert all(map(torch.equal, steps(norm, checkpoint), expected)), at
+
+
 class FailsAt(TorchDispatchMode):
     """Raises an exception at the nth operator."""
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import grad
+from torch.utils.checkpoint import checkpoint as theirs
 
 from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint, checkpoint_region, trace
-from tests.measure import Frames, Log, allocated, leaf
+from tests.measure import Frames, Log, allocated, leaf, peak_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -193,6 +194,29 @@ def test_a_tensor_that_becomes_part_of_the_graph_is_not_held(frames, where, back
             y.sum().backward()
     del y, module.total
     assert frames.alive() == [False] * 3
+
+
+@pytest.mark.parametrize("loss", ["of the last", "of each", "of inner results"])
+def test_the_peak_of_a_step_is_as_under_torch(loss):
+    """To the byte, with results in the loss that a block returns besides: Rule 4."""
+    # Of which each tensor is larger than the state of a generator, which a rerun holds.
+    layers, x, peaks = [nn.Linear(16, 16) for _ in range(4)], torch.randn(512, 16, requires_grad=True), []
+
+    def block(layer, x):
+        inner = layer(x).tanh().tanh()
+        return x + inner.tanh().tanh(), inner
+
+    def step(run, options):
+        y, total = x, 0
+        for layer in layers:
+            y, inner = run(block, layer, y, preserve_rng_state=False, **options)
+            total = total + {"of the last": 0, "of each": y.sum(), "of inner results": inner.sum()}[loss]
+        grad(total + y.sum(), x)
+
+    for run, options in ((checkpoint, {}), (theirs, {"use_reentrant": False})):
+        step(run, options)
+        peaks.append(peak_of(functools.partial(step, run, options)))
+    assert peaks[0] == peaks[1]
 
 
 def test_errors_keep_nothing():

@@ -401,13 +401,26 @@ TAKES = {
 }
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
+ITERATORS = {
+    "list": lambda rows: iter([*rows]),
+    "tuple": lambda rows: iter((*rows,)),
+    "reversed list": lambda rows: reversed([*rows]),
+    "reversed tuple": lambda rows: reversed((*rows,)),
+    "map of range": lambda rows: map(rows.__getitem__, range(len(rows))),
+    "map of bytes": lambda rows: map(rows.__getitem__, iter(bytes(range(len(rows))))),
+    "map of digits": lambda rows: map(rows.__getitem__, map(int, "01234567")),
+    "filter": lambda rows: filter(torch.any, iter([*rows])),
+    "map of zip": lambda rows: map(sum, zip(iter([*rows]), reversed([*rows]), strict=True)),
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
 @pytest.mark.parametrize("form", [*TAKES, "loop"])
-def test_an_iterator_of_a_list_or_tuple_is_set_back(form, kind):
+def test_an_iterator_is_set_back(form, kind):
     """For the rerun, and then where the program has it; it may go on between forward and backward."""
 
     def run(is_plain):
-        model, h = Taking(iter(kind(torch.arange(24.0).view(8, 3)))), torch.ones(3, requires_grad=True)
+        model, h = Taking(ITERATORS[kind](torch.arange(24.0).view(8, 3))), torch.ones(3, requires_grad=True)
         if form == "loop":
             y = (plain_loop if is_plain else checkpoint_loop)(model, h, 5, 2)
         else:

@@ -749,7 +749,7 @@ def stepped(model, loss, _):
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
-@says(RuntimeError, "since forward, hidden states or weights of the head were written to. Look at them before")
+@says(RuntimeError, "hidden states or weights of the head were written to since forward. Look at logits before")
 def logits_after_the_step():
     in_slices(stepped)
 

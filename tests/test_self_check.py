@@ -383,6 +383,25 @@ def test_a_change_of_flags_begins_anew():
     assert told_in(module, 3)[0] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "run", [step, lambda replica: step(lambda x: replica(x)), lambda replica: step(replica, policy=policies.nothing_saveable)]
+)
+def test_replicas_which_data_parallel_makes_anew_in_each_step_count_together(run, monkeypatch):
+    """Torch's own function makes them; its copies to devices are copies on the host."""
+    replicate, passed, compared = sys.modules["torch.nn.parallel.replicate"], samples.Sampled.passed, []
+    monkeypatch.setattr(replicate, "_get_device_index", lambda device, optional: device)
+    monkeypatch.setattr(
+        replicate, "_broadcast_coalesced_reshape", lambda tensors, *_, **options: [[one.clone() for one in tensors]] * 2
+    )
+    monkeypatch.setattr(samples.Sampled, "passed", lambda self: (compared.append(self.number), passed(self)))
+    module = Scaled(lambda: 1.0)
+    for number in range(14):
+        module.train(number < 10)  # begins anew
+        for replica in replicate.replicate(module, [0, 1]):
+            run(replica)
+    assert [number for number, _ in itertools.groupby(compared)] == [1, 2, 4, 8, 16, 1, 2, 4, 8]
+
+
 def test_a_check_stays_due_until_a_recompute_was_compared():
     function = noisy()
     for _ in range(3):

@@ -74,10 +74,6 @@ class Misuse(enum.Enum):
         "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
         "the span begin and end inside of one block, or on either side of it."
     )
-    LATE_LOGITS = (
-        "The model computes its loss in slices, and logits when they are looked at: since forward, hidden states or weights of "
-        "the head were written to. Look at them before the optimizer's step, or leave out chunked_loss."
-    )
     NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks=8, or leave {name} out."
     NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
     RESULT = (
@@ -226,12 +222,6 @@ class OfThisProcess:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise Misuse.PICKLED.error(name=type(self).__name__)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an error once, since Python 3.11."""
-    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
 
 
 def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Leave out others.") -> Exception:

@@ -111,6 +111,21 @@ Places = dict[Any, CheckedPlace]
 #: Of functions that reach no module, and of modules under policies, by their identity; and of lines.
 _places: Places = {}
 _lines: Places = {}
+#: Of the replicas of a module, by the table of hooks that they share with the module.
+_of_replicas: dict[int, tuple[weakref.ref[Any], tuple[Places, Places]]] = {}
+
+
+def places_of_replica(module: Module) -> Places | None:
+    """Returns the places inside a replica of DataParallel, which all replicas share; None of another module."""
+    # Replicas are made anew in each step: with places of their own each step would be a first step, and compared.
+    if "_is_replica" not in vars(module):
+        return None
+    hooks = module._forward_hooks
+    key = id(hooks)
+    shared = _of_replicas.get(key)
+    if shared is None or shared[0]() is not hooks:
+        shared = _of_replicas[key] = weakref.ref(hooks, lambda _: _of_replicas.pop(key, None)), ({}, {})
+    return shared[1][module.training]
 
 
 def place_of(function: Any, places: Places | None) -> CheckedPlace:
@@ -118,6 +133,8 @@ def place_of(function: Any, places: Places | None) -> CheckedPlace:
     owner: Any = function
     is_shared = False
     if isinstance(function, Module):
+        if places is None:
+            places = places_of_replica(function)
         if places is not None:  # the module's own
             return places.get(None) or places.setdefault(None, CheckedPlace(None))
         key: Any = id(function)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from .containers import CONTAINERS, Content, Part, entries_of, put_keyed, read_dict, slots_of
+from .containers import CONTAINERS, Content, Part, entries_of, put_keyed, put_nothing, read_dict, slots_of
 
 #: Stands for the content of an unassigned variable.
 ABSENT: Any = object()
@@ -237,8 +237,11 @@ def _put_position(iterator: Any, _: int, current: Content, content: Content) -> 
 
 
 #: Iterators that can be set back; others only go on.
-_ITERATORS: Any = (type(iter([])), type(iter(())))
+_ITERATORS: Any = (*map(type, map(iter, ([], (), "", b"", range(0)))), type(reversed([])), reversed)
 _POSITION = Part(_read_position, _put_position)
+#: Iterators without a position of their own, over others.
+_AROUND_ITERATORS = (zip, map, filter)
+_INNER = Part(lambda iterator, _: list(iterator.__reduce__()[1]), put_nothing)
 
 
 def _attributes_of(kind: Any) -> tuple[Part, ...]:
@@ -254,6 +257,8 @@ def _parts_of(kind: Any) -> tuple[Part, ...]:
         return ()
     if kind in _ITERATORS:
         return (_POSITION,)
+    if kind in _AROUND_ITERATORS:
+        return (_INNER,)
     entries = entries_of(kind)
     is_of_user = kind.__flags__ & _HEAP_TYPE and not any(map(is_of_library, kind.__mro__))
     if entries is None and not (is_of_user or kind is types.SimpleNamespace):

@@ -21,7 +21,7 @@ from torch.nn import Module, RNNBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_hooks._core.self_check import Places
+from ckpt_hooks._core.self_check import Places, places_of_replica
 from ckpt_hooks._torch.tensors import is_traceable_wrapper_subclass, storage_address
 
 from .containers import Content, Part, put_nothing
@@ -156,12 +156,12 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
 
 
 class History:
-    def __init__(self, before: History | None = None) -> None:
+    def __init__(self, before: History | None, places: Places | None) -> None:
         self.num_forwards = 0  # whole ones since the first, or since a change of flags
         self.changes: bool = before is not None and before.changes  # whether they change what modules bind
         self.writes_parameters: bool = before is not None and before.writes_parameters
         self.exchanges: bool = before is not None and before.exchanges  # whether they give parameters other storages
-        self.places: Places = {}
+        self.places: Places = {} if places is None else places
 
 
 class Tree:
@@ -196,7 +196,7 @@ class Tree:
         if before is not None and self._flags == before._flags:
             self.history: History = before.history
         else:
-            self.history = History(None if before is None else before.history)
+            self.history = History(None if before is None else before.history, places_of_replica(root))
             for note in self.tensor_notes():
                 note.use = Use.UNKNOWN
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_map
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.misuse import Misuse
+from ckpt_hooks._torch.pytree import tree_map
 from ckpt_hooks.losses import loss_in_chunks
 
 #: Methods of a tensor that treat each row by itself if their arguments are ``_SIMPLE``.
@@ -92,7 +91,10 @@ class Logits:
         if not self._is_sharded and any(a is not b for (a, _), (b, _) in zip(now, self._read, strict=True)):
             self._read, self._is_sharded = now, True  # the head is a unit of FSDP2, gathered for each call
         if any(a is not b or m != n for (a, m), (b, n) in zip(now, self._read, strict=True)):
-            raise Misuse.LATE_LOGITS.error(kind=RuntimeError)
+            raise RuntimeError(
+                "chunked_loss: logits are computed when they are looked at, but hidden states or weights of the head were "
+                "written to since forward. Look at logits before the optimizer's step, or leave out chunked_loss."
+            )
         return self._head.answer(request, self._is_sharded)
 
 

@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import gt
+from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -213,6 +214,8 @@ class PlannedRunner(RegionRunner):
         while isinstance(function, functools.partial):  # Transformers puts the keywords of a layer into a partial
             args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
             function = function.func
+        if isinstance(function, FunctionType) and args and isinstance(args[0], Module):  # a layer's forward, since 5.24
+            function, args = MethodType(function, args[0]), args[1:]
         runner = self._runner(getattr(function, "__self__", None), args, kwargs)
         return function(*args, **kwargs) if runner is None else runner._run(function, args, kwargs)
 

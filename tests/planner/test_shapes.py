@@ -15,7 +15,7 @@ import torch
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, enable_in_transformers, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
-from tests.fake_transformers import Model, OfPeft
+from tests.fake_transformers import LateLayer, Layer, Model, OfPeft
 from tests.measure import CountOps
 from tests.planner.models import GPT, after_a_step, as_before, built, same
 
@@ -222,11 +222,11 @@ def test_a_margin_is_left_free():
 class Wide(Model):
     """A model large enough to plan."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, kind=Layer):
+        super().__init__(kind=kind)
         self.embedding = torch.nn.Embedding(6, 64)
         for layer in self.layers:
-            layer.linear = torch.nn.Linear(64, 64)
+            layer.linear = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
 
 
 class Peft(OfPeft):
@@ -241,10 +241,10 @@ def stepping_layers(length=32):
     return lambda model: model(ids).sum().backward()
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, Peft])
-def test_the_switch_of_a_model_goes_by_a_plan(wrap):
+@pytest.mark.parametrize("make", [Wide, lambda: Peft(Wide()), lambda: Wide(LateLayer)])
+def test_the_switch_of_a_model_goes_by_a_plan(make):
     torch.manual_seed(0)
-    model, step = wrap(Wide()), stepping_layers()
+    model, step = make(), stepping_layers()
     names = [name for name, _ in model.named_modules() if name.rpartition(".")[0].endswith("layers")]
     assert len(names) == 5
     plan = plan_memory(model, step, 0.5, blocks=names[:4])
@@ -253,7 +253,8 @@ def test_the_switch_of_a_model_goes_by_a_plan(wrap):
     with enable_in_transformers(model, plan=plan) as handle:
         assert [name.rpartition("layers.")[2] for name in handle.regions] == ["0", "1", "2", "3"]
         assert same(after_a_step(model, step), plain)
-        assert peak_of(model, step) == plan.measured_peak < peak
+        assert 0 <= plan.measured_peak - peak_of(model, step) <= 5056  # the state of a generator
+        assert plan.measured_peak < peak
         with pytest.warns(UserWarning, match="The plan has measured no step"):
             found = after_a_step(model, stepping_layers(40))
     assert {name: {**vars(module)} for name, module in model.named_modules()} == before
