@@ -1329,7 +1329,7 @@ NOT_PROVOKED = {
     "was to draw random numbers": "tests/test_graph_capture.py::test_a_random_operator_in_a_recorded_region_says_what_to_do",
     "failed while the ranks planned together": "tests/planner/test_ranks.py::test_a_rank_fails_in_apply",
     "the timeout of the process group. All ranks": "tests/planner/test_ranks.py::test_a_rank_which_never_comes",
-    "Ranks that plan together run the same": "tests/planner/test_ranks.py::test_ranks_that_differ",
+    "Ranks that plan together have to run the same": "tests/planner/test_ranks.py::test_ranks_that_differ",
 }
 
 

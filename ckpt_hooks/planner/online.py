@@ -433,7 +433,7 @@ def machine_of(
     if memory_budget == "auto":
         Room(accelerator_of(model))
     budget = memory_budget if memory_budget == "auto" else parsed(memory_budget)
-    margin = checked_part(0.0 if margin is None else margin, "margin", "Pass a fraction, such as 0.03.", is_below=True)
+    margin = checked_part(0.0 if margin is None else margin, "margin", "Pass 0.03, say.", is_below=True)
     check_cost(cost)
     check_model(model)
     if plan is not None:
