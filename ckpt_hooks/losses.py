@@ -53,7 +53,7 @@ def chunked_cross_entropy(
         the dtype of the matrix product: with a weight in half precision, more slices round more often.
 
     Args:
-        hidden: What the head takes, floating point: ``[..., hidden size]``.
+        hidden: The input of the head, floating point: ``[..., hidden size]``.
         weight: The weight of the head, ``[vocabulary, hidden size]``, of the same dtype, except under autocast. It may be the
             weight of an embedding too.
         labels: The indices of words, integers: ``[...]``, one for each row of ``hidden``.
@@ -61,7 +61,7 @@ def chunked_cross_entropy(
         chunks: The number of slices. There are fewer where tokens are fewer. Each slice costs one addition to the gradient of
             ``weight``. None means 8, if there is no ``chunk_size``.
         chunk_size: The number of tokens of a slice, in place of ``chunks``.
-        ignore_index: The label of tokens that count nothing.
+        ignore_index: The label of tokens to leave out of the loss.
         reduction: ``"mean"`` over the labels that are not ignored, NaN if all are; ``"sum"``; or ``"none"``, which returns a
             loss for each label.
         label_smoothing: The part of each target that is spread evenly over the vocabulary, from 0.0 to 1.0.
@@ -98,9 +98,9 @@ def chunked_cross_entropy(
         raise wrong(ignore_index, "ignore_index", "an integer of 64 bits", advice, ValueError)
     if reduction not in ("mean", "sum", "none"):
         raise wrong(reduction, "reduction", "'mean', 'sum' or 'none'", "Leave it out for the mean.", ValueError)
-    smoothing = checked_part(label_smoothing, "label_smoothing", "Leave it out for none.")
+    smoothing = checked_part(label_smoothing, "label_smoothing", "Leave it out for no smoothing.")
     if softcap is not None and not (isinstance(softcap, (int, float)) and 0 < softcap <= sys.float_info.max):
-        raise wrong(softcap, "softcap", "a positive number, or None", "Leave it out for logits as they are.", ValueError)
+        raise wrong(softcap, "softcap", "a positive number, or None", "Leave it out to keep logits as they are.", ValueError)
     return loss_in_chunks(
         _logits, hidden, labels, (weight, bias, softcap), ignored, reduction, smoothing, chunks=chunks, chunk_size=chunk_size
     )
@@ -160,9 +160,9 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:
     for name, value in {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}.items():
         if name != "bias" or value is not None:
-            check_is(value, torch.Tensor, name, "a tensor", "Pass hidden states, the weight of the head, labels, and its bias.")
+            check_is(value, torch.Tensor, name, "a tensor", "Pass hidden states, the head's weight, labels, the head's bias.")
     if not hidden.is_floating_point() or not hidden.dim():
-        raise wrong(hidden, "hidden", "a floating point tensor [..., hidden size]", "Pass what the head takes.")
+        raise wrong(hidden, "hidden", "a floating point tensor [..., hidden size]", "Pass the input of the head.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
         raise wrong(labels, "labels", "a tensor of integers", "Pass an index for each token, and not probabilities.")
     size, words = hidden.shape[-1], weight.shape[0] if weight.dim() else 0
@@ -170,7 +170,7 @@ def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:
         wanted = f"a tensor [vocabulary, {size}], for hidden states of that size"
         raise wrong(weight, "weight", wanted, "Pass the weight of the head as torch.nn.Linear has it.", ValueError)
     if bias is not None and bias.shape != (words,):
-        raise wrong(bias, "bias", f"a tensor [{words}], as weight has words", "Pass the bias of the same head.", ValueError)
+        raise wrong(bias, "bias", f"a tensor [{words}], for the rows of weight", "Pass the bias of the same head.", ValueError)
     if labels.shape != hidden.shape[:-1]:
         wanted = f"a tensor {[*hidden.shape[:-1]]}, a label for each row of hidden"
         raise wrong(labels, "labels", wanted, "Shift labels by one and fill with ignore_index, not hidden.", ValueError)

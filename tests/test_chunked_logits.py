@@ -113,7 +113,7 @@ def test_a_model_that_looks_at_logits_before_the_loss():
     model = CausalModel(each_token)
     expected = trained(model)
     with enable_in_transformers(model, chunked_loss=True):
-        with pytest.warns(UserWarning, match="logits were looked at before a loss"):
+        with pytest.warns(UserWarning, match="logits were read before the loss"):
             assert all(map(same_bits, trained(model), expected))
         trained(model)
 

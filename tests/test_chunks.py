@@ -386,7 +386,7 @@ def test_a_view_of_a_slice_says_how():
     with pytest.raises(RuntimeError, match="view size is not compatible") as raised:
         checkpoint_chunks(lambda part: part.view(-1, 4), x, chunks=3, dim=1)
     (note,) = raised.value.__notes__
-    assert note.startswith("A slice along dimension 1 is not contiguous. In the function call `.contiguous()` on it")
+    assert note.startswith("A slice along dimension 1 is not contiguous. In the function, call `.contiguous()` on it")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -715,7 +715,7 @@ def budgeted(**options):
     return apply_checkpointing(two_blocks(), memory_budget=0.5, **options)
 
 
-@says(ValueError, "There is no plan yet. Train a step before")
+@says(ValueError, "There is no plan yet. Train a step first")
 def a_plan_of_a_budget_before_the_first_step():
     budgeted().to_json()
 
@@ -754,29 +754,29 @@ def logits_after_the_step():
     in_slices(stepped)
 
 
-@says(UserWarning, "chunked_loss: logits were looked at before a loss was computed")
+@says(UserWarning, "chunked_loss: logits were read before the loss was computed")
 def logits_before_the_loss():
     model = fake.CausalModel(lambda logits: logits[:, :2])
     with enable_in_transformers(model, chunked_loss=True):
         model(torch.zeros(2, 3, dtype=torch.long))
 
 
-@says(ValueError, "policy and memory_budget: one goes without the other")
+@says(ValueError, "policy cannot be used with memory_budget. Leave them out")
 def a_budget_and_a_policy():
     budgeted(policy=[SIN])
 
 
-@says(ValueError, "margin and memory_budget: one goes without the other. Pass memory_budget with them.")
+@says(ValueError, "margin cannot be used without memory_budget. Pass both.")
 def a_margin_without_a_budget():
     apply_checkpointing(two_blocks(), "1", margin=0.1)
 
 
-@says(TypeError, "a Plan, or what to_json\\(\\) of an earlier run returned, but got 3 of type int. Leave it out to make one")
+@says(TypeError, "a Plan, or the result of an earlier to_json\\(\\), but got 3 of type int. Leave it out to make one")
 def a_budget_with_a_plan_that_is_none():
     budgeted(plan=3)
 
 
-@says(ValueError, "spans around blocks, or chunks, which steps of a program do not plan")
+@says(ValueError, "spans around blocks, or chunks, which memory_budget does not support")
 def a_budget_with_a_plan_of_chunks():
     budgeted(plan=planned(chunks={"0": (1, 2)}))
 
@@ -804,7 +804,7 @@ def enabled(apply, *args):
     return model
 
 
-@says(ValueError, "is no layer which the checkpointing switch of Model calls")
+@says(ValueError, "is no layer that the checkpointing switch of Model calls")
 def transformers_by_a_plan_of_other_modules():
     def step(model):
         model(torch.zeros(64, 64, dtype=torch.int64)).sum().backward()
@@ -995,7 +995,7 @@ CALLS = {
         "context_fn should return two context managers.* but returned <": lambda: with_contexts(contextlib.nullcontext()),
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "use_reentrant should be None or False, but got": lambda: checkpoint(block, x, use_reentrant="no"),
-        "of two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
+        "from two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
         "and a _CachedTorchDispatchMode": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
@@ -1048,7 +1048,7 @@ CALLS = {
         r"`checkpoint_region\(name='block'\)`": lambda: checkpoint_region("block"),
         "tensor should be a tensor, or .*, but got 3 of type int": lambda: checkpoint_name(3, "h"),
         r"tensor should .* got \[None, {'a': 2}\] of type list": lambda: checkpoint_name([None, {"a": 2}], "h"),
-        "name should be a string, but got 3 of type int. Pass one that a": lambda: checkpoint_name(x, 3),
+        "name should be a string, but got 3 of type int. Pass a name that a": lambda: checkpoint_name(x, 3),
         "name should be a string, but got 3 of type int. Pass the name": lambda: checkpoint(name=3),
         r"functions\[1\] should be a function or a module, but got None": lambda: checkpoint_sequential([block, None], 2, x),
         r"a module, ModuleDict.*`\[\*functions.values\(\)\]`": lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
@@ -1077,13 +1077,13 @@ CALLS = {
             lambda h, t: (h, None if t else h), xs=[0, 1]
         ),
         # Modules
-        "of the class Slotted, of which it can make no subclass": lambda: checkpoint()(Slotted()),
+        "cannot make a subclass of Slotted": lambda: checkpoint()(Slotted()),
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
         "model should be a torch.nn.Module, but got .* of type list": lambda: apply_checkpointing([block], nn.Linear),
-        r"every\(n=2, of=None\)\. Multiply": lambda: apply_checkpointing(block, every(2, of=every(2))),
+        r"every\(n=2, of=None\)\. Multiply their numbers": lambda: apply_checkpointing(block, every(2, of=every(2))),
         "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
         "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
-        r"select should be module classes.* but got <dots_saveable: .*Pass a policy by name": lambda: apply_checkpointing(
+        r"select should be module classes.* but got <dots_saveable: .*Pass a policy as": lambda: apply_checkpointing(
             two_blocks(), policies.dots_saveable
         ),
         r"select should be .* got \[<OpOverload.* type list\. Pass a policy": lambda: apply_checkpointing(two_blocks(), [MM]),
@@ -1112,7 +1112,9 @@ CALLS = {
         "plan should be a Plan of .* but got 3 of type int": lambda: enable_in_transformers(fake.Model(), plan=3),
         # Reports and plans
         r"step should be a function to run, but got None .* not `memory_ledger\(step\(\)\)`": lambda: memory_ledger(None),
-        "saved_residuals reads the graph of the function's result, but got int": lambda: ckpt_hooks.saved_residuals(lambda: 3),
+        "saved_residuals reads the graph of the function's result, but int has no": lambda: ckpt_hooks.saved_residuals(
+            lambda: 3
+        ),
         r"reads the graph of tensors, but got \['str'\]": lambda: ckpt_hooks.saved_tensors_report("loss"),
         r"memory_budget should be a number of bytes, a part .* but got \[1\] of type list": lambda: planned(budget=[1]),
         "model should be a torch.nn.Module, but got 3 of type int": lambda: plan_memory(3, print, 0.5),
@@ -1149,9 +1151,9 @@ CALLS = {
         r"from 1 to the number of functions \(2\), but got 3": lambda: checkpoint_sequential([block, block], 3, x),
         "policy. checkpoint_sequential takes .* call each": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
         "chunks should be a positive integer, but got 0 of type int": lambda: chunked(chunks=0),
-        r"n should be an integer from 0, but got None.* or the inputs of the steps by xs": lambda: looped(torch.sin, xs=None),
+        r"n should be an integer from 0, but got None.* or the inputs of the steps as xs": lambda: looped(torch.sin, xs=None),
         r"n should be the number of inputs \(2\), but got 3 of type int\. Leave it out": lambda: looped(n=3),
-        r"xs should be tensors with as many rows each, .* but got a tuple of 2\. Put": lambda: looped(xs=(x, x[:1])),
+        r"xs should be tensors with equal numbers of rows, .* but got a tuple of 2\. Put": lambda: looped(xs=(x, x[:1])),
         r"alike in all steps, but step 1 returned a tensor, float32\[1\].*shapes": lambda: looped(
             lambda h, t: (h, torch.ones(t)), xs=[2, 1]
         ),
@@ -1162,12 +1164,12 @@ CALLS = {
         r"policy. checkpoint_chunks takes .* write `checkpoint_chunks\(checkpoint\(policy=": lambda: chunked(
             lambda x: x, policy=[]
         ),
-        "model should be one with a module '1'": lambda: planned(blocks=["1"]).apply(nn.Linear(3, 3)),
+        "model should be a model with a module '1'": lambda: planned(blocks=["1"]).apply(nn.Linear(3, 3)),
         "For the model, write `checkpoint_module": lambda: ckpt_hooks.apply_checkpointing(nn.Linear(3, 3), "*"),
         r"weight should be a tensor \[vocabulary, 2\].*as torch.nn.Linear": lambda: of_head(words=(2, 3)),
         "weight should be of the dtype of hidden.*`weight.to": lambda: of_head(dtype=torch.bfloat16),
         "ignore_index should be an integer of 64 bits": lambda: of_head(ignore_index=None),
-        r"bias should be a tensor \[3\], as weight has words, but got .*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
+        r"bias should be a tensor \[3\], for the rows of weight, but got .*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
         r"labels should be a tensor \[1, 5\], a label for each row.*int64\[5\].*Shift labels": lambda: of_head((1, 5, 2)),
         "reduction should be 'mean', 'sum' or 'none', but got 'max'": lambda: of_head(reduction="max"),
         "label_smoothing should be a part from 0.0 to 1.0, but got 1.5": lambda: of_head(label_smoothing=1.5),
@@ -1185,7 +1187,7 @@ CALLS = {
         r"of=\[3\] is out of range\. Layers: the model has no torch\.nn\.ModuleList": lambda: apply_checkpointing(
             nn.Linear(2, 2), every(2, of=range(3, 5))
         ),
-        "select=ReLU selects no module, or only inside .* other classes": lambda: apply_checkpointing(
+        "select=ReLU selects no module, or only modules inside .* other classes": lambda: apply_checkpointing(
             two_blocks(), {nn.Linear: None, nn.ReLU: None}
         ),
         "Write the policy into select": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
@@ -1196,15 +1198,15 @@ CALLS = {
         "which has no forward": lambda: checkpoint_module(nn.ModuleList()),
         "n should be a positive integer, but got 0 of type int. Pass 2 to select": lambda: every(0),
         "selects no module. Select among these classes: Linear": lambda: apply_checkpointing(block, nn.Conv2d),
-        "a span of two modules whose forwards one module calls": lambda: apply_checkpointing(two_blocks(), span("0", "1.0")),
+        "a span of two modules that the same module calls": lambda: apply_checkpointing(two_blocks(), span("0", "1.0")),
         r"a span whose last layer runs after its first, but got span\(first='1', last='0'\).*Write span\('0', '1'\)": (
             lambda: apply_checkpointing(two_blocks(), span("1", "0"))
         ),
         "The spans .* overlap. Pass": lambda: apply_checkpointing(nn.Sequential(*two_blocks(), block), SPANS),
-        "is a span, of which no argument": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
-        "Take a name near to it": lambda: apply_checkpointing(two_blocks(), "layers"),
+        "is a span, whose arguments": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
+        "Write a name near it": lambda: apply_checkpointing(two_blocks(), "layers"),
         "write policy='dots_saveable' after the modules": lambda: apply_checkpointing(two_blocks(), "dots_saveable"),
-        r"Take a name near to it: 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
+        r"Write a name near it, such as 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
         "To select by class, pass the class Layer itself": lambda: apply_checkpointing(fake.Model(), "Layer"),
         r"keep_frist\. apply_checkpointing takes .*policy, .*keep_last, .*chunks, dim, .* Write keep_first for keep_frist": (
             lambda: apply_checkpointing(block, "", keep_frist=1)
@@ -1217,10 +1219,10 @@ CALLS = {
         ),
         "chunks. enable_in_transformers takes": lambda: enable_in_transformers(fake.Model(), chunks=2),
         "name. apply_checkpointing, for '0', takes": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
-        "leave no region of 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
+        "leave no region: 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),
         "switches nothing on": lambda: enable_in_transformers(fake.NothingToSwitch()),
-        "knows no layers": lambda: enable_in_transformers(fake.StackModel(), every_n_layers=2),
+        "cannot select layers": lambda: enable_in_transformers(fake.StackModel(), every_n_layers=2),
         r"TorchCaller calls torch\.utils\.checkpoint itself. Call .*patch_torch": lambda: enable_in_transformers(
             fake.TorchCaller()
         ),
@@ -1243,26 +1245,26 @@ CALLS = {
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
         "blocks=.* selects no module": lambda: planned(blocks=""),
         "blocks has a policy for '0'.*Write None for it": lambda: planned(blocks={"*": "dots_saveable"}),
-        "chunks='lost' selects no module.*Take a name near to it: '0'": lambda: planned(chunks={"lost": (1, 8)}),
-        r"chunks should be modules inside of blocks, .* but got \['0', '1'\].*Name modules in the blocks": lambda: planned(
-            chunks={"*": (1, 2)}
+        "chunks='lost' selects no module.*Write a name near it, such as '0'": lambda: planned(chunks={"lost": (1, 8)}),
+        r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules in the blocks": lambda: (
+            planned(chunks={"*": (1, 2)})
         ),
-        r"chunks should be modules inside of blocks, .* but got \['1'\].* or others as blocks": lambda: planned(
+        r"chunks should be modules inside or outside of blocks, .* but got \['1'\].* or others as blocks": lambda: planned(
             chunks={"*": (1, 2)}, blocks=["1"]
         ),
-        "plan should be plans in others, of no others themselves, but got": lambda: Plan.from_json(nested()),
+        "plan should be a plan whose others have no others, but got": lambda: Plan.from_json(nested()),
         "rows. chunks takes chunks, dim": lambda: planned(chunks={"0": {"chunks": (1, 2), "rows": 1}}),
         "The step ran no backward": lambda: planned(step=lambda model: model(torch.ones(2, 4))),
         "never calls '1'": lambda: planned(step=lambda model: backward(model[0](torch.ones(2, 4))), blocks=["1"]),
         r"cost should be one of \('operations', 'seconds'\), but got 'dollars'": lambda: planned(cost="dollars"),
         "without memory": lambda: planned(model=nn.LazyLinear(4)),
         "The model of this plan is gone": lambda: planned(blocks=["1"]).apply(),
-        "cost should be one that fake tensors have, but got 'seconds'": lambda: planned(cost="seconds", dry_run=True),
+        "cost should be a value for fake tensors, but got 'seconds'": lambda: planned(cost="seconds", dry_run=True),
         "The step calls aten.nonzero.default": lambda: planned(
             lambda model: backward(model(torch.ones(2, 4))[torch.ones(2).nonzero()]), dry_run=True
         ),
         "memory_budget should be bytes, or a part from 0.0 to 1.0, but got 'auto'": lambda: planned(budget="auto"),
-        "The profile of this plan is not there": lambda: Plan.from_json(planned(blocks=["1"]).to_json()).pareto(),
+        "This plan has no profile": lambda: Plan.from_json(planned(blocks=["1"]).to_json()).pareto(),
     },
     BudgetTooSmallError: {
         "No plan fits 1 bytes: the least peak": lambda: planned(budget=1, blocks=["1"]),
@@ -1288,12 +1290,12 @@ CALLS = {
     UserWarning: {
         r"check_rows compares nothing: 'rand_like' draws": lambda: chunked(torch.rand_like, check_rows=True),
         r"<dots_saveable: .*> of region 'inner' spares nothing: region 'outer' .*`recorded=True`": policy_in_a_plain_region,
-        r"The forward of '1', a Sequential, was set anew .*`del module\.forward`": lambda: wrapped_after(two_blocks(), "1"),
+        r"The forward of '1', a Sequential, was replaced .*`del module\.forward`": lambda: wrapped_after(two_blocks(), "1"),
         "under a torch.func transform": lambda: torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.rand(3)),
-        "names operators of which the first 3 regions under it have had none": lambda: [
+        "names operators that none of the first 3 regions under it had": lambda: [
             checkpoint(policy=[ERFINV])(torch.sin)(leaf(3)) for _ in range(3)
         ],
-        "names tensors of which .* none: hidden. Give a tensor its name by checkpoint_name": lambda: [
+        "names tensors that none .* had: hidden. Give a tensor its name by checkpoint_name": lambda: [
             named_region(policy) for policy in [save_only_these_names("hidden")] * 3
         ],
     },
@@ -1327,7 +1329,7 @@ NOT_PROVOKED = {
     "was to draw random numbers": "tests/test_graph_capture.py::test_a_random_operator_in_a_recorded_region_says_what_to_do",
     "failed while the ranks planned together": "tests/planner/test_ranks.py::test_a_rank_fails_in_apply",
     "the timeout of the process group. All ranks": "tests/planner/test_ranks.py::test_a_rank_which_never_comes",
-    "Ranks that plan together run the same": "tests/planner/test_ranks.py::test_ranks_that_differ",
+    "Ranks that plan together have to run the same": "tests/planner/test_ranks.py::test_ranks_that_differ",
 }
 
 

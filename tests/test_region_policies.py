@@ -317,7 +317,7 @@ def test_a_name_is_of_the_innermost_region():
 
     policy = policies.save_only_these_names("h")
     assert replayed(program, x)["sin"] == 1
-    with pytest.warns(UserWarning, match="names tensors of which the first 3 regions under it have had none: h"):
+    with pytest.warns(UserWarning, match="names tensors that none of the first 3 regions under it had: h"):
         _ = [program(checkpoint_region) for _ in range(2)]
 
 
@@ -331,7 +331,7 @@ def test_a_policy_made_anew_in_each_step_is_warned_of_once():
                 y = checkpoint_name(x.sin(), name).cos()
             y.sum().backward()
 
-    with pytest.warns(UserWarning, match="names tensors of which .* none: hiden") as caught:
+    with pytest.warns(UserWarning, match="names tensors that none .* had: hiden") as caught:
         steps("hiden", *["hidden"] * 8)
     assert len(caught) == 1
     steps("found at once", "found at once", *["hidden"] * 8)  # warnings are errors in these tests

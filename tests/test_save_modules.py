@@ -301,7 +301,7 @@ def test_modules_that_never_run_are_told_of(policy, x):
     run = checkpoint(policy=policy)(Layer())
     run(x)
     run(x)
-    with pytest.warns(UserWarning, match="names modules of which the first 3 regions under it have had none"):
+    with pytest.warns(UserWarning, match="names modules that none of the first 3 regions under it had"):
         run(x)
     run(x)
     run = checkpoint(policy=save_modules("mlp"))(Layer())

@@ -1,1 +1,1 @@
-"""``checkpoint`` and ``checkpoint_sequential``, called as in ``torch.utils.checkpoint``."""
+"""The forms of a region that are not modules: calls, blocks, segments, chunks and loops."""

@@ -1,4 +1,4 @@
-"""``checkpoint``: function frames, called as in ``torch.utils.checkpoint``."""
+"""``checkpoint``, with the signature of ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _DEFAULTS = tuple(
     OPTIONS[name].default
     for name in ("determinism_check", "debug", "early_stop", "preserve_rng_state", "respect_saved_tensors_hooks")
 )
-#: Options that in a direct call are keyword arguments of the function, as in torch.
 _CURRIED = options_of(Form.CURRIED)
+#: A direct call passes keywords of these names to the function, as torch does.
 _CURRIED_ONLY = frozenset(_CURRIED) - frozenset(options_of(Form.DIRECT))
 
 
@@ -54,7 +54,7 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         yield
 
 
-# By each option, for a signature with ``P.args``, which calls without options have, can have none itself.
+# An overload for each option, since a signature with ``P.args`` cannot have keyword-only parameters.
 @overload
 def checkpoint(
     function: Callable[..., R],
@@ -105,7 +105,7 @@ def checkpoint(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
-@skipped  # type: ignore[misc]  # where a function has parameters of the names of options
+@skipped  # type: ignore[misc]  # overloads overlap if a parameter of the function has the name of an option
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -222,7 +222,7 @@ def checkpoint(
     if function is not None and torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     options = DEFAULT_OPTIONS
-    # A comparison of tuples takes a third of one of dictionaries, in each call.
+    # Each call compares. Tuples take a third of the time of dictionaries.
     if (determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks) != _DEFAULTS:
         options = options_from(
             determinism_check=determinism_check,
@@ -237,7 +237,7 @@ def checkpoint(
                 "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
                 "`checkpoint(...)(function)(*args)` to give options first."
             )
-        from .curried import curried  # direct calls need none of it
+        from .curried import curried  # direct calls do not load it
 
         return curried(options, context_fn, kwargs)
     if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):
@@ -251,4 +251,4 @@ def checkpoint(
     try:
         raise explained
     finally:
-        del explained  # its traceback has this call, and the arguments with it
+        del explained  # its traceback holds this frame, and so the arguments

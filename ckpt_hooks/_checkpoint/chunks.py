@@ -1,4 +1,4 @@
-"""``checkpoint_chunks``: a function on slices of its input, in turn, each a region."""
+"""``checkpoint_chunks``: runs a function on slices of its input, each slice a region."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ R = TypeVar("R")
 #: Calls a function as a region, given its arguments and keyword arguments.
 RunRegion = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: Rows of each half.
+#: ``check_rows`` compares at most twice as many rows.
 _MOST_ROWS = 8
 
-#: Functions compared, and modules of methods, by number.
+#: Functions whose rows were compared, and the objects of compared methods, by ``id``.
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 _DEFAULT_CHUNKS = 8
 
 _NOTE = (
-    "A slice along dimension {dim} is not contiguous. In the function call `.contiguous()` on it, or `reshape` in place of "
+    "A slice along dimension {dim} is not contiguous. In the function, call `.contiguous()` on it, or `reshape` in place of "
     "`view`."
 )
 
@@ -65,15 +65,15 @@ class Chunks(NamedTuple):
     def checked(self) -> Chunks:
         chunks = self.chunks
         if self.chunk_size is not None:
-            checked_integer(self.chunk_size, "chunk_size", "Pass the number of rows of a slice, 1024 say.")
+            checked_integer(self.chunk_size, "chunk_size", "Pass the number of rows of a slice, such as 1024.")
             if chunks is not None:
                 raise Misuse.TWO_SIZES.error(kind=ValueError)
         elif chunks is None:
             chunks = _DEFAULT_CHUNKS
         if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
-            raise wrong(chunks, "chunks", "a positive integer", "Pass the number of slices, 8 say.", ValueError)
+            raise wrong(chunks, "chunks", "a positive integer", "Pass the number of slices, such as 8.", ValueError)
         if self.reduce not in (None, "sum", "mean"):
-            advice = "Leave it out where each row has a result of its own."
+            advice = "Leave it out to concatenate results."
             raise wrong(self.reduce, "reduce", "None, 'sum' or 'mean'", advice, ValueError)
         names = (self.chunked,) if isinstance(self.chunked, str) else self.chunked
         if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)):
@@ -83,7 +83,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_among(options: dict[str, Any]) -> Chunks | None:
-    """Takes the options of chunks from options of a module; None if there are none."""
+    """Removes the options of chunks from ``options`` and returns them; None without any."""
     values = {name: options.pop(name) for name in Chunks._fields if name in options}
     if values and values.keys().isdisjoint(("chunks", "chunk_size")):
         raise Misuse.NO_CHUNKS.error(kind=ValueError, name=next(iter(values)))
@@ -223,11 +223,11 @@ def run_in_chunks(
     first = next(iter(arguments), None)
     x = arguments.get(first)
     if not isinstance(x, torch.Tensor):
-        raise wrong(x, "The argument to cut", "a tensor", "Pass it first, and others to cut by chunked.")
+        raise wrong(x, "The argument to cut", "a tensor", "Pass it first. Name others to cut in chunked.")
     dim = how.dim
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         wanted = f"a dimension of the tensor to cut ({described_as(x)})"
-        raise wrong(dim, "dim", wanted, "Pass that of the rows, 1 or -2 say.", ValueError)
+        raise wrong(dim, "dim", wanted, "Pass the dimension of the rows, such as 1 or -2.", ValueError)
     dim %= x.dim()
     keys = {name: name if name in kwargs else _position_of(name, function, len(args)) for name in how.chunked}
     cut: dict[Any, Any] = {first: x, **{key: arguments[key] for key in keys.values() if arguments[key] is not None}}
@@ -248,7 +248,7 @@ def run_in_chunks(
             raise
 
     def results(tensors: Iterable[torch.Tensor], size: int) -> Any:
-        # One node takes the gradients of all slices. ``narrow`` has a node a slice, with a gradient as large as x.
+        # ``split`` makes one node for all slices; ``narrow`` makes a node for each, whose gradient is as large as x.
         parts = zip(*(torch.split(tensor, size, dim) for tensor in tensors), strict=True)
         return _joined(((part[0].shape[dim], call(part)) for part in parts), how.reduce, dim)
 
@@ -262,9 +262,9 @@ def run_in_chunks(
 def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
     try:
         names: Sequence[str] = list(signature_of(function).parameters)[:count]
-    except (TypeError, ValueError):  # Python's own functions and operators have no signature
+    except (TypeError, ValueError):  # built-in functions have no signature
         names = []
-    except AttributeError:  # nor has, for Dynamo, a function defined in what it traces
+    except AttributeError:  # Dynamo gives no signature to a function that is defined in traced code
         inner: Any = function
         num_bound = 0
         while type(inner) is functools.partial:
@@ -276,7 +276,7 @@ def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
 
 
 def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) -> Any:
-    """Puts results of slices together, each with its number of rows."""
+    """Combines the results of slices, each given with the slice's number of rows."""
     outputs: list[Sequence[Any]] = []
     first: Any = None
     for rows, result in results:
@@ -292,7 +292,7 @@ def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) ->
         elif [entry is None for entry in entries] != [total is None for total in outputs[0]]:
             raise Misuse.RESULT.error(result)
         for entry, total in zip(entries, outputs[0] if outputs else entries, strict=True):
-            shape = tuple(getattr(total, "shape", ()))  # of a number
+            shape = tuple(getattr(total, "shape", ()))  # () for a count that is a number
             if reduce is None and entry is not None and entry.shape[dim : dim + 1] != (rows,):
                 raise Misuse.RESULT_ROWS.error(entry, ValueError, dim=dim, rows=rows)
             if reduce and getattr(entry, "shape", ()) != shape:
@@ -313,7 +313,7 @@ def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) ->
 
 
 def _with_leaves(result: Any, leaves: list[Any]) -> Any:
-    """Returns a result of the same structure; takes its leaves off the front of a list."""
+    """Returns a copy of ``result`` with other leaves, popped from the front of ``leaves``."""
     entries = named_entries(result)
     if entries is None:
         return leaves.pop(0)
@@ -330,13 +330,13 @@ def _compare_rows(
     dim: int,
     results: Callable[[Iterable[torch.Tensor], int], Any],
 ) -> None:
-    """Raises if the results of some rows at once differ from those of two halves; looks at a function once."""
+    """Raises if rows give other results in one slice than in two; compares once for each function."""
     owner = function.__self__ if isinstance(function, MethodType) else function
     rows = cut[0].shape[dim]
     half = min(rows // 2, _MOST_ROWS)
     if not half or cut[0].is_meta or is_without_values() or _compared.get(id(owner)) is owner:
         return
-    # From the middle: the first labels of a sequence are ignored, more often than not.
+    # From the middle, since labels at the start of a sequence are often ignored.
     some = [tensor.narrow(dim, rows // 2 - half, 2 * half) for tensor in cut]
 
     def compared() -> tuple[str | None, Any, Any]:
@@ -353,12 +353,12 @@ def _compare_rows(
             f"check_rows compares nothing: {name_of_callable(function)!r} draws random numbers ({drawn}), so that its rows "
             "differ in any case. Call it once without, in eval() say."
         )
-    with contextlib.suppress(TypeError):  # of no weak references
+    with contextlib.suppress(TypeError):  # raised for an object without weak references
         _compared[id(owner)] = owner
 
 
 class _KeepsAll(QuietDispatchMode):
-    """Has dropout keep all elements; it scales them as before."""
+    """Makes dropout keep and scale all elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -367,7 +367,7 @@ class _KeepsAll(QuietDispatchMode):
             args = (*args[:position], 0.0, *args[position + 1 :])
         elif position >= 0:
             kwargs = {**kwargs, "dropout_p": 0.0}
-        elif func is torch.ops.aten.bernoulli_.float:  # the mask of dropout without a kernel of its own
+        elif func is torch.ops.aten.bernoulli_.float:  # draws the mask of dropouts without a kernel
             return args[0].fill_(1)
         elif func is torch.ops.aten.native_dropout.default:
             x, probability, *_ = args
@@ -377,14 +377,14 @@ class _KeepsAll(QuietDispatchMode):
 
 @contextlib.contextmanager
 def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[None]:
-    """Restores on leaving what a rerun restores: random states, and what the function reaches."""
+    """Restores random states and the state that a function reaches, as a rerun does."""
     journal = journal_of(function, [value for value in arguments if not isinstance(value, torch.Tensor)], preserve_buffers=True)
     region = (name_of_function(function),)
     loan = JournalLoan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
     before = _ambient.enter(_ambient.capture(preserve_rng_state=True, generators=journal.generators if journal else ()))
     caches_casts = torch.is_autocast_cache_enabled()
     try:
-        torch.set_autocast_cache_enabled(False)  # which would have casts of weights without gradients, before 2.13
+        torch.set_autocast_cache_enabled(False)  # before 2.13 it would keep casts made under no_grad
         if loan is not None:
             loan.begin()
         try:
@@ -398,7 +398,7 @@ def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
 
 
 def _are_close(whole: torch.Tensor, halves: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether tensors are equal up to the root of the coarsest precision there, in parts of the largest number."""
+    """Whether results agree up to the square root of the coarsest epsilon, relative to the largest element."""
     dtypes = [tensor.dtype for tensor in (whole, x) if tensor.is_floating_point() or tensor.is_complex()]
     if torch.is_autocast_enabled(x.device.type):
         dtypes.append(torch.get_autocast_dtype(x.device.type))

@@ -43,7 +43,7 @@ class CheckpointedFunction(Generic[P, R]):
         return self._region.run(self.function, args, kwargs)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        # A decorated function is pickled as functions are, by its name.
+        # A decorated function is pickled by its name, as functions are.
         named: Any = sys.modules.get(self.__module__)
         for name in getattr(self, "__qualname__", "").split("."):
             named = getattr(named, name, None)
@@ -54,7 +54,7 @@ class CheckpointedFunction(Generic[P, R]):
         if bind is None:
             return self
         if torch.compiler.is_dynamo_compiling() and isinstance(self.function, types.FunctionType):
-            # Dynamo follows no ``__get__`` that is called by hand.
+            # Dynamo cannot trace an explicit call of ``__get__``.
             partial: Any = functools.partial
             return self if instance is None else partial(self, instance)
         bound = bind(self.function, instance, owner)
@@ -64,11 +64,11 @@ class CheckpointedFunction(Generic[P, R]):
 class CheckpointedModule(Module):
     """A module whose calls are regions, with the attributes and the class of the module; hooks run inside the region."""
 
-    # It shares the module's dictionary, and has its class as a base. So a model may hold it in the module's place: names of
-    # parameters and submodules, ``isinstance``, ``train()``, ``state_dict()`` and what else the class overrides are the same.
+    # Shares the module's ``__dict__`` and derives from its class, so that a model can hold it in the module's place: names,
+    # ``isinstance``, ``train()`` and ``state_dict()`` stay the same.
     __slots__ = ("__wrapped__", "_region")
 
-    __wrapped__: Module  # as a wrapped function has it
+    __wrapped__: Module
     _region: Curried
 
     @skipped
@@ -91,13 +91,13 @@ class CheckpointedModule(Module):
 
 @functools.cache
 def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
-    try:  # as a class statement does, with the metaclass of both
+    try:  # derives the metaclass of both, as a class statement does
         name, bases = f"Checkpointed{kind.__name__}", (CheckpointedModule, kind)
         subclass = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__slots__=()))
     except TypeError as error:
         raise TypeError(
-            f"checkpoint(...) got a module of the class {kind.__qualname__}, of which it can make no subclass ({error}). "
-            "Write `checkpoint_module(module, ...)`, which keeps the module as it is."
+            f"checkpoint(...) cannot make a subclass of {kind.__qualname__}, the class of the module ({error}). "
+            "Write `checkpoint_module(module, ...)`, which makes none."
         ) from error
     subclass.__module__, subclass.__qualname__ = kind.__module__, subclass.__name__
     return subclass
@@ -107,7 +107,7 @@ def checkpointed_module(module: Module, region: Curried) -> Module:
     """Returns a module with the attributes of ``module``, whose calls run ``module`` as a region."""
     kind = _class_for(type(module))  # type: ignore[arg-type]  # mypy takes a module's ``__hash__`` for the class's
     checkpointed = object.__new__(kind)
-    put = object.__setattr__  # that of nn.Module looks for parameters, in a dictionary not there yet
+    put = object.__setattr__  # nn.Module's reads the ``__dict__`` that is put last
     put(checkpointed, "_region", region)
     put(checkpointed, "__wrapped__", module)
     put(checkpointed, "__dict__", module.__dict__)
@@ -122,11 +122,11 @@ class Curried:
     context_fn: Callable[[], ContextPair]
 
     def __call__(self, function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
-        """Returns a function, or a module, whose calls are regions; in a function that Dynamo traces always a function."""
+        """Returns a function or a module whose calls are regions; under Dynamo always a function."""
         check_curried(function, others, named, "checkpoint(...)")
         check_runs(function)
         module: Any = function
-        # Dynamo cannot trace the making of a class, and none derives from a scripted module's.
+        # Dynamo cannot trace the creation of a class, and a scripted module's class has no subclasses.
         is_function = not isinstance(module, Module) or isinstance(module, torch.jit.ScriptModule)
         if is_function or torch.compiler.is_dynamo_compiling():
             return CheckpointedFunction(function, self)
@@ -136,7 +136,7 @@ class Curried:
         raise Misuse.NO_BLOCK.error(name="checkpoint(...)")
 
     def __exit__(self, *exc_info: object) -> None:
-        """Python looks for ``__exit__`` before it enters the block."""
+        """Exists since ``with`` looks for ``__exit__`` before it calls ``__enter__``, which raises."""
 
     @skipped
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,12 +149,12 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], named
     known = {name: value for name, value in named_options.items() if name in _PASSED_ON}
     options = options_from(options, **known)
     if unknown := [name for name in named_options if name not in known]:
-        advice = "Give arguments of the function to what that returns: `checkpoint(...)(function)(*args)`."
+        advice = "Pass arguments of the function in the last call: `checkpoint(...)(function)(*args)`."
         raise unknown_error(unknown, options_of(Form.CURRIED), "Without a function, checkpoint", advice)
     return Curried(options, context_fn)
 
 
-#: Options of nobody's.
+#: All options at their defaults.
 PLAIN = Curried(DEFAULT_OPTIONS, noop_context_fn)
-#: What options make of functions and modules.
+#: The results of the curried form.
 MADE: Any = CheckpointedFunction, CheckpointedModule

@@ -1,4 +1,4 @@
-"""``checkpoint_loop``: many steps on few states, with an input and an output each."""
+"""``checkpoint_loop``: runs many steps and keeps few states."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def checkpoint_loop(
     inputs = None
     if xs is None:
         check_signature(step, "step", "state")
-        steps = checked_integer(n, "n", "Pass the number of steps, or the inputs of the steps by xs.", least=0)
+        steps = checked_integer(n, "n", "Pass the number of steps, or the inputs of the steps as xs.", least=0)
     else:
         inputs = _rows_of(xs)
         check_signature(step, "step", "state, x")
@@ -114,17 +114,17 @@ def checkpoint_loop(
 
 
 def first_part(steps: int, slots: int) -> int:
-    """Returns how many of some steps to run before the next state is held, for the fewest calls."""
-    repeats = 1  # of a step, at most
+    """Returns how many of ``steps`` to run before the next state to hold, for the fewest calls."""
+    repeats = 1  # the most repeats of any step
     while math.comb(slots + repeats, slots) < steps:
         repeats += 1
-    # The least optimal number: the steps after it have a slot less.
+    # The smallest of the optimal numbers, since the steps after it have one slot less.
     return max(1, math.comb(slots + repeats - 2, slots), steps - math.comb(slots + repeats - 1, slots - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What runs a step, and the regions around steps."""
+    """The function of a step, and the regions around several steps."""
 
     call: Callable[..., Any]
     around: Curried
@@ -158,7 +158,7 @@ class _LoopPart:
                 state, made = run(part, (state, inputs[:count]), {}, around.options, around.context_fn)
                 outputs, inputs = [*outputs, *made], inputs[count:]
             start, left, slots = start + count, left - count, slots - 1
-        # In no further region: backward needs it first.
+        # The last step is no region, since backward needs its activations first.
         try:
             if inputs is None:
                 return self.step.call(state)
@@ -185,14 +185,14 @@ def _rows_of(xs: Any) -> list[Any]:
         wanted = "a list, a tensor, or a tuple, dict or dataclass of tensors"
         raise wrong(xs, "xs", wanted, "Write a list with an input for each step: list(...).")
     if len(sizes) > 1 or -1 in sizes:
-        wanted = "tensors with as many rows each, one for each step"
-        raise wrong(xs, "xs", wanted, "Put what all steps share into the state, or let step hold it.", ValueError)
+        wanted = "tensors with equal numbers of rows, a row for each step"
+        raise wrong(xs, "xs", wanted, "Put a tensor that all steps share into the state, or let step hold it.", ValueError)
     return _rows_in(xs, sizes.pop())
 
 
 def _rows_in(value: Any, count: int) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        return list(value.unbind(0))  # with one node, and one gradient, for all
+        return list(value.unbind(0))  # one node, and one gradient, for all rows
     entries = named_entries(value)
     if entries is None:
         return [value] * count

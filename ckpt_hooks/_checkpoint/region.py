@@ -51,14 +51,14 @@ _OPTIONS = options_of(Form.RECORDED)
 class _Entrance(weakref.ref[Any]):
     """An entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement."""
 
-    # That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else tells.
+    # Ctrl-C between the end of the block and the call of ``__exit__`` drops that object, and nothing else shows it.
     __slots__ = ("frame", "is_left", "mark", "opened", "region")
 
-    frame: RecordedFrame | None  # what the region does; None where it runs plainly, and when it has ended
-    is_left: bool  # whether the region was left, maybe before regions within have ended
-    mark: ThreadMark  # how the thread was before
-    opened: list[_Entrance] | None  # the open regions of the thread that entered; None before
-    region: checkpoint_region  # the region
+    frame: RecordedFrame | None  # None where the region runs plainly, and after it has ended
+    is_left: bool  # whether the region was left; regions inside may still be open
+    mark: ThreadMark  # the thread's state before the entry
+    opened: list[_Entrance] | None  # the open regions of the thread that entered; None before the entry
+    region: checkpoint_region
 
     def is_open(self) -> bool:
         return self.frame is not None and hasattr(self.frame, "release")
@@ -76,14 +76,14 @@ _entered = _Entered()
 @skipped
 def _leave(entries: list[_Entrance], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
     entry, opened = entries[0], _entered.open
-    if entry.opened is None:  # it is left by hand
+    if entry.opened is None:  # ``__exit__`` is called by hand
         entry = next((other for other in reversed(opened) if other.region is entry.region and not other.is_left), entry)
     frame = entry.frame
     if entry.is_left or entry.opened is not opened:
         _leave_wrongly(entry, error)
     elif frame is not stack.innermost and frame is not None and entry.is_open() and not isinstance(error, KeyboardInterrupt):
-        # Others within are open, of another generator or task. To go on around them changes no result. (Ctrl-C may have
-        # interrupted the exits of regions within.)
+        # Regions inside are open, in another generator or task. Results do not change if this region stays open until they
+        # end. After Ctrl-C it ends now: the exits of regions inside may have been interrupted.
         entry.is_left, frame.late = True, _leave_late
     else:
         _end(entry, kind, error, traceback)
@@ -103,7 +103,7 @@ def _leave_wrongly(entry: _Entrance, error: BaseException | None) -> None:
 
 
 def _leave_late() -> None:
-    """Ends the regions that were left before regions within."""
+    """Ends regions that were left while regions inside were open."""
     opened = _entered.open
     while opened and (entry := opened[-1]).is_left and (entry.frame is stack.innermost or not entry.is_open()):
         _end(entry, None, None, None)
@@ -131,7 +131,7 @@ def _end(entry: _Entrance, kind: type[BaseException] | None, error: BaseExceptio
 
 
 def _abandon(entry: _Entrance, error: BaseException | None = None) -> None:
-    """Ends a region which is still open on this thread, and the regions within, without their ``__exit__``."""
+    """Ends an open region of this thread, and the regions inside, without their ``__exit__``."""
     if any(other is entry for other in _entered.open):
         rewind(entry.mark, error)
         _drop(entry)
@@ -143,7 +143,7 @@ def _died(entry: _Entrance) -> None:
 
 
 def _drop(entry: _Entrance) -> None:
-    """Takes a region off this thread's open ones, with regions within: they run plainly, or have ended with a region around."""
+    """Removes a region, and the regions inside, from this thread's open regions."""
     opened = _entered.open
     position = next((position for position, other in enumerate(opened) if other is entry), len(opened))
     for other in opened[position:]:
@@ -166,7 +166,7 @@ class _Leave(functools.partial[None]):
 class _Exit:
     """The ``__exit__`` of regions: a new object for each entry."""
 
-    # Dynamo takes ``__exit__.__func__`` (``torch/_dynamo/variables/ctx_manager.py``), so the object passes for one. 2.15.
+    # Dynamo calls ``__exit__.__func__`` (``torch/_dynamo/variables/ctx_manager.py``, in 2.15 too), so it poses as a function.
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -280,7 +280,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 
         @skipped
         def __new__(cls, *misplaced: Never, policy: Any = None, **options: Any) -> Any:
-            """Makes a region; while Dynamo traces, a context manager that it follows."""
+            """Makes a region; under Dynamo, a context manager that Dynamo can trace."""
             if options and (unknown := [name for name in options if name not in _OPTIONS]):
                 raise unknown_error(unknown, _OPTIONS, "checkpoint_region")
             if not torch.compiler.is_dynamo_compiling():
@@ -312,7 +312,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         )
         self._name = self._options.name or "region"
         self._latest: weakref.ref[RecordedFrame] | None = None
-        self._externals: Externals = []  # outlive the frame, which goes with the last dropped tensor
+        self._externals: Externals = []  # outlives the frame, which dies with the last dropped tensor
 
     @skipped
     def __enter__(self) -> Self:
@@ -321,10 +321,10 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
             return self
         entry, _entered.next = _entered.next, None
         if entry is None or entry.region is not self or entry() is None:
-            entry = _Entrance(self, _died)  # entered by hand
+            entry = _Entrance(self, _died)  # ``__enter__`` is called by hand
             entry.region, entry.frame, entry.is_left = self, None, False
         opened = entry.opened = _entered.open
-        if opened and opened[-1].is_left:  # by another thread
+        if opened and opened[-1].is_left:  # another thread left it
             _leave_late()
         entry.mark = mark_thread()
         opened.append(entry)
@@ -379,7 +379,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        # A model that holds a region is copied and saved without what its latest forward left.
+        # Copies and pickles of a model that holds a region leave out its latest forward.
         return {**self.__dict__, "_latest": None, "_externals": []}
 
     def kept(self) -> list[Holding]:
@@ -400,7 +400,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
 def _misplaced_error(value: Any) -> TypeError:
     advice = "Write `with checkpoint_region():` around the lines that compute it."
     if is_policy(value):
-        advice = "A policy is given by name: write `checkpoint_region(policy=...)`."
+        advice = "For a policy, write `checkpoint_region(policy=...)`."
     elif isinstance(value, str):
         advice = f"To name the region, write `checkpoint_region(name={value!r})`."
     elif callable(value):
@@ -434,10 +434,10 @@ def checkpoint_name(tensor: T, name: str) -> T:
         >>> with checkpoint_region(policy=save_only_these_names("product")):
         ...     y = checkpoint_name(x @ x, "product").sin()
     """
-    check_is(name, str, "name", "a string", "Pass one that a policy has.")
+    check_is(name, str, "name", "a string", "Pass a name that a policy has.")
     tensors = [tensor] if isinstance(tensor, torch.Tensor) else leaf_tensors_in(tensor)
     if not tensors:
-        raise wrong(tensor, "tensor", "a tensor, or a list, tuple, dict or dataclass of tensors", "Pass what is to be kept.")
+        raise wrong(tensor, "tensor", "a tensor, or a list, tuple, dict or dataclass of tensors", "Pass the tensor to keep.")
     if torch.compiler.is_dynamo_compiling():
         return traced_name(tensor, name)  # type: ignore[no-any-return]
     frame = stack.innermost

@@ -1,4 +1,4 @@
-"""One call as a region: plain, traced, or in the frame that its options ask for."""
+"""Runs one call as a region: plain, traced, or in a frame that fits its options."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def run(
     if not torch.is_grad_enabled():
         result = function(*args, **kwargs)
     elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-        # Keeping everything. A transform hides saved tensors from hooks. A tracer would write down the work of a recompute: the
-        # values returned by a replay come from below the tracer, as constants, and a rerun draws random numbers anew.
+        # Keeps everything. A transform hides saved tensors from hooks. A tracer would record the recompute: results of a replay
+        # as constants, since they come from below the tracer, and other random numbers in a rerun.
         if is_any_transform_active():
             warn_of_transform(stacklevel=4)
         _, contexts = _with_contexts(options, context_fn)
@@ -78,9 +78,9 @@ def frame_of_call(
     contexts: ContextPair | None,
     settings: Settings,
 ) -> Any:
-    """Returns the frame of a call, to be entered around the call: a recorded one under a policy."""
+    """Returns the frame to enter around a call: a recorded frame under a policy."""
     if options.policy is not None:
-        from .selective import frame_under_policy  # others need no recorded frames
+        from .selective import frame_under_policy  # calls without a policy do not load it
 
         recorded = frame_under_policy(function, options, contexts)
         if recorded is not None:

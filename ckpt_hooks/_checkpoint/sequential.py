@@ -1,4 +1,4 @@
-"""``checkpoint_sequential``: functions in a row, in segments."""
+"""``checkpoint_sequential``: runs functions one after the other, in segments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 _Functions = torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]] | Iterator[Callable[[Any], Any]]
 
 
-# Typed by the last function of a tuple. A list has one type for all of its functions, and ``Module.__call__`` returns Any.
+# The last function of a tuple types the result. A list has one type for all functions, and ``Module.__call__`` returns Any.
 @overload
 def checkpoint_sequential(
     functions: tuple[Unpack[tuple[Callable[[Any], Any], ...]], Callable[[Any], R]],
@@ -81,21 +81,21 @@ def checkpoint_sequential(
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
         raise TypeError(
             "checkpoint_sequential takes one input, but got another positional argument of type "
-            f"{type(use_reentrant).__name__}, as use_reentrant. Pack several into a tuple that the first function unpacks."
+            f"{type(use_reentrant).__name__}, as use_reentrant. Pack inputs into a tuple that the first function unpacks."
         )
     if use_reentrant:
         raise reentrant_error(use_reentrant)
-    # A set has no order, the others give names.
+    # A set has no order, and mappings iterate over names.
     if not hasattr(functions, "__iter__") or isinstance(functions, (type, Set, Mapping, torch.nn.ModuleDict)):
         raise Misuse.STEPS.error(functions)
     steps: list[Callable[[Any], Any]] = list(functions)
     for at, step in enumerate(steps):
         if not callable(step) or (isinstance(step, type) and issubclass(step, torch.nn.Module)):
-            raise wrong(step, f"functions[{at}]", "a function or a module", "Leave it out, or pass one that returns its input.")
+            raise wrong(step, f"functions[{at}]", "a function or a module", "Leave it out, or pass torch.nn.Identity().")
     number = integer_in(segments)
     if number is None or not 1 <= number <= max(len(steps), 1):
         wanted = f"an integer from 1 to the number of functions ({len(steps)})"
-        raise wrong(segments, "segments", wanted, "Pass one of these.", ValueError)
+        raise wrong(segments, "segments", wanted, "Pass a number in this range.", ValueError)
     size = len(steps) // number
     for start in range(0, size * (number - 1), max(size, 1)):
         input = checkpoint(_Segment(steps[start : start + size], start), input, preserve_rng_state=preserve_rng_state)

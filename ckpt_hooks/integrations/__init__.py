@@ -1,6 +1,6 @@
-"""The library under other packages' names: regions for code that calls ``torch.utils.checkpoint``, and for models of others.
+"""Regions in other packages' code: programs that call ``torch.utils.checkpoint``, and models of Transformers.
 
-Nothing here imports the other package before a call of its function.
+No module here imports the other package before its function is called.
 """
 
 from .patch_torch import patch_torch

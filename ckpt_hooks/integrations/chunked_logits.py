@@ -1,4 +1,4 @@
-"""``chunked_loss`` of ``enable_in_transformers``: a head that returns logits to be, of which the loss computes slices."""
+"""``chunked_loss`` of ``enable_in_transformers``: a head that returns lazy logits, which the loss computes in slices."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._torch.pytree import tree_map
 from ckpt_hooks.losses import loss_in_chunks
 
-#: Methods of a tensor that treat each row of logits by itself, given numbers, dtypes and devices.
+#: Methods of a tensor that treat each row by itself if their arguments are ``_SIMPLE``.
 _ROWWISE = {"__mul__", "__rmul__", "__truediv__", "mul", "div", "tanh", "contiguous", "to"}
 _ROWWISE |= {"float", "double", "half", "bfloat16"}
 _SIMPLE = (bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
-#: Methods and attributes that look at no number.
+#: Methods and attributes that do not depend on values.
 _FACTS = {"device", "dim", "dtype", "is_cuda", "is_floating_point", "layout", "ndim", "numel", "shape", "size"}
 _OPERATORS = ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "rmatmul", "pow", "neg", "eq", "ne", "lt", "le"]
 _OPERATORS += ["gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float"]
 
 
-#: Tensors, each with the number of its writes.
+#: Tensors, each with its version counter.
 Versions = list[tuple[torch.Tensor, int]]
 
 
@@ -89,7 +89,7 @@ class Logits:
     def _compute(self, request: Request) -> torch.Tensor:
         now = self._head.read(self._hidden)
         if not self._is_sharded and any(a is not b for (a, _), (b, _) in zip(now, self._read, strict=True)):
-            self._read, self._is_sharded = now, True  # a unit of FSDP2 of its own, which gathers parameters for each call
+            self._read, self._is_sharded = now, True  # the head is a unit of FSDP2, gathered for each call
         if any(a is not b or m != n for (a, m), (b, n) in zip(now, self._read, strict=True)):
             raise RuntimeError(
                 "chunked_loss: logits are computed when they are looked at, but hidden states or weights of the head were "
@@ -114,7 +114,7 @@ for _name in _OPERATORS:
 
 
 class Request(NamedTuple):
-    """What to compute from logits, while the parameters of their head are there."""
+    """A computation on logits, run in a call of the head, where FSDP2 has gathered its parameters."""
 
     steps: tuple[Any, ...]
     compute: Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
@@ -128,10 +128,10 @@ def _logits_of(forward: Callable[[torch.Tensor], torch.Tensor], steps: tuple[Any
 
 
 class ChunkedHead:
-    """Stands in a head's attributes for its ``forward``."""
+    """Replaces ``forward`` in a head's attributes."""
 
     def __init__(self, head: Module, before: Callable[..., Any] | None) -> None:
-        self._owner = weakref.ref(head)  # which holds this object
+        self._owner = weakref.ref(head)  # weak, since the head holds this object
         self.before = before
         self.has_loss = self._has_warned = False
 
@@ -170,13 +170,13 @@ class ChunkedHead:
         if not self.has_loss and not self._has_warned:
             self._has_warned = True
             warn_user(
-                "chunked_loss: logits were looked at before a loss was computed of them, so those of all tokens exist. Pass "
-                "labels to the model, and look at logits after."
+                "chunked_loss: logits were read before the loss was computed, so the logits of all tokens take memory. Pass "
+                "labels to the model, and read logits afterwards."
             )
 
 
 class ChunkedLoss:
-    """Stands in a model's attributes for its ``loss_function``."""
+    """Replaces ``loss_function`` in a model's attributes."""
 
     def __init__(self, before: Callable[..., Any], chunks: int) -> None:
         self.before, self._chunks = before, chunks
@@ -209,7 +209,7 @@ class ChunkedLoss:
 
 
 def put_chunked_loss(owner: Any, chunks: int) -> Callable[[], None]:
-    """Computes the loss of a model in slices until the function returned is called."""
+    """Makes a model compute its loss in slices; returns the function that undoes it."""
     name = type(owner).__name__
     head: Any = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
     loss: Any = getattr(owner, "loss_function", None)

@@ -1,7 +1,7 @@
-"""Parameters sharded by FSDP2, for replays which need them gathered: several units in a recorded region.
+"""Gathers parameters of FSDP2 for replays of a recorded region around several units.
 
-FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. The replay
-of a region around several units reads parameters of units whose backward has not come.
+FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. A replay
+of the region also reads parameters of units whose backward has not begun.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt_hooks._torch.tensors import storage_of
 
 
 class Unit(NamedTuple):
-    """A group of parameters which FSDP2 gathers together, an ``FSDPParamGroup`` of torch."""
+    """A group of parameters that FSDP2 gathers together, an ``FSDPParamGroup`` of torch."""
 
     group: Any
 
@@ -29,16 +29,16 @@ class Unit(NamedTuple):
         return None if free is None else lambda: past_modes(free)
 
 
-# The group and the parameter that a storage belongs to, by the storage's address; weakly, as models come and go.
+# The group and the parameter of a storage, by the storage's address; weak, so that models can be freed.
 _by_address: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-# The parameters in the index.
+# The parameters in ``_by_address``.
 _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
-# Parameters which FSDP2 has not made, by identity. No such parameter becomes FSDP2's.
+# Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign.
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def unit_of(tensor: torch.Tensor) -> RefillSource | None:
-    """Returns the unit that gathers a tensor, and the shard in this process; None for memory which FSDP2 does not free."""
+    """Returns the unit that gathers a tensor, and the shard in this process; None for memory that FSDP2 does not free."""
     if not num_units() or (address := storage_of(tensor)) is None:
         return None
     origin = _origin_at(address)
@@ -69,7 +69,7 @@ def _origin_at(address: int) -> RefillSource | None:
 
 
 def _index() -> None:
-    """Adds to the index the parameters gathered for the first time since the index was last made."""
+    """Adds parameters to the index that were gathered for the first time."""
     for group, parameter in parameters_by_group():
         if parameter not in _indexed and (addresses := addresses_of(parameter)):
             _indexed.add(parameter)

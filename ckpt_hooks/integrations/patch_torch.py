@@ -28,9 +28,9 @@ from ckpt_hooks.policies.base import Policy, PolicyLike, policy_from
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 
 _DEFAULTS = defaults_of(Form.DIRECT)
-_FLAGS = {name for name, default in _DEFAULTS.items() if isinstance(default, bool)}  # of which torch asks for the truth
+_FLAGS = {name for name, default in _DEFAULTS.items() if isinstance(default, bool)}  # torch takes any value, by its truth
 
-#: Patches that are not undone, the latest last. Exchanged under the lock, read without.
+#: Active patches, the latest last. Replaced under the lock, read without it.
 _active: tuple[TorchPatch, ...] = ()
 _lock = threading.Lock()
 
@@ -104,7 +104,7 @@ class TorchPatch(OfThisProcess):
             try:
                 yield
             except BaseException as error:
-                # Ctrl-C in a module of the composable form leaves the generator behind, to be closed among other regions.
+                # Ctrl-C in a module of the composable form drops this generator, which closes later, maybe in other regions.
                 left_behind = type(error) is GeneratorExit and stack.innermost is not frame
                 if not left_behind:
                     frame.__exit__(type(error), error, error.__traceback__)
@@ -116,7 +116,7 @@ class TorchPatch(OfThisProcess):
             raise
 
     def _contexts(self, context_fn: Callable[[], ContextPair]) -> tuple[Policy | None, ContextPair | None]:
-        """Returns the policy of a caller's ``context_fn``, or else the patch's, and the contexts to enter."""
+        """Returns the policy of a caller's ``context_fn``, or else of the patch, and the contexts to enter."""
         forward, recompute = call_context_fn(context_fn)
         parts = without_composable(recompute)
         if parts is not None:
@@ -185,7 +185,7 @@ def patch_torch(
 
 
 def _set_active(change: Callable[[tuple[TorchPatch, ...]], tuple[TorchPatch, ...]]) -> None:
-    """Changes the active patches, and diverts what they divert."""
+    """Changes the active patches, and diverts or restores torch's functions accordingly."""
     global _active
     with _lock:
         before, wanted = _active, change(_active)
@@ -231,7 +231,7 @@ def _choose_reentrant() -> Diversion | None:
     latest._has_warned = True
     warn_user(
         "this call of torch.utils.checkpoint is reentrant (use_reentrant=True, or no flag), so patch_torch leaves it to torch. "
-        "Write `patch_torch(reentrant=True)` to divert such calls too, or `patch_torch(reentrant=False)` for no warning."
+        "Write `patch_torch(reentrant=True)` to cover such calls too, or `patch_torch(reentrant=False)` for no warning."
     )
     return None
 

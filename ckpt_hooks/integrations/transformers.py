@@ -1,7 +1,7 @@
 """``enable_in_transformers``: the checkpointing switch of a Transformers model, with the regions of this package.
 
-Transformers is not imported: a model is known by its methods. The public switch takes no function, and calls the method
-``SWITCH``, which puts the function into the attribute ``FUNCTION`` of modules.
+Transformers is not imported: its models are recognized by their methods. The public switch takes no function. It calls the
+method ``SWITCH``, which sets the function as attribute ``FUNCTION`` of modules.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FLAG = "gradient_checkpointing"
 
 
 class Taken:
-    """The functions for ``gradient_checkpointing_func`` of a model, by names of modules."""
+    """The runners that are set as ``FUNCTION`` in a model, by names of modules."""
 
     def __init__(
         self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None, keep: tuple[int, int]
     ) -> None:
         self.recorded, self.options, self.planned = recorded, options, planned
-        self.keep = keep  # how many layers are left without regions, from the first and from the last
+        self.keep = keep  # the numbers of layers without regions, from the first and from the last
         self._runners: dict[str, RegionRunner] = dict(planned or {})
 
     def runner(self, name: str) -> RegionRunner:
@@ -55,16 +55,16 @@ class Taken:
 
 
 class TakenSwitch:
-    """Stands in a model's attributes for the method by which Transformers switches checkpointing on and off."""
+    """Replaces ``SWITCH`` in a model's attributes, so that a trainer's call of the public switch switches these regions."""
 
-    # So a trainer that calls the public switch switches these regions. Copies and pickles belong to the copied model.
+    # Copies and pickles belong to the copied model.
     __slots__ = ("_before", "_n", "_name", "_owner", "handle", "kept", "taken")
 
     def __init__(self, owner: Module, name: str, n: int, taken: Taken) -> None:
-        self._owner = weakref.ref(owner)  # which holds this object
+        self._owner = weakref.ref(owner)  # weak, since the model holds this object
         self._name, self._n, self.taken = name, n, taken
         self._before: Any = None
-        self.kept: Sequence[str] = ()  # names of the layers left without regions
+        self.kept: Sequence[str] = ()  # names of the layers without regions
         self.handle: Callable[[], Any] = lambda: None  # the handle of the regions; none in copies
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,8 +89,8 @@ class TakenSwitch:
                 vars(owner)[SWITCH] = self._before
 
     def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
-        """Switches the regions on or off, as the method of Transformers does; the function given is left out."""
-        # ``every_n_layers`` of 1 stands for the number that the regions were made with.
+        """Switches the regions on or off, as the method of Transformers does; ignores the caller's function."""
+        # ``every_n_layers=1`` is the default of callers: it means the number of ``enable_in_transformers``.
         owner, taken = self._owner(), self.taken
         switch = None if owner is None else switch_of(owner)
         if owner is None or switch is None:
@@ -107,7 +107,7 @@ class TakenSwitch:
             else:
                 keep = "keep_first={}, keep_last={}".format(*taken.keep)
                 raise ValueError(
-                    f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} knows no layers: it takes no "
+                    f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} cannot select layers: it takes no "
                     f"every_n_layers before 5.18. Write `ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
                 )
         else:
@@ -131,7 +131,7 @@ _WITHOUT_EFFECT = frozenset({"use_reentrant", "preserve_rng_state", "debug", "ea
 
 
 def _warn_of_options(function: Any) -> None:
-    """Warns where the model's own switch was called with options which these regions leave out."""
+    """Warns if the model's own switch was called with options that these regions ignore."""
     if function is None:
         return
     options = getattr(function, "keywords", {})
@@ -141,9 +141,9 @@ def _warn_of_options(function: Any) -> None:
         return
     words = f"the options {', '.join(left_out)}" if left_out else f"the function {getattr(inner, '__qualname__', inner)}"
     warn_user(
-        f"the model's own checkpointing switch was called with {words}, but enable_in_transformers is in force, whose regions "
-        "leave them out. Pass options to enable_in_transformers (`offload_inputs=True` for an offload), or call the undo() of "
-        "its handle before."
+        f"the model's own checkpointing switch was called with {words}, which the regions of enable_in_transformers ignore. "
+        "Pass options to enable_in_transformers instead (`offload_inputs=True` for an offload), or call the undo() of its "
+        "handle first."
     )
 
 
@@ -156,8 +156,8 @@ def transformers_model(model: Any) -> Any:
         inside = next((name for name, module in model.named_modules() if hasattr(type(module), SWITCH)), None)
         if inside is not None:
             raise TypeError(
-                f"model should be a Transformers model, but got {described_as(model)}, which has one inside. Pass the one "
-                f"inside: `enable_in_transformers(model.{inside})`."
+                f"model should be a Transformers model, but got {described_as(model)}, which has such a model inside. Pass "
+                f"that: `enable_in_transformers(model.{inside})`."
             )
     raise TypeError(
         f"model should be a Transformers model, but got {described_as(model)}. Pass other modules to "
@@ -166,8 +166,8 @@ def transformers_model(model: Any) -> Any:
 
 
 def switch_of(owner: Module) -> Callable[..., Any] | None:
-    """Returns the switch which takes a function, of the model's class or of a class above; None if there is none."""
-    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch as before 4.35, without a function.
+    """Returns the switch that takes a function, of the model's class or of a base class; None if there is none."""
+    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override it with the old form of before 4.35.
     for kind in type(owner).__mro__:
         switch = vars(kind).get(SWITCH)
         if switch is not None and "gradient_checkpointing_func" in inspect.signature(switch).parameters:
@@ -176,7 +176,7 @@ def switch_of(owner: Module) -> Callable[..., Any] | None:
 
 
 def check_support(owner: Any, flagged: dict[str, Module]) -> None:
-    """Refuses a model without a switch or layers to switch on, or with regions of this package."""
+    """Raises if a model has no switch, no layers to switch on, or already has regions of this package."""
     name, advice = type(owner).__name__, "Write `ckpt_hooks.apply_checkpointing(model, layers)`."
     if switch_of(owner) is None:
         raise RuntimeError(f"The method {SWITCH} of {name} takes no gradient_checkpointing_func, new in 4.35. {advice}")
@@ -193,27 +193,27 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
     for path, module in flagged.items():
         if region_forward_of(module) is not None:
             raise RuntimeError(
-                f"{path!r} of {name} is a region by apply_checkpointing. Call `ckpt_hooks.remove_checkpointing(model)` before."
+                f"{path!r} of {name} is a region by apply_checkpointing. Call `ckpt_hooks.remove_checkpointing(model)` first."
             )
         if isinstance(vars(module).get(FUNCTION), RegionRunner) and getattr(module, FLAG):
             public = "activation" if hasattr(owner, "activation_checkpointing_disable") else "gradient"
             raise RuntimeError(
-                f"{path!r} of {name} is a region by enable_in_transformers already. Call undo() of what the earlier call "
-                f"returned before, or `model.{public}_checkpointing_disable()`."
+                f"{path!r} of {name} is a region by enable_in_transformers already. First call undo() of the handle that the "
+                f"earlier call returned, or `model.{public}_checkpointing_disable()`."
             )
 
 
 def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionRunner]:
-    """Returns the functions of a plan for the layers of a Transformers model, by their names in that model."""
+    """Returns the runners of a plan for the layers of a Transformers model, by their names in that model."""
     if isinstance(plan, type) or not callable(getattr(plan, "runners", None)):
-        raise wrong(plan, "plan", "a Plan of ckpt_hooks.plan_memory", "Pass one.")
+        raise wrong(plan, "plan", "a Plan of ckpt_hooks.plan_memory", "Pass its result.")
     modules, names = dict(model.named_modules()), {id(module): name for name, module in owner.named_modules()}
     functions = {}
     for block, runner in plan.runners().items():
         module = modules.get(block)
         if module is None or not hasattr(module, FLAG) or not calls_function(module):
             raise ValueError(
-                f"Block {block!r} of the plan is no layer which the checkpointing switch of {type(owner).__name__} calls. "
+                f"Block {block!r} of the plan is no layer that the checkpointing switch of {type(owner).__name__} calls. "
                 "Write `plan.apply(model)`, or plan with the layers of the switch as blocks."
             )
         functions[names[id(module)]] = runner
@@ -295,10 +295,10 @@ def enable_in_transformers(
         layers = [name for name, module in model.named_modules() if hasattr(module, FLAG) and calls_function(module)]
         plan = machine = planner().machine_of(model, memory_budget, layers, plan=plan, **planning)
     else:
-        check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
+        check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass both.")
     if plan is not None and (policy is not None or every_n_layers != 1 or any(keep) or options):
         raise ValueError(
-            "enable_in_transformers got plan, and options of regions, which the plan has itself. Leave out policy, "
+            "enable_in_transformers got plan, and options of regions, which the plan decides itself. Leave out policy, "
             f"every_n_layers, keep_first, keep_last{''.join(f', {name}' for name in options)}."
         )
     given = {**options, "policy": policy}
@@ -310,7 +310,7 @@ def enable_in_transformers(
     checked_runner(enable_in_transformers, taken.recorded, given, of=of, cut=())  # before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     check_support(owner, flagged)
-    for module in owner.modules():  # regions that were switched off since
+    for module in owner.modules():  # undoes earlier handles, whose regions were switched off
         earlier = vars(module).get(SWITCH)
         if type(earlier) is TakenSwitch and (before := earlier.handle()) is not None:
             before.undo()
@@ -346,12 +346,12 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         self._undo_loss: Callable[[], None] = lambda: None
 
     def chunk_loss(self, owner: Module, chunks: int) -> None:
-        from .chunked_logits import put_chunked_loss  # few ask for it
+        from .chunked_logits import put_chunked_loss  # only loaded if used
 
         self._undo_loss = put_chunked_loss(owner, chunks)
 
     def take_over(self) -> None:
-        """Switches checkpointing on, and takes the place of the model's switch, and of the switches of models inside."""
+        """Switches checkpointing on, and replaces the switches of the model and of models inside."""
         self._switches[0]()
         for switch in self._switches:
             switch.handle = weakref.ref(self)
@@ -382,12 +382,12 @@ class EnabledCheckpointing(OfThisProcess, Printed):
             ValueError: If there is no plan.
         """
         if self.plan is None:
-            raise ValueError("There is no plan. Pass memory_budget, and train a step: the plan is made when it has ended.")
+            raise ValueError("There is no plan. Pass memory_budget, and train a step: the plan is made at its end.")
         plan: dict[str, Any] = self.plan.to_json()
         return plan
 
     def undo(self) -> None:
-        """Leaves the model as it was, but for modules enabled anew since. A second call does nothing."""
+        """Restores the model, except modules that were enabled again since. A second call does nothing."""
         if self._machine is not None:
             self._machine.undo()
         self._undo_loss()

@@ -1,4 +1,4 @@
-"""Making modules of a model regions, and undoing this."""
+"""Makes modules of a model regions, and undoes it."""
 
 from __future__ import annotations
 
@@ -166,20 +166,20 @@ class AppliedCheckpointing(OfThisProcess, Printed):
 
 
 class BudgetedCheckpointing(AppliedCheckpointing):
-    """Regions whose plan is made while a model trains: of :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget``.
+    """The regions of :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget``, planned while the model trains.
 
     Prints as the plan, once there is one. As a context manager, undoes itself at the end of the block. Holds no module; and the
     plan is made whether or not the program holds this object.
 
     Attributes:
-        plan: The :class:`ckpt_hooks.planner.Plan` in force, those of other shapes in its ``others``; None until the first step
-            has ended.
-        budget: The budget in bytes; 0 before the first step has ended, of a part.
+        plan: The :class:`ckpt_hooks.planner.Plan` in force, with plans of other shapes in its ``others``; None until the first
+            step has ended.
+        budget: The budget in bytes; for a fraction, 0 until the first step has ended.
         peaks: The peak of each step that was profiled or measured.
-        log: A line for each of them, as the logger ``"ckpt_hooks"`` gets it.
+        log: A line for each such step, as the logger ``"ckpt_hooks"`` gets it.
     """
 
-    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:  # a Machine of the planner, a floor above
+    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:  # a Machine of the planner
         super().__init__(regions, [machine.undo, regions.undo])
         self._machine = machine
 
@@ -206,7 +206,7 @@ class BudgetedCheckpointing(AppliedCheckpointing):
             ValueError: If there is no plan yet.
         """
         if (plan := self.plan) is None:
-            raise ValueError("There is no plan yet. Train a step before: the plan is made when it has ended.")
+            raise ValueError("There is no plan yet. Train a step first: the plan is made when the step has ended.")
         values: dict[str, Any] = plan.to_json()
         return values
 
@@ -220,7 +220,7 @@ class BudgetedCheckpointing(AppliedCheckpointing):
 
 
 class PlanLike(Protocol):
-    """A plan, whose class is on a floor above. Handles have no ``predicted_peak``."""
+    """The planner's Plan, which this layer may not import; ``predicted_peak`` tells a plan from a handle."""
 
     @property
     def predicted_peak(self) -> int: ...
@@ -350,7 +350,7 @@ def apply_checkpointing(
         check_none({"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last, **options})
         applied: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
         return applied
-    check_none({name: value is not None for name, value in planning.items()}, "Pass memory_budget with them.")
+    check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass both.")
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
     selected = selected_of(model, select, policy, "select")
@@ -387,14 +387,14 @@ def apply_checkpointing(
 
 
 def planner() -> Any:
-    """Returns the module which makes plans while a model trains."""
-    return importlib.import_module("ckpt_hooks.planner.online")  # a floor above, which makes regions by this module
+    """Returns the module that makes plans while a model trains."""
+    return importlib.import_module("ckpt_hooks.planner.online")  # by name, since a layer above may not be imported
 
 
-def check_none(options: Mapping[str, Any], advice: str = "Leave them out: a plan says what each block keeps.") -> None:
-    """Raises if an option is given which goes with a memory budget alone, or never with a budget."""
+def check_none(options: Mapping[str, Any], why: str = "with memory_budget. Leave them out: the plan decides.") -> None:
+    """Raises if an option has a value, since it cannot be used with, or without, a memory budget."""
     if excluded := [name for name, value in options.items() if value]:
-        raise ValueError(f"{', '.join(excluded)} and memory_budget: one goes without the other. {advice}")
+        raise ValueError(f"{', '.join(excluded)} cannot be used {why}")
 
 
 def _remove(reference: weakref.ref[RegionForward], what: object) -> None:
@@ -403,7 +403,7 @@ def _remove(reference: weakref.ref[RegionForward], what: object) -> None:
 
 
 def _runner_for(name: str, target: Module | span, recorded: Any, common: dict[str, Any], value: Any) -> RegionRunner:
-    """Returns the function which calls what was selected, with a policy or options of its own."""
+    """Returns the runner of a selected module or span; ``value`` is its policy, its options, or a runner."""
     if isinstance(value, RegionRunner):
         return value
     its_options = value if isinstance(value, Mapping) else {"policy": value}
@@ -412,13 +412,13 @@ def _runner_for(name: str, target: Module | span, recorded: Any, common: dict[st
     is_recorded = checked_flag(options.pop("recorded"), "recorded") or isinstance(target, span)
     runner = checked_runner(apply_checkpointing, is_recorded, options, of=name, where=where)
     if isinstance(target, span) and runner.chunks is not None:
-        raise ValueError(f"{name!r} is a span, of which no argument can be cut. Select the modules in it for chunks.")
+        raise ValueError(f"{name!r} is a span, whose arguments cannot be cut into chunks. Select the modules in it instead.")
     return runner
 
 
 def _check_free(module: Module, name: str) -> None:
     if (forward := region_forward_of(module)) is not None and forward.run is not None:
-        raise ValueError(f"{name!r} is checkpointed already. Call `remove_checkpointing` with the model before.")
+        raise ValueError(f"{name!r} is checkpointed already. Call `remove_checkpointing(model)` first.")
     check_forward(module, name)
 
 

@@ -1,6 +1,6 @@
-"""The ``forward`` of a module whose calls are regions; and the checkpointing switch that a model may have itself.
+"""The ``forward`` of a module whose calls are regions, and a model's own checkpointing switch.
 
-Models of Transformers, diffusers, timm and open_clip have it. Where it is on in a region, around or inside, both recompute.
+Models of Transformers, diffusers, timm and open_clip have one. If it is on around or inside a region, both recompute.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from ckpt_hooks._torch.compiling import skipped
 
 #: In Transformers, since 4.35, and in diffusers: the attribute of a module that holds the function.
 FUNCTION = "_gradient_checkpointing_func"
-#: In Transformers, since 4.35: the method of a model which sets the flag and the function of its modules.
+#: In Transformers, since 4.35: the method of a model that sets the flag and the function of its modules.
 SWITCH = "_set_gradient_checkpointing"
 
-#: The flag: in Transformers and diffusers, in timm and open_clip.
+#: The flag of a module: the first in Transformers and diffusers, the second in timm and open_clip.
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 _FUNCTIONS = frozenset({FUNCTION, "checkpoint", "checkpoint_seq", "checkpoint_sequential"})
 
 
 def calls_function(module: Module) -> bool:
-    """Whether a module calls the function which the switch puts there."""
+    """Whether a module calls the function that the switch sets."""
     return FUNCTION in _names_in(type(module))
 
 
 def calls_torch(module: Module) -> bool:
-    """Whether a module calls torch's checkpoint, and not the function which the switch puts there."""
+    """Whether a module calls torch's checkpoint, and not the function that the switch sets."""
     return "checkpoint" in _names_in(type(module)) and not calls_function(module)
 
 
-#: The names in each class: trainers switch around the pass of a reference model, in each step.
+#: A cache by class, since some trainers flip the switch in each step, for the pass of a reference model.
 _names: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _names_in(kind: type) -> set[str]:
-    """Returns the globals and attributes named in the methods of a class, and in functions which decorate them."""
+    """Returns the globals and attributes named in the methods of a class, and in their decorators."""
     if kind in _names:
         return _names[kind]
     methods: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _names_in(kind: type) -> set[str]:
 
 
 class OwnSwitch:
-    """A model's own switch, as far as the flags of its modules bear on a region."""
+    """The flags of a model's own switch in modules around and inside a region."""
 
     __slots__ = ("_modules", "_told", "region")
 
@@ -80,7 +80,7 @@ class OwnSwitch:
         self._modules = [(name, weakref.ref(module), flag) for name, module, flag in flags]
 
     def look(self, *, runs: bool = True) -> None:
-        """Warns, once a model, where the model's own switch is on; for a call of the region only where that trains."""
+        """Warns once for each model if its own switch is on; for a call of the region (``runs``) only in training."""
         if self._told or (runs and not torch.is_grad_enabled()):
             return
         for name, reference, flag in self._modules:
@@ -89,14 +89,14 @@ class OwnSwitch:
                 self._told.append(self.region)
                 warn_user(
                     f"{self.region!r} is a region by apply_checkpointing, and the model's own checkpointing is on as well: "
-                    f"{flag} of {name!r} is {getattr(module, flag)}. Both recompute. Call "
-                    "`model.gradient_checkpointing_disable()`, as Transformers has it, or undo apply_checkpointing."
+                    f"{flag} of {name!r} is {getattr(module, flag)}. Both recompute. In Transformers "
+                    "call `model.gradient_checkpointing_disable()`, or undo apply_checkpointing."
                 )
                 return
 
 
 def own_switches(model: Module, regions: Iterable[str]) -> dict[str, OwnSwitch]:
-    """Returns the model's own switch for each region that it bears on."""
+    """Returns the flags of the model's own switch for each region that has any around or inside it."""
     flagged = {
         name: module
         for name, module in model.named_modules()
@@ -115,7 +115,7 @@ def _is_within(name: str, other: str) -> bool:
     return not other or f"{name}.".startswith(f"{other}.")
 
 
-# The method by which DataParallel copies a module. The copy would share the attribute ``forward``, and run the other's.
+# DataParallel copies a module by this method. The copy would share ``forward``, and run the original.
 _REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -136,7 +136,7 @@ class RegionKeywords(TypedDict, total=False):
 
 
 class ModuleKeywords(RegionKeywords, total=False):
-    """The same for a module, whose first argument may be cut."""
+    """The same, with the options that cut the first argument of a module."""
 
     chunks: int | None
     dim: int
@@ -147,7 +147,7 @@ class ModuleKeywords(RegionKeywords, total=False):
 
 
 class RegionRunner:
-    """Calls functions as regions of the same options, of either kind; copied and pickled by its options."""
+    """Calls functions as regions, of either kind, with the same options; copied and pickled as these options."""
 
     def __init__(self, recorded: bool, options: dict[str, Any], chunks: Chunks | None = None) -> None:
         self._made_of = recorded, options, chunks
@@ -156,14 +156,14 @@ class RegionRunner:
         self._run = region._run if recorded else region.run
         self._region: checkpoint_region | None = region if recorded else None
 
-    @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
+    @skipped  # after a graph break in the function, Python runs the whole call as a region, as torch's checkpoint does
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.chunks is not None:
             return run_in_chunks(self._run, function, args, kwargs, self.chunks)
         return self._run(function, args, kwargs)
 
     def region_of(self, root: Any, function: Any, args: Any, kwargs: dict[str, Any]) -> checkpoint_region | None:
-        """Returns the recorded region of a call, with names of submodules in a module; None for a plain call."""
+        """Returns the recorded region for a call; a plan chooses one by the arguments, or None for a plain call."""
         return self._region
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ def checked_runner(
     where: str = "",
     cut: Sequence[str] = Chunks._fields,
 ) -> RegionRunner:
-    """Returns the runner for options that a form was given, the name of the region or else of the module ``of`` among them."""
+    """Returns the runner for the options of ``form``; ``of`` names the region if ``name`` is no option."""
     is_recorded, options = checked_flag(recorded, "recorded"), {**options}
     chunks = chunks_among(options) if cut else None
     known = ["recorded", *options_of(Form.RECORDED if is_recorded else Form.CURRIED)]
@@ -192,7 +192,7 @@ def checked_runner(
     return RegionRunner(is_recorded, options if of is None else {**options, "name": of}, chunks)
 
 
-@skipped  # compiled, it would return ``module.forward`` (see ``__call__``)
+@skipped  # in a compiled function it would return ``module.forward`` (see ``RegionForward.__call__``)
 def forward_of_class(module: Module) -> Callable[..., Any]:
     """Returns the ``forward`` of a module's class, bound to the module."""
     forward = class_attribute(type(module), "forward")
@@ -203,22 +203,22 @@ def forward_of_class(module: Module) -> Callable[..., Any]:
 class RegionForward:
     """Calls a module's forward as a region; copies and pickles belong to the copied module."""
 
-    own_switch: OwnSwitch | None = None  # none in copies
+    own_switch: OwnSwitch | None = None  # None in copies
 
     def __init__(self, module: Module) -> None:
-        self.run: RegionRunner | None = None  # None where only spans begin, end or run here
-        # Parts of spans, which call a function: parts which open and close a region around this module, the widest first, and
-        # parts whose ends this module calls. The latter are inside, so that a rerun of this module opens the regions again.
+        self.run: RegionRunner | None = None  # None if only spans begin, end or run here
+        # Methods of spans, which call the function. ``around``: this module is an end of the span; the widest is first.
+        # ``inside``: this module calls both ends, and a rerun of this module opens the span again.
         self.around: list[Any] = []
         self.inside: list[Any] = []
-        self.replaced: Callable[..., Any] | None = None  # the instance's own ``forward`` before; None for the class's
-        self.is_active = True  # not where checkpointing was removed, and another object calls this object
+        self.replaced: Callable[..., Any] | None = None  # the instance's ``forward`` before; None for the class's
+        self.is_active = True  # False after removal, when another object in ``forward`` may still call this object
         self._reference = weakref.ref(module)  # weakly, since the module holds this object
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         function = self.__wrapped__
         if torch.compiler.is_dynamo_compiling() and self.replaced is None:
-            # After a graph break Dynamo hands a bound method to Python by its name, ``module.forward``, which is this object.
+            # After a graph break Dynamo passes a bound method to Python as ``module.forward``, which is this object again.
             function = functools.partial(type(self.module).forward, self.module)
         if not self.is_active:
             return function(*args, **kwargs)
@@ -235,7 +235,7 @@ class RegionForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that a call runs; signatures are read from it, too."""
+        """The forward to run; ``inspect.signature`` reads it too."""
         replaced = self.replaced
         return forward_of_class(self.module) if replaced is None else replaced
 
@@ -251,30 +251,30 @@ class RegionForward:
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        # ``torch.jit.script`` asks for globals before it looks for source code.
+        # ``torch.jit.script`` reads globals first, so the error comes before one about missing source code.
         if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
             raise TypeError(
-                f"torch.jit.script cannot compile a checkpointed {type(self.module).__name__}. Make its calls plain calls "
-                "before: `remove_checkpointing(model)`."
+                f"torch.jit.script cannot compile a checkpointed {type(self.module).__name__}. Call "
+                "`remove_checkpointing(model)` first."
             )
         variables: dict[str, Any] = getattr(self.__wrapped__, "__globals__", {})
         return variables
 
     def __getattr__(self, name: str) -> Any:
-        if "_reference" not in self.__dict__:  # this object is being made
+        if "_reference" not in self.__dict__:  # ``copy`` and ``pickle`` ask before they set the state
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
     def put(self, module: Module) -> None:
         if not hasattr(type(module), "__copy__"):
-            type.__setattr__(type(module), "__copy__", _copied)  # ``copy.copy`` asks the class alone
+            type.__setattr__(type(module), "__copy__", _copied)  # ``copy.copy`` looks in the class only
         variables = vars(module)
         self.replaced = variables.get("forward")
         variables["forward"] = self
         variables[_REPLICATE] = self.replicate
 
     def remove(self, runner_or_span: object = None) -> None:
-        """Takes the region away, the parts of a span, or all."""
+        """Removes a runner, the parts of a span, or everything."""
         for parts in (self.around, self.inside):
             for part in [part for part in parts if runner_or_span in (None, part.__self__)]:
                 parts.remove(part)
@@ -284,7 +284,7 @@ class RegionForward:
         if self.run is not None or self.around or self.inside:
             return
         module, was_active = self._reference(), self.is_active
-        self.is_active = False  # for another object in ``forward``, which calls this object
+        self.is_active = False
         if module is None:
             return
         variables = vars(module)
@@ -295,8 +295,8 @@ class RegionForward:
                 variables["forward"] = self.replaced
         elif "forward" in variables and was_active:
             warn_user(
-                f"The forward of {name}, a {type(module).__name__}, was set anew after the module became a region. "
-                "That one stays, with no region below. Take it away before you undo regions, or now: `del module.forward`."
+                f"The forward of {name}, a {type(module).__name__}, was replaced after the module became a region. The new "
+                "forward stays, without a region. Write `del module.forward` now, or before you undo regions."
             )
         if region_forward_of(module) is self:
             del variables[_REPLICATE]
@@ -307,7 +307,7 @@ class RegionForward:
         return self.moved_to(type(module)._replicate_for_data_parallel(module))  # type: ignore[no-untyped-call]
 
     def moved_to(self, copied: Module) -> Module:
-        """Gives a copy of the module, which shares its attributes, a forward of its own."""
+        """Gives a copied module, whose attributes still include this object, a forward of its own."""
         variables = vars(copied)
         del variables[_REPLICATE]
         if variables["forward"] is self:
@@ -340,13 +340,13 @@ def _copied(module: Module) -> Module:
 
 
 def region_forward_of(module: Module) -> RegionForward | None:
-    """Returns the object which makes a module's calls regions, under other objects of the kind maybe; None without."""
+    """Returns the object that makes a module's calls regions, even if another replaced it in ``forward``; None without."""
     forward = getattr(vars(module).get(_REPLICATE), "__self__", None)
     return forward if type(forward) is RegionForward else None
 
 
 def region_forward_for(module: Module) -> RegionForward:
-    """Returns the object which makes a module's calls regions, or a new object."""
+    """Returns the object that makes a module's calls regions; makes it if there is none."""
     forward = region_forward_of(module)
     if forward is None:
         forward = RegionForward(module)
@@ -355,13 +355,13 @@ def region_forward_for(module: Module) -> RegionForward:
 
 
 def check_forward(module: Module, name: str) -> None:
-    """Raises unless a module's forward can be another object."""
+    """Raises unless a module's ``forward`` can be replaced."""
     if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"{name!r} is a TorchScript module, whose forward is no attribute. Write `checkpoint(module, x)`.")
+        raise ValueError(f"{name!r} is a TorchScript module, whose forward cannot be replaced. Write `checkpoint(module, x)`.")
     if inspect.isdatadescriptor(forward := class_attribute(type(module), "forward")):
         raise ValueError(
-            f"{name!r} is a {type(module).__name__}, whose forward is a {type(forward).__name__}: no attribute of the module "
-            "takes its place. Write `checkpoint(module, x)`."
+            f"{name!r} is a {type(module).__name__}, whose forward is a {type(forward).__name__} and cannot be replaced by an "
+            "attribute. Write `checkpoint(module, x)`."
         )
     if "forward" not in vars(module):
         forward = forward_of_class(module)

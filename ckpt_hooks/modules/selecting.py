@@ -19,7 +19,7 @@ from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks.policies.base import PolicyLike
 from ckpt_hooks.report.entries import name_pattern
 
-#: Selected modules by name, and spans by theirs, each with its policy.
+#: Selected modules and spans by name, each with its policy.
 Selected = dict[str, tuple[Any, Any]]
 
 
@@ -80,7 +80,7 @@ _Layers = str | span | slice | type[Module] | Callable[[str, Module], bool] | _K
 
 
 def selector_of(name: str) -> str | span:
-    """Returns what selects a module, or a span by its words."""
+    """Returns the selector for the name of a block: the name of a module, or a span."""
     first, _, last = name.partition(" to ")
     return span(first, last) if last else name
 
@@ -119,7 +119,7 @@ SelectLike = _Layers | every
 
 
 def selected_of(model: Module, select: Any, policy: Any, argument: str, *, below: bool = False) -> Selected:
-    """Returns the selected modules of a model, or of those below it, in their order; errors name the argument."""
+    """Returns the selected modules in the model's order, with ``below`` without the model itself; errors name ``argument``."""
     return _selected(
         model, {name: module for name, module in model.named_modules() if name or not below}, select, policy, argument
     )
@@ -156,10 +156,10 @@ def _is_class(key: Any) -> bool:
 
 
 def ends_of(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[Any]:
-    """Returns the first and the last of what was selected, which are left without regions."""
+    """Returns the first and last entries of ``selected``, which stay plain."""
     ends = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
     if 0 < len(selected) <= sum(ends):
-        raise ValueError(f"keep_first and keep_last leave no region of {len(selected)} modules selected. Pass less.")
+        raise ValueError(f"keep_first and keep_last leave no region: {len(selected)} modules are selected. Pass lower numbers.")
     return [*selected[:keep_first], *selected[len(selected) - keep_last :]]
 
 
@@ -171,10 +171,10 @@ def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
         "module classes, name patterns, numbers of layers, spans, a function of a name and a module, every(n), or a mapping"
     )
     if is_policy(select):
-        raise wrong(select, argument, wanted, "Pass a policy by name, `policy=...`, after the modules.")
+        raise wrong(select, argument, wanted, "Pass a policy as `policy=...`, after the modules.")
     if integer_in(select) is not None:
         number = text_of(select)
-        raise wrong(select, argument, wanted, f"Write [{number}] for one layer, or every({number}) for every so many.")
+        raise wrong(select, argument, wanted, f"Write [{number}] for one layer, or every({number}) for one in {number}.")
     if isinstance(select, (type, Module)):
         raise wrong(select, argument, wanted, "To select one module, write its name, or `checkpoint_module(module)`.")
     check_callable(select, argument, "name, module", wanted, "Write a name as `model.named_modules()` has it.")
@@ -182,11 +182,11 @@ def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
     return predicate
 
 
-_ANSWER = "Write `bool(...)` around it in the function. Pass a policy by name: `policy=...`."
+_ANSWER = "Write `bool(...)` around it in the function. Pass a policy as `policy=...`."
 
 
 def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], Any], argument: str) -> dict[str, Module]:
-    """Returns the modules for which a predicate holds, without the modules inside another."""
+    """Returns the modules for which a predicate holds, without modules inside another match."""
     outermost: dict[str, Module] = {}
     inside: set[int] = set()
     for name, module in modules.items():
@@ -215,7 +215,7 @@ def _every(root: Module, modules: dict[str, Module], select: every) -> dict[str,
         }
     elif isinstance(select.of, every):
         raise TypeError(
-            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Multiply the two."
+            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Multiply their numbers."
         )
     else:
         layers = {name: module for name, (module, _) in _selected(root, modules, select.of, None, "of").items()}
@@ -230,11 +230,11 @@ def _every(root: Module, modules: dict[str, Module], select: every) -> dict[str,
 
 
 def _by_keys(root: Module, modules: dict[str, Module], pairs: Iterable[tuple[Any, Any]], argument: str) -> Selected:
-    """Returns the modules that a name pattern, a class or a number means, with the policy of the first such key, and spans."""
+    """Returns the modules and spans that keys select, each with the policy of the first key that selects it."""
     pairs = [*pairs]
     classes = tuple(key for key, _ in pairs if _is_class(key))
     of_classes = _outermost(modules, lambda _, module: isinstance(module, classes), argument)
-    # By a star nobody means the model, nor a list of modules, which has no forward.
+    # A star matches neither the model itself nor lists of modules, which have no forward.
     starred = {
         at: module
         for at, module in modules.items()
@@ -251,8 +251,8 @@ def _by_keys(root: Module, modules: dict[str, Module], pairs: Iterable[tuple[Any
             names = [name for name, module in of_classes.items() if isinstance(module, key)]
             if not names:
                 raise ValueError(
-                    f"{argument}={key.__name__} selects no module, or only inside of modules of the other classes. Leave it "
-                    "out, or give names of modules."
+                    f"{argument}={key.__name__} selects no module, or only modules inside modules of the other classes. Leave "
+                    "it out, or give names of modules."
                 )
         elif isinstance(key, str):
             names = _matching(starred if "*" in key else modules, name_expression(key), key, argument)
@@ -267,11 +267,11 @@ def _by_keys(root: Module, modules: dict[str, Module], pairs: Iterable[tuple[Any
 
 
 def _numbered(root: Module, modules: dict[str, Module], key: Any, argument: str) -> list[str]:
-    """Returns the names of layers by number, of each list by itself; a list may be too short for a number, but not all."""
+    """Returns the names of layers by number, counted in each list by itself; raises if no list is long enough."""
     lists = {name: [*entries] for name, entries in _lists(root, modules).items()}
     names = {id(module): name for name, module in modules.items()}
     numbers = [] if isinstance(key, slice) else map(operator.index, key if isinstance(key, range) else [key])
-    found: list[str] = []
+    numbered: list[str] = []
     for part in [key] if isinstance(key, slice) else [slice(number, number + 1 or None) for number in numbers] or [slice(0)]:
         layers = [layer for entries in lists.values() for layer in entries[part]]
         if not layers:
@@ -281,24 +281,24 @@ def _numbered(root: Module, modules: dict[str, Module], key: Any, argument: str)
                 f"{argument}={words} is out of range. Layers: {have or 'the model has no torch.nn.ModuleList'}. Give numbers "
                 "of layers from 0, or from -1 backwards; other modules by class or name."
             )
-        found += [names[id(layer)] for layer in layers]
-    return found
+        numbered += [names[id(layer)] for layer in layers]
+    return numbered
 
 
 def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argument: str) -> list[str]:
-    """Returns the names which match a pattern; raises if there are none."""
+    """Returns the names that match a pattern; raises if there are none."""
     matches = [name for name in modules if re.fullmatch(expression, name)]
     if not matches:
         names = [name for name in modules if name]
         names = [*dict.fromkeys(name_pattern(name).replace("\0", "*") for name in names), *names] if "*" in pattern else names
         near = difflib.get_close_matches(pattern, names, 1) or names
-        advice = f"Take a name near to it: {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
+        advice = f"Write a name near it, such as {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
         if pattern in (type(module).__name__ for module in modules.values()):
             advice = f"To select by class, pass the class {pattern} itself."
         elif argument == "select" and is_policy(pattern):
             advice = f"To give a policy by its name, write policy={pattern!r} after the modules."
         raise ValueError(
             f"{argument}={pattern!r} selects no module. `*` stands for a part of a name between dots, `**` for any number "
-            f"of these, but neither the model nor a list of modules. {advice}"
+            f"of parts; neither selects the model itself or a list of modules. {advice}"
         )
     return matches

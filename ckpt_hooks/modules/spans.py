@@ -24,13 +24,13 @@ from .selecting import span
 
 
 class SpanModules(NamedTuple):
-    """The modules of a span in a model, and its place among the spans of the parent."""
+    """The modules of a span in a model."""
 
     name: str
     parent: Module
     first: Module
     last: Module
-    place: tuple[int, int]  # of both ends
+    place: tuple[int, int]  # the positions of both ends in ``named_modules()``
 
     @property
     def kind(self) -> str:
@@ -43,9 +43,9 @@ def span_in(model: Module, selected: span) -> SpanModules:
     first, last = (_parent_of(modules, name) for name in (selected.first, selected.last))
     if first != last:
         advice = "Pass two layers of one list or Sequential, or two attributes of one module."
-        raise wrong(selected, "select", "a span of two modules whose forwards one module calls", advice, ValueError)
+        raise wrong(selected, "select", "a span of two modules that the same module calls", advice, ValueError)
     ends = modules[selected.first], modules[selected.last]
-    order = [*map(id, vars(modules[first])["_modules"].values())]  # a module of two places is there twice
+    order = [*map(id, vars(modules[first])["_modules"].values())]  # a module with two names is there twice
     forward: Any = modules[first].forward
     if getattr(getattr(forward, "__wrapped__", forward), "__func__", None) is Sequential.forward and (
         id(ends[0]) in order and id(ends[1]) not in order[order.index(id(ends[0])) :]
@@ -58,7 +58,7 @@ def span_in(model: Module, selected: span) -> SpanModules:
 
 
 def _parent_of(modules: dict[str, Module], name: str) -> str:
-    """Returns the name of the module whose forward calls another: lists have none."""
+    """Returns the name of the module that calls another: the nearest around it that is no list."""
     while name:
         name = name.rpartition(".")[0]
         if class_attribute(type(modules[name]), "forward") is not Module.forward:
@@ -75,14 +75,14 @@ _calls = _Calls()
 
 
 class RegionSpan:
-    """Opens a region before a module of a parent's call and closes it after another; copied with the modules."""
+    """Opens a region before one module and closes it after another, in each call of their parent; copied with them."""
 
     def __init__(self, modules: SpanModules, runner: RegionRunner) -> None:
         self.name, self.place, self.runner = modules.name, modules.place, runner
-        self.is_active = True  # not where a part was taken away
+        self.is_active = True  # False after one of its parts was removed
 
     def put(self, modules: SpanModules) -> list[RegionForward]:
-        """Makes the span a region, and returns the objects in the forwards of its modules."""
+        """Makes the span a region; returns the objects in ``forward`` of its modules."""
         forwards = [region_forward_for(module) for module in modules[1:4]]
         forwards[0].inside.append(self.call_parent)
         for forward, part in zip(forwards[1:], (self.call_first, self.call_last), strict=True):
@@ -92,7 +92,7 @@ class RegionSpan:
 
     @skipped
     def call_parent(self, function: Callable[..., Any], parent: Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the parent; a region that is open then is closed."""
+        """Calls the parent; closes a region that the call leaves open, and raises."""
         call = _Call(self, parent)
         _calls.open.append(call)
         try:
@@ -109,7 +109,7 @@ class RegionSpan:
 
     @skipped
     def call_first(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the first module, in a region which this opens."""
+        """Opens the region, and calls the first module."""
         call = self._call()
         if call is not None and call.leave is None:
             call.enter(function, args, kwargs)
@@ -139,22 +139,22 @@ class RegionSpan:
 
 
 def check_spans(made: list[tuple[RegionSpan, SpanModules]]) -> None:
-    """Raises unless regions can be made of some spans: beside others of their parents, or inside them."""
-    there: dict[int, list[RegionSpan]] = {}
+    """Raises if spans overlap with each other, or with spans that are regions already."""
+    of_parent: dict[int, list[RegionSpan]] = {}
     for new, modules in made:
         for module in modules[1:4]:
             check_forward(module, new.name)
-        if id(modules.parent) not in there:
+        if id(modules.parent) not in of_parent:
             forward = region_forward_of(modules.parent)
-            there[id(modules.parent)] = [] if forward is None else [part.__self__ for part in forward.inside]
-        for other in there[id(modules.parent)]:
+            of_parent[id(modules.parent)] = [] if forward is None else [part.__self__ for part in forward.inside]
+        for other in of_parent[id(modules.parent)]:
             (begin, end), (first, last) = sorted((new.place, other.place))
             if new.place == other.place or begin < first <= end < last:
                 raise ValueError(
                     f"The spans {other.name!r} and {new.name!r} overlap. Pass one inside of the other, or one after the other. "
-                    "If one is of an earlier call, undo that before."
+                    "If one is of an earlier call, undo that call first."
                 )
-        there[id(modules.parent)].append(new)
+        of_parent[id(modules.parent)].append(new)
 
 
 class _Call:
@@ -171,7 +171,7 @@ class _Call:
         if region is None:
             self.leave = contextlib.nullcontext().__exit__
             return
-        leave = region.__exit__  # of this entry, as a ``with`` block takes it
+        leave = region.__exit__  # before ``__enter__``, as a ``with`` statement does: each entry has its own
         region.__enter__()
         self.leave = leave
 
@@ -182,7 +182,7 @@ class _Call:
 
 
 def _surroundings() -> dict[str, tuple[Any, ...]]:
-    """Returns what has to be the same at both ends of a span: each first in words, and then as compared."""
+    """Returns the settings that have to agree at both ends of a span: each in words, then as compared."""
     gradients, handled, casts = torch.is_grad_enabled(), sys.exc_info()[1], AUTOCAST.capture()
     modes, functions = users_modes(), FUNCTION_MODES.capture()
     hooks, frame = top_saved_tensors_hooks(False), stack.innermost

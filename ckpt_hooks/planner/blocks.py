@@ -1,4 +1,4 @@
-"""Blocks: the modules whose calls may be regions, by the model's tree or by selection, and what is outside of them."""
+"""Blocks: the modules whose calls may be regions, by the model's tree or by selection."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ckpt_hooks.modules.selecting import selected_of, selector_of, span
 from ckpt_hooks.modules.spans import span_in
 from ckpt_hooks.report.ledger.data import Holder
 
-#: A block has at most this part of all leaves that blocks may have: larger ones leave a plan too little to choose from.
+#: The most leaves of a block, as a part of all leaves in possible blocks: larger blocks leave a plan too few choices.
 _LARGEST = 0.25
 
 
 def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
-    """Returns the blocks of a model: names of modules, and of spans of layers. None is in a module which runs in chunks."""
-    # The model's tree is descended until a module has at most a quarter of all leaves in possible blocks: what the model itself
-    # and its leaves save, as logits, is of no block. A leaf is no block: a region around one operator drops nothing. Of leaves
-    # in a row, several are. Bytes would tell more than leaves, but bytes need a step without regions, which may not fit.
+    """Returns the blocks of a model: names of modules, and of spans of layers, outside of modules that run in chunks."""
+    # Descends the tree until a module has at most a quarter of the leaves in possible blocks. A leaf is no block, since a
+    # region around a single operator drops nothing, but several leaves in a row are a span. Bytes would tell more than the
+    # number of leaves, but need a step without regions, which may not fit.
     possible = {name for name, module in model.named_modules() if name and _can_be_block(module)}
     possible.update(name for at, module in model.named_modules() for run in _leaves_in_a_row(at, module) for name in run)
     saved: collections.Counter[str] = collections.Counter()
@@ -49,24 +49,24 @@ def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
                 blocks += _spans_of(run, saved)
             todo += reversed(children)
     if not blocks:
-        if chunked and blocks_of(model):  # else the error of a model that has none anyway
+        if chunked and blocks_of(model):  # there are blocks without chunks
             check_chunked(sorted(chunked), chunked)
         raise ValueError(
-            f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of the "
-            "leaves, or layers in a row. Name some: module classes or patterns, as apply_checkpointing takes them."
+            f"No blocks were found in {type(model).__name__}: a block is a module with submodules and at most a quarter of the "
+            "leaf modules, or a run of layers. Pass blocks: module classes or patterns, as apply_checkpointing takes them."
         )
     return blocks
 
 
 def check_chunked(blocks: Iterable[str], chunked: Collection[str]) -> None:
-    """Raises if a block is itself a module which runs in chunks."""
+    """Raises if a block is itself a module that runs in chunks."""
     if both := [name for name in blocks if name in chunked]:
         advice = "Name modules in the blocks, as in chunks={'layers.*.mlp': (1, 4, 8)}, or others as blocks."
-        raise wrong(both, "chunks", "modules inside of blocks, or apart from these", advice, ValueError)
+        raise wrong(both, "chunks", "modules inside or outside of blocks, not blocks", advice, ValueError)
 
 
 def _leaves_in_a_row(name: str, module: Module) -> list[list[str]]:
-    """Returns the names of leaves which follow each other in a list or Sequential, which calls them in their order."""
+    """Returns the runs of more than three leaves in a list or Sequential, by name."""
     runs: list[list[str]] = [[]]
     for child, leaf in module.named_children() if isinstance(module, (ModuleList, Sequential)) else ():
         if any(True for _ in leaf.children()):
@@ -77,7 +77,7 @@ def _leaves_in_a_row(name: str, module: Module) -> list[list[str]]:
 
 
 def _spans_of(run: list[str], saved: Mapping[str, int]) -> list[str]:
-    """Returns spans of leaves in a row, in each as many as there are spans, by bytes."""
+    """Splits a run of leaves into spans: about as many spans as leaves in each."""
     most = sum(saved[name] for name in run) / math.sqrt(len(run))
     spans: list[list[str]] = []
     size = math.inf
@@ -91,7 +91,7 @@ def _spans_of(run: list[str], saved: Mapping[str, int]) -> list[str]:
 
 
 def with_spans_around(blocks: Sequence[str]) -> list[str]:
-    """Returns blocks, and spans of blocks in a row: as many spans as blocks in each."""
+    """Returns blocks and spans around runs of them, about as many as blocks in each; nothing if there is no such span."""
     parents: dict[str, list[str]] = {}
     for name in blocks:
         parents.setdefault(ends_of(name)[0].rpartition(".")[0], []).append(name)
@@ -131,7 +131,7 @@ class Blocks:
     def __init__(self, model: Module, names: Sequence[str]) -> None:
         self._roots: dict[str, weakref.ref[Module]] = {}
         self.kinds: dict[str, str] = {}
-        self.around: dict[str, str] = {}  # of a block in a span, the span
+        self.around: dict[str, str] = {}  # the span around a block
         self.spans: set[str] = set()
         self.members: set[str] = set()  # names of the modules in blocks
         for name in names:
@@ -150,7 +150,7 @@ class Blocks:
 
     @property
     def roots(self) -> dict[str, Module]:
-        """The modules in which submodules of each block have their names."""
+        """The module of each block, or the parent of a span: names of submodules are relative to it."""
         return {name: module for name, reference in self._roots.items() if (module := reference()) is not None}
 
 
@@ -174,9 +174,9 @@ _WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_or
 
 
 def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
-    """Returns the names of a plan's blocks in a model, which wrappers (DDP, FSDP, PEFT) may be around, or may have been."""
+    """Returns the names of a plan's blocks in a model to which wrappers (DDP, FSDP, PEFT) were added, or of which removed."""
     check_module(model, "model", "Pass the model of the plan.")
-    # A wrapper and the wrapped module share a name then; the latter is the block: a region belongs inside of FSDP1's gathers.
+    # A wrapper and its module share a name here. The module, which comes later, counts: regions belong inside FSDP1's gathers.
     real_names = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
     outers = sorted(real_names, key=lambda name: name.count(".") + bool(name))
     ends = {end for name in blocks for end in ends_of(name)}
@@ -188,12 +188,12 @@ def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
             names = {name: f"{outer}.{rest}".strip(".") for name, rest in inner.items()}
             if all(full_name in real_names for full_name in names.values()):
                 return {name: " to ".join(dict.fromkeys(real_names[names[end]] for end in ends_of(name))) for name in blocks}
-    return {name: name for name in blocks}  # of which apply_checkpointing says that there are none
+    return {name: name for name in blocks}  # the caller raises for missing names
 
 
 def outside_of(holders: Iterable[Holder], blocks: Collection[str]) -> tuple[str, int]:
-    """Returns the module outside of blocks whose results take the most, as in ``"head Linear"``, and the bytes of all such."""
-    # Gradients of parameters are there whatever is kept.
+    """Returns the module outside of blocks with the most bytes of results, as in ``"head Linear"``, and the bytes of all."""
+    # Without gradients of parameters, which a plan cannot change.
     sizes: collections.Counter[str] = collections.Counter()
     for holder in holders:
         module = holder.origin.module or ""

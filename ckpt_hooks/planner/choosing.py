@@ -3,8 +3,8 @@
 Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs
 again, at its cost, and needs what it reads. A sweep of prices gives the convex hull; single results fill the gaps.
 
-The choice is a greedy search, with exchanges. Outside of its own backward a block's option changes memory by what it keeps. So
-time falls into windows, and the peak of each is a maximum for the block that varies in it, and constants for the others.
+The choice is a greedy search with exchanges. While a block runs, options of the other blocks only add constants to the memory.
+So time falls into windows, and the peak in each is a maximum over the changes of a single block, plus constants of the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .simulating import Delta, Effect, effect_of, effect_with, function_effect_o
 # Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
 _PRICES = 28  # in the sweep
 _MOST = 40  # options of a block
-_MOST_INSIDE = 12  # in which modules inside are regions
+_MOST_INSIDE = 12  # options in which modules inside of the block are regions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Choice:
 
     kept: tuple[int, ...] | None  # operators; None for no region, where autograd keeps what it saves
     nbytes: float  # kept; bytes that another block holds anyway count little
-    cost: float = 0.0  # of the operators which run again, by which options of kept results compare
+    cost: float = 0.0  # of the operators that run again
     is_nested: bool = False  # whether blocks inside are regions, too
     is_function: bool = False  # whether backward calls the block again, and replays no operators
-    parts: tuple[str, ...] = ()  # modules which are regions in place of the block
+    parts: tuple[str, ...] = ()  # modules that are regions in place of the block
 
 
 class _Graph:
-    """The needs among a block's operators; an operator which writes to a result belongs to the result's maker."""
+    """A block's operators, and the results that each needs; an operator that writes to a result is grouped with its maker."""
 
     def __init__(self, profile: Profile, entry: BlockCall, lasting: Collection[int]) -> None:
-        owner: dict[int, int] = {}  # of an allocation, the operator which made it
+        owner: dict[int, int] = {}  # the operator that made each allocation
         leader = list(range(len(entry.ops)))
         for at, op in enumerate(entry.ops):
             for number in op.fresh:
@@ -72,7 +72,7 @@ class _Graph:
             if handle.restored is not None and handle.value is not None and (maker := entry.maker.get(handle.value)) is not None
         }
 
-        # By this, equal blocks have their options once.
+        # Equal blocks share the options that ``_choices_of`` caches.
         needs = tuple((reader, *sorted(of)) for reader, of in self.needs.items())
         self._key = (*self.cost.items(),), needs, (*self.size.items(),), (*sorted(self.roots),)
 
@@ -83,7 +83,7 @@ class _Graph:
         return isinstance(other, _Graph) and self._key == other._key
 
     def choice(self, kept: Iterable[int]) -> Choice:
-        """Returns the option which keeps some results, as far as something needs the results."""
+        """Returns the option that keeps the results of ``kept`` that backward needs."""
         kept, todo, again, needed = set(kept), list(self.roots), set[int](), set[int]()
         while todo:
             node = todo.pop()
@@ -98,7 +98,7 @@ class _Graph:
 
     def cheapest(self, price: float) -> Choice:
         """Returns the option with the least cost, at a price for each byte kept."""
-        import networkx  # a third of a second
+        import networkx  # takes a third of a second
 
         flow = networkx.DiGraph()  # edges without a capacity are never cut
         flow.add_node("sink")
@@ -117,25 +117,25 @@ class _Graph:
                 todo.append(other)
         if not reached:
             return self.choice(())
-        solve = networkx.algorithms.flow.boykov_kolmogorov  # the fastest there, with the same cuts
+        solve = networkx.algorithms.flow.boykov_kolmogorov  # the fastest of networkx
         _, (side, _) = networkx.minimum_cut(flow, "source", "sink", flow_func=solve)
         return self.choice(node for node in reached if ("needed", node) in side and ("again", node) not in side)
 
 
-#: The part of its bytes that a result counts which another block holds anyway, as its input. Where blocks come in a row, that
-#: block lets go of the result when the backward of this block begins.
+#: The part of its bytes that a result counts if another block holds it anyway, as its input. Of blocks in a row, the other
+#: block lets go of it when the backward of this block begins.
 _SHORT = 0.02
 
 
 def lasting_in(profile: Profile) -> list[set[int]]:
-    """Returns for each entry the allocations which another entry needs in backward, whatever is kept."""
+    """Returns for each entry the allocations that another entry needs in backward, whatever is kept."""
     needed = [{*effect_of(profile, entry, ()).ends} for entry in profile.entries]
     counts = collections.Counter(number for ends in needed for number in ends)
     return [{number for number in counts if counts[number] > (number in ends)} for ends in needed]
 
 
 def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
-    """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
+    """Returns the options of a block that are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
     parts = [region for region in entry.inside if region.part]
     nested = [Choice((), 0, is_nested=True)] if len(parts) < len(entry.inside) else []
@@ -147,7 +147,7 @@ def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()
 def _choices_inside(
     profile: Profile, entry: BlockCall, parts: Iterable[BlockCall], lasting: Collection[int], is_function: bool
 ) -> list[Choice]:
-    """Returns options in which up to three modules inside are regions that keep nothing, and the rest of the block is none."""
+    """Returns options in which up to three modules inside are regions that keep nothing, and the rest keeps all."""
     regions: list[tuple[BlockCall, Choice]] = []
     plain = effect_of(profile, entry, (), is_plain=True).ends.keys() - lasting
     for region in parts:
@@ -165,7 +165,7 @@ def _choices_inside(
 
 
 def _between(graph: _Graph, prices: Sequence[float]) -> list[Choice]:
-    """Returns the cheapest options at falling prices; between two prices with the same option there is no other."""
+    """Returns the cheapest options at falling prices, by bisection: prices between two equal options have the same."""
     by_position = {at: graph.cheapest(prices[at]) for at in (0, len(prices) - 1)}
     todo = [(0, len(prices) - 1)]
     while todo:
@@ -195,7 +195,7 @@ def _choices_of(graph: _Graph, num_ops: int) -> list[Choice]:
 
 
 def _front(choices: Iterable[Choice], most: int = _MOST) -> list[Choice]:
-    """Returns the options that no other beats in both bytes and cost, thinned to the most that are looked at."""
+    """Returns the options that no other beats in both bytes and cost, thinned to ``most``."""
     front: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.cost)):
         if not front or choice.cost < front[-1].cost:
@@ -213,13 +213,13 @@ class BlockOption:
 
     choice: Choice
     effects: list[Effect]
-    cost: float  # of the operators which run again, and of regions, in all calls
+    cost: float  # of the operators that run again, and of regions, in all calls
     region_seconds: float = 0.0  # that recorded regions add to forward
-    replay_seconds: float = 0.0  # and to operators that run again
+    replay_seconds: float = 0.0  # that regions add to the operators that run again
 
 
 class Problem:
-    """What every choice does to memory."""
+    """The bytes of each option of each block, in each window of a step."""
 
     def __init__(self, profile: Profile, options: Mapping[str, Sequence[BlockOption]], natural: Sequence[int]) -> None:
         self.profile = profile
@@ -236,7 +236,7 @@ class Problem:
         bounds = sorted({0, profile.num_rows, *(row for begin, end, _ in spans for row in (begin, end))})
         self.natural = _with_common(natural, options, bounds)
         changes = [[self._changes_of(option.effects) for option in of] for of in self.options]
-        # Where no block runs, several may let go of something: such a window is split at each such row.
+        # While no block runs, several blocks may free memory: such a window is split at each of their rows.
         owned = [(begin, end) for begin, end, _ in spans]
         rows = {row for of in changes for option_changes in of for row, *_ in option_changes}
         rows_between = {row for row in rows if not any(begin <= row < end for begin, end in owned)}
@@ -248,12 +248,12 @@ class Problem:
         self._base = self._by_window(
             moment for moment in timeline_of(profile, (), self.natural) if moment[0] < profile.num_rows
         )
-        # The bytes in each window without any block, and of each block the bytes of each option in each window.
+        # The bytes in each window without any block; then, for each block, the bytes that each option adds.
         self.base = torch.tensor([float(self._most(window)) for window in range(len(self._owners))], dtype=torch.float64)
         self.memory = [self._memory_of(number, of) for number, of in enumerate(changes)]
 
     def add_windows(self, ranks: Ranks) -> None:
-        """Adds the windows of other ranks, for peaks to be the largest of any rank. Ranks with the same memory count once."""
+        """Adds the windows of other ranks, so that a peak is the largest of any rank; ranks with equal memory count once."""
         distinct = list[tuple[torch.Tensor, list[torch.Tensor], list[int | None]]]()
         for base, memory, owners in ranks.all((self.base, self.memory, self._owners)):
             if not any(base.equal(other) and all(map(torch.equal, memory, others)) for other, others, _ in distinct):
@@ -274,7 +274,7 @@ class Problem:
         start, base = self._base[window]
         live = start + before
         moments = sorted((*base, *changes))
-        # What is there before changes at the first row belongs to the window before.
+        # The memory before a change in the first row belongs to the window before.
         most: float = live if not moments or moments[0][0] > self._bounds[window] else -math.inf
         for _, _, nbytes in moments:
             live += nbytes
@@ -302,7 +302,7 @@ class Problem:
         return rows
 
     def _changes_of(self, effects: Iterable[Effect]) -> list[Delta]:
-        """Returns the changes of a block's effects beside the timeline without any block."""
+        """Returns what a block's effects change in the timeline without any block."""
         changes: list[Delta] = []
         ends: dict[int, int] = {}
         for effect in effects:
@@ -318,18 +318,18 @@ class Problem:
                 changes += [(natural, -1, allocation.nbytes), (end, -1, -allocation.nbytes)]
         return [change for change in changes if change[0] < self.profile.num_rows]
 
-    # Each block's best beside no other block had up to 1.8 times the least peak (Mixtral): budgets that fit were refused.
+    # The best option of each block alone had up to 1.8 times the least peak (Mixtral), and refused budgets that fit.
     @functools.cached_property
     def least(self) -> list[int]:
-        """The choice with the least peak known: by a descent, the option of a single block at a time, from four starts."""
+        """The choice with the least known peak, by a descent from four starts that changes a single block at a time."""
         alone = [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
         starts = [alone, [0] * len(self.blocks), *([len(costs) - back for costs in self.costs] for back in (1, 2))]
-        # A descent gets stuck earlier among more options: with regions inside of blocks a budget that fits could be refused.
+        # Also without regions inside of blocks: a descent gets stuck earlier among more options, and could refuse a budget.
         return min((self._descent([*start], without) for start in starts for without in self.without), key=self.peak)
 
     @functools.cached_property
     def without(self) -> list[list[list[int]]]:
-        """For each block the options to leave out: none, and where there are any, options with regions inside of the block."""
+        """Two sets of options to leave out, by block: none, and, if there are any, options with regions inside of the block."""
         inside = [[at for at, option in enumerate(of) if option.choice.parts] for of in self.options]
         return [[[] for _ in inside], *([inside] if any(inside) else [])]
 
@@ -347,7 +347,7 @@ class Problem:
         return chosen
 
     def bottleneck(self) -> str | None:
-        """Returns the block in whose forward or backward the least peak is; None outside of any."""
+        """Returns the block whose forward or backward has the least peak; None if the peak is outside of blocks."""
         owner = self._owners[int(self.total(self.least).argmax())]
         return None if owner is None else self.blocks[owner]
 
@@ -362,7 +362,7 @@ class Problem:
         return float(self.total(chosen).max())
 
     def next_peak(self, chosen: Sequence[int]) -> float:
-        """Returns the least peak of a choice in which a block has a cheaper option; the peak of the choice where none has."""
+        """Returns the least peak after a single block takes a cheaper option; the present peak if no block has any."""
         total = self.total(chosen)
         peaks = [
             float((total + memory[costs < costs[option]] - memory[option]).amax(1).min())
@@ -376,7 +376,7 @@ class Problem:
 
 
 def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOption]], bounds: Sequence[int]) -> list[int]:
-    """Returns the ends of allocations that any choice has: a block needs an input whatever the option."""
+    """Returns the ends of allocations that hold for every choice: a block needs an input whatever the option."""
     common = [*natural]
     longest: dict[int, int] = {}
     for of in options.values():
@@ -390,8 +390,8 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
             last.append(ends)
         for number in set(last[0]).intersection(*last):
             common[number] = max(common[number], min(ends[number] for ends in last))
-    # Two blocks that hold the same storage, as maker and reader of an activation, would count the storage twice. Where the
-    # maker may hold the storage longer, the window in which the reader lets go counts the storage to the end.
+    # A storage that its maker and its reader hold would count twice. If its maker may hold it longer than its reader, the
+    # window in which the reader lets go of it counts it to the end of the window.
     for number, end in longest.items():
         if natural[number] < common[number] < end:
             common[number] = bounds[bisect.bisect_left(bounds, common[number])]
@@ -426,14 +426,13 @@ def _choose(problem: Problem, budget: float, without: Sequence[list[int]]) -> li
     return chosen
 
 
-#: Blocks of which all options of any three are looked at, and blocks whose choice is made twice.
-_FEW = 8
-_FEW_TO_REPEAT = 64
+_FEW = 8  # blocks: exchanges try any three of them together
+_FEW_TO_REPEAT = 64  # blocks: the choice is also made without regions inside of them
 _PASSES = 3  # over all pairs of many blocks
 
 
 def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
-    """Improves a choice: by a block's cheaper option, also with a dearer option of another; of few blocks by any three."""
+    """Improves a choice by new options of single blocks, of pairs, and, with few blocks, of any three."""
     few = len(chosen) <= _FEW
     combinations = list(itertools.combinations(range(len(chosen)), min(3, len(chosen)))) if few else []
     for _ in itertools.count() if few else range(_PASSES):
@@ -479,7 +478,7 @@ def _improve_one(problem: Problem, chosen: list[int], total: torch.Tensor, budge
 
 
 def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> bool:
-    """Gives blocks cheaper options where another block's option, dearer by less, makes room; returns whether any block has."""
+    """Gives blocks cheaper options for which another block, at less cost, makes room; returns whether it did."""
     memory, all_costs = torch.cat(problem.memory), torch.cat(problem.costs)
     owners = torch.cat([torch.full((len(block_costs),), block) for block, block_costs in enumerate(problem.costs)])
     has_improved = False
@@ -492,7 +491,7 @@ def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budge
         for option in [option for option in range(len(costs)) if float(costs[option]) < float(costs[chosen[first]])]:
             after = total + problem.memory[first][option] - problem.memory[first][chosen[first]]
             saved = float(costs[chosen[first]] - costs[option]) - dearer
-            # Few options save at all, and make room where there is least; only their memory is looked at.
+            # Looks at whole rows only of the few options that save cost and make room in the fullest window.
             rows, least = ((saved > best) & (owners != first)).nonzero().flatten(), int(after.argmax())
             rows = rows[after[least] + (memory[rows, least] - present[owners[rows], least]) <= budget]
             rows = rows[(after + (memory[rows] - present[owners[rows]])).amax(1) <= budget] if len(rows) else rows

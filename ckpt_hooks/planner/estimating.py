@@ -1,4 +1,4 @@
-"""What a training step takes, by kind and by block, from a dry run."""
+"""The memory of a training step, by kind and by block, from a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps under a plan that are undone where memory runs out, and run again under a tighter plan."""
+"""Runs steps under a plan; if memory runs out, undoes the step and runs it again under a tighter plan."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class Guard(OfThisProcess):
             try:
                 with self._copying(before), ledger as measured:
                     result = step(*args, **kwargs)
-                peak = self._ranks.most(0 if measured is None else measured.peak.nbytes)  # where all ranks have come through
+                peak = self._ranks.most(0 if measured is None else measured.peak.nbytes)  # all ranks meet here
             except torch.OutOfMemoryError as error:
                 before.put_back()
-                # Other ranks may wait in a collective of the step, and none leaves that but by the end of its group.
+                # With other ranks the step cannot run again: they may wait in a collective, until their group ends.
                 tighter = self._tighter() if self._ranks.is_alone else None
                 if tighter is None and (has_ledger or is_profiling() or not self._ranks.is_alone):
                     raise
@@ -105,7 +105,7 @@ class Guard(OfThisProcess):
             except BaseException:
                 try:
                     before.put_back()
-                except CheckpointError as lost:  # the program waits for a KeyboardInterrupt
+                except CheckpointError as lost:  # the program expects the first error, such as KeyboardInterrupt
                     warn_user(str(lost))
                 raise
             else:
@@ -134,7 +134,7 @@ class Guard(OfThisProcess):
 
     @contextlib.contextmanager
     def _copying(self, before: StateBeforeStep) -> Iterator[None]:
-        """Has the state of each optimizer of the model copied before a step of the optimizer."""
+        """Copies the state of each optimizer of the model before it steps."""
 
         def copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             before.copy_for(optimizer)
@@ -146,7 +146,7 @@ class Guard(OfThisProcess):
             handle.remove()
 
     def _tighter(self) -> Any:
-        """Returns the next plan of the front below the present plan; None where the present plan is the least."""
+        """Returns the next plan of the front below the present plan; None if the present plan is the least."""
         plans = self.plan, *self.plan.others
         tighter = [plan._tighter() for plan in plans]
         if not any(tighter):

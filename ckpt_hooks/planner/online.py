@@ -1,6 +1,6 @@
-"""Plans made of a program's own steps: in the first all blocks keep nothing, the second runs under the plan, and is measured.
+"""Plans made from a program's own steps: in the first, blocks keep nothing; the second runs under the plan and is measured.
 
-Nothing runs for a plan alone, so nothing is put back; and no step runs without regions, which may not fit.
+No extra step runs, so nothing is restored. No step runs without regions, since it may not fit.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from .searching import Room, Search, SearchTerms, accelerator_of, check_cost, ch
 _logger = logging.getLogger("ckpt_hooks")
 
 _CORRECTIONS = 3  # steps measured under a plan that was off
-_OTHER = 0.1  # of the predicted peak: a step off by more is no step like the profiled step
-_MOST_PLANS = 4  # of steps of other shapes
+_OTHER = 0.1  # of the predicted peak: a step that is off by more is unlike the profiled step
+_MOST_PLANS = 4  # each for steps of other shapes
 _MOST_TRIES = 8  # steps profiled in all
 _MOST_MEASURED = 16
 _MOST_FORWARDS = 64  # without a backward, as in evaluation with gradients
-_MOST_STEPS = 8  # of optimizers that take turns, as in a critic and a generator
+_MOST_STEPS = 8  # of optimizers that take turns, such as a critic's and a generator's
 _ENOUGH = 2  # backwards of a step that accumulates: a third is like the second
 
 
@@ -57,14 +57,14 @@ def _tell_nobody(block: str, shapes: Shapes) -> None:
 
 
 class _Runner(PlannedRunner):
-    """Calls a block as the plans of a program stand; a copy is plain."""
+    """Calls a block under the present plans of a program; a copy calls it plainly."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedRunner, (self._name, None, _tell_nobody)
 
 
 class _Backwards(Observer):
-    """The backwards of an open step, by their graph tasks. A region that it watches leaves out the self-check."""
+    """Collects the graph tasks of the backwards of an open step; regions that it observes leave out the self-check."""
 
     def __init__(self) -> None:
         self.tasks: set[int] = set()
@@ -73,7 +73,7 @@ class _Backwards(Observer):
         self.tasks.add(graph_task_id())
 
     def see(self, result: Any) -> None:
-        """Notes the backward of a result, in which there may be no region."""
+        """Notes the backward of a result, even if it reaches no region."""
         add = self.tasks.add
         for node in {tensor.grad_fn for tensor in instances_in(result, torch.Tensor) if tensor.grad_fn is not None}:
             node.register_prehook(lambda gradients: add(graph_task_id()))
@@ -84,13 +84,13 @@ class _Step:
 
     def __init__(self, optimizers: set[int], blocks: Mapping[str, Module] | None, device: torch.device | None) -> None:
         self.backwards = _Backwards()
-        self.optimizers = optimizers  # by the lists of their groups, which wrappers of optimizers share
+        self.optimizers = optimizers  # by the ``id`` of ``param_groups``, which wrappers of optimizers share
         self.stepped: set[int] = set()
         self.num_steps = self.num_forwards = 0
         self._open = OpenStep(blocks, device)
         self.observers = (*self._open.observers, self.backwards)
         self.end = self._open.end
-        self.abandon = weakref.finalize(self, self._open.abandon)  # a profiler left open ends the process in torch's own code
+        self.abandon = weakref.finalize(self, self._open.abandon)  # torch crashes if a profiler stays open
 
     def has_ended(self, optimizer: Optimizer) -> bool:
         """Notes that an optimizer is about to step, and returns whether it is the step's last."""
@@ -100,20 +100,20 @@ class _Step:
         self.stepped.add(key)
         self.num_steps += 1
         if self.stepped < self.optimizers and self.num_steps < _MOST_STEPS:
-            self.backwards.tasks.clear()  # others are to come
+            self.backwards.tasks.clear()  # other optimizers follow, with backwards of their own
             return False
         return True
 
 
 class Machine:
-    """Finds plans while a program trains: held by the model's hooks, which it holds weakly."""
+    """Finds plans while a program trains; hooks of the model hold it, and it holds the model weakly."""
 
     def __init__(
         self, model: Module, budget: int | float | str, names: list[str], margin: float, cost: str | None, plan: Plan | None
     ) -> None:
         self._budget, self._margin, self._cost = budget, margin, cost
         self._reference = weakref.ref(model)
-        # A container around models, made for this call, has no other owner.
+        # A list of models may be made for this call, without another owner.
         self._container = model if type(model).forward is Module.forward else None
         self._device = accelerator_of(model)
         self.names = names
@@ -128,12 +128,12 @@ class Machine:
         self._optimizers: set[int] = set()
         self._is_profile = False  # whether the open step is to be a profile
         self._seen: dict[str, dict[Shapes, None]] = {}  # in the open step
-        self._others: dict[str, dict[Shapes, None]] = {}  # of no plan, in steps since the latest profile
+        self._others: dict[str, dict[Shapes, None]] = {}  # without a plan, since the latest profile
         self._target = 0.0
         self._searches: list[Search] = []
         self._num_profiled = self._num_measured = self._num_corrected = self._num_steps = 0
         self._has_again = False  # whether a step was profiled again for a peak that was off
-        self._passes_by = False  # whether the rest of a step is to pass by, whose beginning was profiled
+        self._passes_by = False  # whether the rest of a step is ignored, since its beginning was profiled
         self._outermost: Module | None = None  # the called module
         self._depth = self._thread = 0
         self._observing: contextlib.ExitStack = contextlib.ExitStack()
@@ -228,7 +228,7 @@ class Machine:
             self._give_up("the model is compiled, and a compiler keeps other results")
             return
         with ranks.together():
-            if not all(ranks.all(not is_profiling())):  # by the program itself: the next step will do
+            if not all(ranks.all(not is_profiling())):  # the program profiles this step; the next will do
                 return
         self._is_profile = self._next == "profile"
         self._seen = {name: {} for name in self.names}
@@ -238,16 +238,16 @@ class Machine:
                 runner.keep({})
         blocks = Blocks(model, self.names).roots if self._is_profile else None
         self._fit_in(ranks)
-        # Garbage from before would be freed in the step, and lower the peak. The step before a measured step left it young.
+        # Old garbage that is freed in the step would lower its peak. Before a measured step it is all young.
         gc.collect(2 if self._is_profile else 1)
-        if self._is_profile or not self._optimizers:  # a look at all objects of the program
+        if self._is_profile or not self._optimizers:  # looks at all objects of the program
             self._optimizers = {id(trainer.param_groups) for trainer in trainers_of(model) if isinstance(trainer, Optimizer)}
-        with contextlib.suppress(RuntimeError):  # of another thread's profiler
+        with contextlib.suppress(RuntimeError):  # raised if another thread profiles
             self._open = _Step(self._optimizers, blocks, self._device)
             giving_way[self._thread] = _weakly(self._abandon)
 
     def _fit_in(self, ranks: Ranks) -> None:
-        """Has the budget be what the step may take of an accelerator: states of optimizers may be there since the profile."""
+        """Sets the budget to the memory of the accelerator that the step may take: the profiled step may have made states."""
         if self._device is None or isinstance(self._budget, float):
             return
         if self._budget == "auto":
@@ -263,10 +263,10 @@ class Machine:
                 self._keep()
 
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._reference() is None:  # while the program holds the handle
+        if self._reference() is None:  # the program holds the handle alone
             return
         if graph_task_id() == -1 and self._outermost is not None and threading.get_ident() == self._thread:
-            self._outermost = None  # a KeyboardInterrupt left a forward, which no hook is told of
+            self._outermost = None  # a KeyboardInterrupt left a forward without its hooks
             self._observing.close()
         self._passes_by = False
         if graph_task_id() == -1 and self._open is not None and self._open.has_ended(optimizer):
@@ -275,7 +275,7 @@ class Machine:
             self._ask_others(optimizer)
 
     def _ask_others(self, optimizer: Optimizer) -> None:
-        """Has all ranks profile a step where a rank has met other shapes: they ask each other in steps 1, 2, 4, 8, ..."""
+        """Makes all ranks profile a step if any has met other shapes; they ask each other in steps 1, 2, 4, 8, ..."""
         parameters, ranks = {id(parameter) for parameter in self._model.parameters()}, self._together()
         if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             return
@@ -289,7 +289,7 @@ class Machine:
         self._seen[block][shapes] = None
 
     def _has_other(self, block: str, shapes: Shapes) -> None:
-        """A call of shapes that no plan has keeps nothing, and a step to come is profiled."""
+        """Notes a call with shapes of no plan: it keeps nothing, and a later step is profiled."""
         if self._open is not None and self._is_profile:
             return
         if not self._may_profile() and self.plans:
@@ -328,11 +328,11 @@ class Machine:
     def _profiled(self, profile: Profile, peak: int) -> None:
         model, ranks = self._model, self._together()
         self._num_profiled += 1
-        # No handle came back where the program's profiler has begun meanwhile, or no backward ran.
+        # Nothing was restored if the program's profiler began in the step, or no backward ran.
         is_whole = any(handle.restored is not None for entry in profile.entries for handle in entry.handles)
         if not all(ranks.all(is_whole)):
             if self._num_profiled >= _MOST_TRIES:
-                self._give_up("in no step did backward ask for what the blocks had dropped")
+                self._give_up("no backward asked for a tensor that blocks had dropped")
             return
         self._next, self._others = None, {}
         names = [name for name in self.names if self._seen[name]]
@@ -399,7 +399,7 @@ class Machine:
         )
         is_above, is_off = peak > self.budget * (1 - self._margin), abs(peak / plan.predicted_peak - 1) > _OTHER
         if (is_off and not self._has_again) or (is_above and not self._searches):
-            # The step profiled was like none to come: it failed, or the state of an optimizer was born in it.
+            # The profiled step was unlike later steps: it failed, or it made the state of an optimizer.
             self._has_again, self._next = True, "profile"
             self.plans.pop()
             return
@@ -429,7 +429,7 @@ class Machine:
 def machine_of(
     model: Module, memory_budget: Any, select: Any = None, *, margin: Any = None, cost: Any = None, plan: Any = None
 ) -> Machine:
-    """Returns what makes the plans of a model, with hooks on the model; its ``runners`` are to call the blocks."""
+    """Returns the machine that plans for a model, with hooks on the model; its ``runners`` have to call the blocks."""
     if memory_budget == "auto":
         Room(accelerator_of(model))
     budget = memory_budget if memory_budget == "auto" else parsed(memory_budget)
@@ -438,11 +438,11 @@ def machine_of(
     check_model(model)
     if plan is not None:
         plan = Plan.from_json(plan) if isinstance(plan, Mapping) else plan
-        check_is(plan, Plan, "plan", "a Plan, or what to_json() of an earlier run returned", "Leave it out to make one.")
+        check_is(plan, Plan, "plan", "a Plan, or the result of an earlier to_json()", "Leave it out to make one.")
         names = [*dict.fromkeys(block.name for variant in (plan, *plan.others) for block in variant.blocks)]
         if plan.chunks or any(block.around for block in plan.blocks):
             raise ValueError(
-                "The plan has spans around blocks, or chunks, which steps of a program do not plan. Write `plan.apply()`."
+                "The plan has spans around blocks, or chunks, which memory_budget does not support. Write `plan.apply()`."
             )
     else:
         names = blocks_of(model) if select is None else selected_blocks(model, select)

@@ -1,4 +1,4 @@
-"""The front of a plan: what each budget costs, beside the choices that ``torch.utils.checkpoint`` has."""
+"""The front of a plan: the cost of each budget, beside the choices of ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ParetoFront(Printed):
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
         """Draws the part of forward that runs again, by the cost that plans minimise, against the peak.
 
-        Between two plans nothing is cheaper than the one of the lower peak: the line has steps.
+        The line has steps: for a budget between two plans, the plan with the lower peak is the cheapest.
 
         Args:
             path: A file to write, as in ``"front.png"`` or ``"front.svg"``; None to write none.
@@ -114,7 +114,7 @@ def step_of(search: Search) -> float:
 
 
 def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
-    """Yields budgets from the least to that of no regions, with the choice for each; equal choices once."""
+    """Yields budgets from the least to the peak without regions, each with its choice; equal choices once."""
     seen = list[list[int]]()
     least, step = search.least_of_all, step_of(search)
     for number in range(_BUDGETS):

@@ -96,7 +96,7 @@ class Plan(PlanData, Printed):
             names, inside = names_in(model, [*runners, *(cut.name for cut in self.chunks)]), dict(model.named_modules())
             if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
                 raise wrong(
-                    model, "model", f"one with a module {missing[0]!r}", "Pass the model of the plan, or its like.", ValueError
+                    model, "model", f"a model with a module {missing[0]!r}", "Pass the planned model, or a copy.", ValueError
                 )
             chunked = chunk(model, self.chunks, names)
             undo.callback(chunked.undo)
@@ -110,7 +110,7 @@ class Plan(PlanData, Printed):
         return Ranks() if self._search is None else self._search.ranks
 
     def _facts(self) -> dict[str, Any]:
-        """Returns what a plan does, part by part."""
+        """Returns the parts of a plan that have to be equal on all ranks, by name."""
         facts: dict[str, Any] = {"the chunks of the plan": self.chunks}
         for number, plan in enumerate((self, *self.others)):
             for block in plan.blocks:
@@ -284,7 +284,7 @@ class Plan(PlanData, Printed):
     def _profiled(self, method: str) -> Search:
         if self._search is None:
             raise ValueError(
-                "The profile of this plan is not there: the plan comes from a file. To profile a step, write "
+                "This plan has no profile, since it comes from a file. To profile a step, write "
                 f"`plan = plan.replan(plan.budget, step, model)`, and then `plan.{method}(...)`."
             )
         search: Search = self._search
@@ -368,8 +368,8 @@ class Plan(PlanData, Printed):
         most = self.outside_module or "the step"
         return (
             f"{format_bytes(self.outside_bytes)} of the peak are outside of all blocks, most of {most}: no plan of these "
-            "blocks lowers that. A loss of logits takes less in chunks of rows, each with its head a region: of a module with "
-            "both, `plan_memory(..., chunks={'head': (1, 4, 8)})` chooses how many."
+            "blocks lowers that. A head with its loss takes less memory in chunks of rows: for a module that has both, "
+            "`plan_memory(..., chunks={'head': (1, 4, 8)})` chooses how many."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -388,27 +388,27 @@ class Plan(PlanData, Printed):
         """
         try:
             plan: Plan = _read(values, "plan", "Plan")
-        except RecursionError:  # a thousand plans, each in others of another
-            raise wrong(values, "plan", "plans in others, of no others themselves", _ADVICE, ValueError) from None
+        except RecursionError:  # plans in others of plans, a thousand levels deep
+            raise wrong(values, "plan", "a plan whose others have no others", _ADVICE, ValueError) from None
         return plan
 
 
-#: The part of a budget that may stay free without a word.
+#: The part of a budget that may stay free without a remark.
 _CLOSE = 0.005
 
-#: Of plans in files. Another number where a field has another meaning.
+#: The version of plans in files, which changes if the meaning of a field does.
 _VERSION = 1
 _ADVICE = "Write files by `json.dumps(plan.to_json())` with this version of ckpt_hooks, and read them by `json.loads`."
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def _is_operator(name: Any) -> bool:
-    with contextlib.suppress(Exception):  # whatever torch says of a name
+    with contextlib.suppress(Exception):  # torch has many errors for names that it does not know
         return isinstance(name, str) and name.count(".") in (0, 2) and isinstance(operator_named(name), OPERATORS)
     return False
 
 
-#: Single values: by the type of a field, or by its name where that says more.
+#: The test of a single value, and its words: by the field's type, or by its name if that is narrower.
 _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: type(value) is int and 0 <= value < 2**63, "an integer from 0"),
     "float": (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0"),
@@ -417,7 +417,7 @@ _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: type(value) is bool, "True or False"),
     "cost": (lambda value: value in COSTS, f"one of {COSTS}"),
     "margin": (lambda value: type(value) in (int, float) and 0 <= value < 1, "a part from 0.0 up to 1.0"),
-    "operator": (_is_operator, "an operator which is registered"),
+    "operator": (_is_operator, "a registered operator"),
     "version": (lambda value: type(value) is int and value == _VERSION, str(_VERSION)),
     "dtype": (lambda value: type(value) is str and value in _DTYPES, "the name of a dtype of torch"),
 }
@@ -428,7 +428,7 @@ _OBJECTS: dict[str, Any] = {kind.__name__: kind for kind in (Plan, PlannedBlock,
 
 
 def _read(value: Any, at: str, kind: str) -> Any:
-    """Returns a value of a file as plans have it, by the kind of the field at its place."""
+    """Returns a value of a file, checked and converted to the annotation ``kind`` of its field."""
     if kind in _LEAVES:
         test, wanted = _LEAVES[kind]
         if not test(value):

@@ -1,4 +1,4 @@
-"""What a plan makes of modules: blocks, by the shapes of their calls, and modules which run in chunks."""
+"""Modules under a plan: blocks, whose calls go by their shapes, and modules that run in chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Runs = tuple[tuple[str, str, int], ...]
 
 
 class InnerRegions(NamedTuple):
-    """Modules of a block which are regions in place of it."""
+    """Modules of a block that are regions in place of the block."""
 
     parts: tuple[str, ...]
     recorded: bool
@@ -47,7 +47,7 @@ CallPlan = Runs | InnerRegions | Literal[False] | None
 
 
 def is_within(shapes: Shapes, others: Shapes) -> bool:
-    """Whether a call has as many tensors as another, of the same dtypes and ranks, none of them larger in a dimension."""
+    """Whether two calls have tensors of the same number, dtypes and ranks, none larger in any dimension than the second's."""
     return len(shapes) == len(others) and all(
         dtype == other
         and shape is not None
@@ -124,7 +124,7 @@ class PlannedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class PlanData:
-    """What a plan is; see :class:`ckpt_hooks.planner.Plan` for the attributes."""
+    """The fields of a plan; see :class:`ckpt_hooks.planner.Plan`."""
 
     blocks: tuple[PlannedBlock, ...]
     budget: int
@@ -143,11 +143,11 @@ class PlanData:
     next_peak: int = 0
     chunks: tuple[PlannedChunks, ...] = ()
     _model: weakref.ref[torch.nn.Module] | None = dataclasses.field(default=None, compare=False)
-    _search: Any = dataclasses.field(default=None, compare=False)  # where the profile is, for plans of other budgets
+    _search: Any = dataclasses.field(default=None, compare=False)  # a Search with the profile, for plans of other budgets
 
 
 class OtherShapes:
-    """Says once that a call has shapes which a plan has not measured."""
+    """Warns once of a call with shapes that the plan has not measured."""
 
     def __init__(self) -> None:
         self._has_said = False
@@ -156,9 +156,9 @@ class OtherShapes:
         if not self._has_said:
             self._has_said = True
             warn_user(
-                f"The plan has measured no step in which block {block!r} gets {shapes_in_words(shapes)}, or more in each "
-                "dimension: in such steps its blocks keep nothing, and all of their forward runs again. Measure one: "
-                "`plan.add(step)`, before `plan.apply()`."
+                f"The plan has measured no step in which block {block!r} gets {shapes_in_words(shapes)}, or larger tensors: "
+                "such calls keep nothing, and all of their forward runs again. Measure such a step: `plan.add(step)`, before "
+                "`plan.apply()`."
             )
 
 
@@ -166,12 +166,12 @@ class OtherShapes:
 def _warn_of_compilers() -> None:
     warn_user(
         "A plan is for steps that run eagerly. torch.compile keeps other results, and a step may take more than the budget. "
-        "Measure a compiled step: `memory_ledger(step)`, and give plan_memory a budget that is less by the excess."
+        "Measure a compiled step, `memory_ledger(step)`, and lower the budget of plan_memory by the excess."
     )
 
 
 class _InsideRunner(RegionRunner):
-    """Calls a block with modules inside of it as regions, which are plain again afterwards."""
+    """Calls a block with some modules inside as regions, for the time of the call."""
 
     def __init__(self, name: str, inside: InnerRegions) -> None:
         options = {"replay_whole": False} if inside.recorded else {}
@@ -182,7 +182,7 @@ class _InsideRunner(RegionRunner):
     def _run_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with contextlib.ExitStack() as undo:
             for part, runner in self._parts.items():
-                with contextlib.suppress(AttributeError):  # of a function, or where a wrapper is around the part
+                with contextlib.suppress(AttributeError):  # raised for a function, or if a wrapper hides the part
                     forward = region_forward_for(function.__self__.get_submodule(part))
                     if forward.run is None:
                         forward.run = runner
@@ -191,7 +191,7 @@ class _InsideRunner(RegionRunner):
 
 
 class PlannedRunner(RegionRunner):
-    """Calls a block as its plan says: as a region which keeps some results, or plainly; of larger shapes it keeps nothing."""
+    """Calls a block as its plan says: as a region that keeps some results, or plainly; calls of larger shapes keep nothing."""
 
     on_call: Callable[[str, Shapes], None] | None = None  # told of each call, while a step is profiled or measured
 
@@ -199,12 +199,12 @@ class PlannedRunner(RegionRunner):
         super().__init__(True, {"name": name, "replay_whole": False})
         self._called_again = RegionRunner(False, {"name": name})
         self._name, self._on_other = name, on_other
-        # Names of submodules are names in the called module, whatever module calls it. Replicas share this object.
+        # By module: names of submodules are relative to the called module, and replicas share this object.
         self._runners: weakref.WeakKeyDictionary[Any, dict[Runs | InnerRegions, RegionRunner]] = weakref.WeakKeyDictionary()
         self.keep(kept)
 
     def keep(self, kept: Mapping[Shapes, CallPlan] | None) -> None:
-        """Has later calls keep other results; with None all are plain."""
+        """Sets what later calls keep; None makes them plain."""
         self._kept = kept
         of_runs = [kept_runs for kept_runs in (kept or {}).values() if kept_runs and not isinstance(kept_runs, InnerRegions)]
         self._traced: dict[Runs | InnerRegions, RegionRunner] = {runs: self._runner_for(runs, None) for runs in of_runs}
@@ -224,7 +224,7 @@ class PlannedRunner(RegionRunner):
         return None if runner is None else runner._region
 
     def _runner(self, root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegionRunner | None:
-        """Returns the function which makes a call a region, with names of submodules in a module; None for a plain call."""
+        """Returns the runner for a call, by the shapes of its tensors; None for a plain call."""
         if self._kept is None or not torch.is_grad_enabled():
             return None
         tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
@@ -245,7 +245,7 @@ class PlannedRunner(RegionRunner):
             return self._called_again
         if not kept:
             return None if kept is None else self
-        if is_traced:  # Dynamo traces regions that are there, and makes none: a block with regions inside is a region
+        if is_traced:  # Dynamo cannot make runners: a block with regions inside is a region itself
             return self._traced.get(kept, self)
         module = root if isinstance(root, Module) else None
         runners = self._runners.setdefault(module or self, {})
@@ -275,12 +275,12 @@ def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, CallPlan]]
             runs = InnerRegions(block.parts, block.recorded)
         elif block.kept is not None:
             runs = tuple((run.module, run.operator, run.number) for run in block.kept) if block.recorded else False
-        # Of two blocks for the same shapes, as in several plans, the latter counts.
+        # If several plans have the same shapes, the last counts.
         kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
         kinds[block.name] = name_pattern(block.name), block.kind
         alike.setdefault(kinds[block.name], set()).update(block.shapes)
     for name, by_shapes in kept.items():
-        # In another step an expert gets as many tokens as another expert did in the step measured.
+        # In other steps an expert may get as many tokens as any other expert in the measured step.
         largest = max(by_shapes, key=_size_of)
         rows = [shapes for shapes in alike[kinds[name]] if _are_rows(shapes, largest)]
         by_shapes.setdefault(max(rows, key=_size_of), by_shapes[largest])
@@ -295,13 +295,13 @@ def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedChunks:
-    """A module which a plan has run in chunks.
+    """A module that runs in chunks under a plan.
 
     Attributes:
         name: The module's name in the model.
         chunks: The number of slices.
         is_attribute: Whether the module calls :func:`ckpt_hooks.checkpoint_chunks` itself, with its attribute ``chunks``.
-        dim: The dimension to cut, for a module which does not.
+        dim: The dimension to cut, for a module that does not.
         reduce: How results of slices are put together.
         chunked: The names of other arguments to cut.
     """
@@ -314,7 +314,7 @@ class PlannedChunks:
     chunked: tuple[str, ...] = ()
 
 
-#: For each module its name and options, all but the number of slices the same.
+#: The modules that run in chunks, each with its number of slices.
 Chunking = tuple[PlannedChunks, ...]
 
 _ADVICE = "Write chunks={'head': (1, 4, 8)}, or chunks={'mlp': {'chunks': (1, 4, 8), 'dim': 1}}."

@@ -24,7 +24,7 @@ from ckpt_hooks.report.progress import has_peak
 
 
 class Run(NamedTuple):
-    """What tells a run of an operator from others: the submodule's name in the block, the operator, and the number."""
+    """Identifies a run of an operator: the submodule's name in the block, the operator, and the number of earlier runs."""
 
     module: str
     operator: str
@@ -45,7 +45,7 @@ class _BlockMarks(RegionMarks):
         self._outermost: dict[int, Region] = {}  # the outermost block's region around each, by number
 
     def entered(self, region: Region) -> None:
-        # A span's region counts what runs in regions inside: it may be a region without them.
+        # A span counts operators of regions inside, since a plan may make the span alone a region.
         outer = self._outermost.get(region.parent or 0, region)
         self._outermost[region.id] = outer if outer.path[-1] in self._blocks else region
         super().entered(region)
@@ -55,7 +55,7 @@ class _BlockMarks(RegionMarks):
         self._mark("ran", region.id, operator, run)
 
     def _run_of(self, region: Region, operator: Operator) -> Run | None:
-        """Returns how a policy of runs tells this run."""
+        """Returns the run as ``save_indices`` identifies it."""
         name = region.path[-1]
         block = self._blocks.get(name)
         if block is None:
@@ -78,7 +78,7 @@ class _BlockMarks(RegionMarks):
 
 @dataclasses.dataclass(slots=True)
 class ProfiledAllocation:
-    """Memory allocated in the step; ``born`` and ``freed`` are rows, the number of rows without a free."""
+    """Memory allocated in the step; ``born`` and ``freed`` are rows; ``freed`` is the number of rows without a free."""
 
     nbytes: int
     born: int
@@ -104,12 +104,12 @@ class OpRun:
     alike: object
     seconds: float = 0.0  # on the host
     temporary: int = 0  # the most bytes that a second run takes besides the results
-    extras: list[int] = dataclasses.field(default_factory=list)  # allocations for a second run, as the state of a generator
+    extras: list[int] = dataclasses.field(default_factory=list)  # allocations for a second run, such as a generator's state
 
 
 @dataclasses.dataclass(slots=True)
 class Request:
-    """A tensor which backward asks for, and the rows at which it does and lets go."""
+    """A tensor saved for backward, and the rows at which backward asks for it and lets go of it."""
 
     value: StorageVersion | None  # None for a tensor from before the step
     restored: int | None  # None if backward never asks
@@ -127,19 +127,19 @@ class BlockCall:
     handles: list[Request] = dataclasses.field(default_factory=list)
     maker: dict[StorageVersion, int] = dataclasses.field(default_factory=dict)  # the operator which makes each value
     in_order: bool = False  # whether replays run whole, in forward's order
-    inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks: parts of its operators and handles
+    inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks, which share its operators
     direct_handles: list[Request] = dataclasses.field(default_factory=list)  # the handles of no call inside
     first: int = 0  # the number of operators of the call around when this call began
     first_handle: int = 0
-    part: str = ""  # the name in the block of a module which may be a region in place of it
+    part: str = ""  # the name of a module inside that may be a region in place of the block
 
     @property
     def cast_cost(self) -> float:
-        """The cost of casts of what was there before the step."""
+        """The cost of casts of tensors from before the step, such as parameters."""
         return sum(op.cost for op in self.ops if op.name == "aten._to_copy.default" and not op.reads)
 
     def outside(self) -> dict[int, tuple[int, int]]:
-        """Returns the allocations from outside which replays read, and the rows of the first and of the last need."""
+        """Returns the allocations from outside that replays read, and the rows of the first and of the last need."""
         needs: dict[int, tuple[int, int]] = {}
         for handle in self.handles:
             todo, seen = [handle.value], set[StorageVersion | None]()
@@ -157,20 +157,20 @@ class BlockCall:
         return needs
 
 
-#: The operations in whose time a recorded region records an operator, or replays it, about, on a core of a host: 60 and 10
-#: microseconds. On an accelerator they are nothing, as the time in which a host launches the operators of other results is.
+#: The cost of recording an operator, and of replaying it: roughly the operations that a core of a host computes in 60 and 10
+#: microseconds. An accelerator computes them in no time: there the host's work counts nothing, like its launches of kernels.
 PRICES = 3_000_000.0, 500_000.0
-#: Seconds in which a core of a host records an operator, replays it, and gets a call again ready, about. Exact times are
-#: times of steps with regions of each kind, and without: the latter may not fit.
+#: Roughly the seconds in which a core of a host records an operator, replays it, and prepares a second call. Exact times
+#: would need steps without regions, which may not fit.
 _SECONDS = 60e-6, 10e-6, 200e-6
 
 
-#: Operators in whose time a region is entered and left.
+#: The number of operators that are recorded in the time of entering and leaving a region.
 _OF_CALL = 10
 
 
 def recorded_in(entry: BlockCall) -> int:
-    """Returns how many operators' time recording a call takes."""
+    """Returns the time of recording a call, as a number of operators."""
     return len(entry.ops) + _OF_CALL
 
 
@@ -182,18 +182,18 @@ class Profile:
     allocations: list[ProfiledAllocation]
     entries: list[BlockCall]
     older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
-    others_cost: float = 0.0  # of what recomputes of other regions run again, as regions of chunks
-    times: dict[object, list[float]] = dataclasses.field(default_factory=dict)  # of second runs, by what :func:`_alike` returns
-    # Of each operator in a recorded region, besides the operator's cost, and of each operator that the region replays.
+    others_cost: float = 0.0  # of recomputes of other regions, such as regions of chunks
+    times: dict[object, list[float]] = dataclasses.field(default_factory=dict)  # of second runs, by :func:`_alike`
+    # What a recorded region adds to the cost of each operator, and of each operator that it replays.
     record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
-    call_cost: float = 0.0  # of a call which backward makes again
+    call_cost: float = 0.0  # that a second call of a block adds
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
     call_seconds: float = 0.0
 
     def calls_of(self, block: str) -> list[BlockCall]:
-        """Returns the calls of a block, first the calls that had a backward: a step may have failed, and begun anew."""
+        """Returns the calls of a block, calls with a backward first, since a step may have failed and run again."""
         calls = [entry for entry in self.entries if entry.block == block]
         return sorted(calls, key=lambda entry: all(handle.restored is None for handle in entry.handles))
 
@@ -214,18 +214,18 @@ class Profile:
             op.cost = op.seconds * per_second if op.cost else 0.0  # views are free
 
     def spread(self) -> float:
-        """Returns the part of the seconds by which second runs on tensors of the same sizes differ from their median."""
+        """Returns how far times of second runs on equal sizes are from their median, as a part of all times."""
         runs = [(times, statistics.median(times)) for times in self.times.values()]
         apart = sum(abs(seconds - median) for times, median in runs for seconds in times)
         return apart / max(1e-9, sum(median * len(times) for times, median in runs))
 
 
-#: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which
-#: are most of what a recompute of convolutions runs.
+#: The cost of a moved byte: roughly the operations that an accelerator computes in that time. Without it pointwise operators,
+#: most of the recompute of a network of convolutions, would be free.
 _BYTE = 10
 
 
-#: The operations in whose time a core of a host draws a number, about: 20 nanoseconds.
+#: The cost of a random number on a host: roughly the operations that a core computes in 20 nanoseconds.
 _DRAW = 1000
 
 
@@ -236,12 +236,12 @@ def cost_of(operator: Operator) -> float:
 
 
 def _alike(operator: Operator) -> object:
-    """Returns what operators that take the same time have in common: a name, and sizes."""
+    """Returns a key that operators of equal time share: the name and the sizes."""
     return operator.name, *(tuple(sorted(tensor.nbytes for tensor in of)) for of in (operator.inputs, operator.outputs))
 
 
 def _count(operator: Operator) -> float:
-    """Returns the floating-point operations: of products by shape, and of other results by element."""
+    """Returns the floating-point operations of an operator: of a product by its shapes, otherwise the number of elements."""
     inputs = [tensor.shape for tensor in operator.inputs if tensor.shape is not None]
     outputs = [tensor.shape for tensor in operator.outputs if tensor.shape is not None]
     name = operator.name.removeprefix("aten.").partition(".")[0]
@@ -306,7 +306,7 @@ class OpenStep:
         self._marks.add(event, block, name)
 
     def abandon(self) -> None:
-        """Ends without a look at what has happened."""
+        """Ends the profile without reading it."""
         for hook in self._hooks:
             hook.remove()
         self._memory.__exit__(None, None, None)
@@ -314,7 +314,7 @@ class OpenStep:
         self._older.forget()
 
     def end(self) -> tuple[int, Profile | None]:
-        """Returns the peak above what was in use at the start, and of a step with blocks the profile."""
+        """Returns the peak above the memory in use at the start, and, with blocks, the profile."""
         self.abandon()
         rows = rows_of(self._memory.events(), self._marks)
         return self._peak(rows), None if self._blocks is None else _Reader(self._blocks, self._older.sizes).read(rows)
@@ -352,7 +352,7 @@ def profile_step(step: Callable[[], Any], blocks: Mapping[str, Module]) -> Profi
 
 
 class _Reader:
-    """Reads the rows of a step; marks among them call the methods from ``entered`` on."""
+    """Reads the rows of a step; a mark among them calls the method of its name, from ``entered`` on."""
 
     def __init__(self, blocks: set[str], older: dict[int, int]) -> None:
         self._blocks, self._older = blocks, older
@@ -364,9 +364,9 @@ class _Reader:
         self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
         self._recomputes: list[int] = []
         self._latest: dict[str, BlockCall] = {}  # the open call of each block
-        self._begun = 0  # the bytes that live when the latest operator ended, and the most since
+        self._begun = 0  # the bytes in use when the latest operator ended, and the most since
         self._live = self._most = 0
-        self._first, self._has_begun = 0, False  # the allocations before, and whether there is any since
+        self._first, self._has_begun = 0, False  # the number of allocations then, and whether there were any since
         self._seen = 0  # allocations up to the latest operator of forward
         self._at = 0  # the row
         self._again = 0.0
@@ -378,7 +378,7 @@ class _Reader:
                 getattr(self, row.mark.event)(*row.mark.args)
             elif row.nbytes > 0:
                 self._alive[row.address] = len(self._allocations)
-                # Recomputes of regions inside of blocks, or beside blocks, are the same under each plan.
+                # Recomputes of other regions are the same under each plan, so their memory is not left out.
                 is_again = any(region in self._entries for region in self._recomputes)
                 self._allocations.append(ProfiledAllocation(row.nbytes, self._at, len(rows), is_again))
                 self._change(row.nbytes)
@@ -395,7 +395,7 @@ class _Reader:
             for number, (first, _) in entry.outside().items():
                 self._allocations[number].is_lent |= self._allocations[number].freed < first
         for op in itertools.chain(*(entry.ops for entry in entries)):
-            # A first run is cold, and the recorder's time counts in it.
+            # The times of second runs if there are any: a first run is cold, and includes the recorder's time.
             times = self._times.get((op.alike, True), []) or self._times.get((op.alike, False), [0.0])
             op.seconds = statistics.median(times)
         again = {alike: times for (alike, is_again), times in self._times.items() if is_again}
@@ -438,7 +438,7 @@ class _Reader:
             part.maker = {value: at - part.first for value, at in outer.maker.items() if at >= part.first}
 
     def saved(self, region: int, position: int, address: int) -> None:
-        for around, entry in self._entries.get(region, {}).items():  # numbers below 0 are of tensors kept as they are
+        for around, entry in self._entries.get(region, {}).items():  # positions below 0 are of tensors kept as they are
             handle = Request(self._value_at(around, address), None, sys.maxsize)
             self._handles.setdefault((region, position), []).append(handle)
             entry.handles.append(handle)

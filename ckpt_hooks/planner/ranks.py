@@ -1,7 +1,7 @@
-"""Ranks that plan together: what each has measured, the same choice for all, and an end on all where a rank fails.
+"""Ranks that plan together: they exchange measurements, make the same choice, and all end if a rank fails.
 
-They meet in the store of the process group, not by collectives: the step has its own collectives, and a rank that waits there
-for a rank that has failed would take whatever that rank sends next for its answer.
+They meet in the store of the process group, not in collectives. The step has collectives of its own: a rank that waits in one
+for a rank that has failed would take the next message of that rank for its answer.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ckpt_hooks.errors import CheckpointError
 
 T = TypeVar("T")
 
-_LOOK = 0.1  # seconds between two looks whether a rank has failed, and the most between two looks for what is awaited
-_GRACE = 5.0  # seconds for a rank to come out of its step after another rank has failed, and for the others to hear of it
+_LOOK = 0.1  # seconds between two checks for a failed rank, and at most between two checks for awaited keys
+_GRACE = 5.0  # seconds in which a rank leaves its step after another has failed, and in which the others hear of a failure
 
 
 class Ranks:
-    """The ranks of a process group, of which a single rank asks nobody. Their numbers are numbers in the group."""
+    """The ranks of a process group; a single rank exchanges nothing."""
 
     def __init__(self, group: Any = None) -> None:
         self._rank, self._names, self._patience = 0, [0], 0.0
-        self._store: Any = None  # of all calls; and of this call
+        self._store: Any = None  # for all calls; ``_call`` is the store for this call
         self._call: Any = None
         self._number = 0  # of the latest exchange
         self._left: list[tuple[Any, tuple[str, str]]] = []  # calls with keys of this rank in the store
-        self._failure: tuple[int, str] | None = None  # the rank which has failed, and its words
-        self.is_part = False  # whether there are other ranks, which have plans of their own
+        self._failure: tuple[int, str] | None = None  # the rank that has failed, and its error in words
+        self.is_part = False  # whether ranks outside of the group have plans of their own
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
         if group is not None and not (is_there and isinstance(group, torch.distributed.ProcessGroup)):
             raise wrong(group, "group", "a process group which this process is in", "Pass one of torch.distributed.new_group.")
@@ -45,7 +45,7 @@ class Ranks:
         self.is_part = is_there and size < torch.distributed.get_world_size()
         if size == 1:
             return
-        from ckpt_hooks._torch import groups  # which needs torch.distributed
+        from ckpt_hooks._torch import groups  # needs torch.distributed
 
         self._groups = groups
         self._names = torch.distributed.get_process_group_ranks(group)
@@ -61,14 +61,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Makes an exception of this rank an exception on all, and an exception of another rank an exception of this rank."""
+        """Makes an exception of any rank an exception on all ranks."""
         if self._store is not None and not torch.distributed.is_initialized():  # a plan may outlive its group
             vars(self).update(vars(Ranks()))
         if self._store is None:
             yield
             return
         around = self._call, self._number
-        if len(self._left) > 1:  # all ranks have left the call before the latest, where they met
+        if len(self._left) > 1:  # all ranks met in the latest call, so they have left the call before it
             call, keys = self._left.pop(0)
             for key in keys:
                 call.delete_key(key)
@@ -79,9 +79,9 @@ class Ranks:
         threading.Thread(target=self._watch, args=(call, ended), daemon=True).start()
         try:
             yield
-            with contextlib.suppress(RuntimeError):  # of a store which has gone
+            with contextlib.suppress(RuntimeError):  # raised if the store is gone
                 call.set(f"left/{self._rank}", "")
-                if self._rank == 0:  # the store may end with this process, and the others read there
+                if self._rank == 0:  # the store may end with this process, while others read it
                     self._missing("left", _GRACE)
         except BaseException as error:
             self._fail(call, error)
@@ -102,17 +102,17 @@ class Ranks:
                 raise self._error()
             raise CheckpointError(
                 f"{_in_words(missing)} did not come within {self._patience:g} s, the timeout of the process group. All ranks "
-                "call plan_memory, and the methods of its plan, and their steps take part in the same collectives. Pass "
-                "group=... for those which have a plan of their own, or a group of one rank."
+                "have to call plan_memory and the methods of its plan, with steps that take part in the same collectives. Pass "
+                "group=... to plan with some ranks only, or a group of one rank."
             )
         keys = [f"{self._number}/{rank}" for rank in range(len(self._names))]
         values = [pickle.loads(zlib.decompress(packed)) for packed in self._call.multi_get(keys)]
-        if self._number > 1:  # which all have read, since they have come to this exchange
+        if self._number > 1:  # all ranks have read it, since they have come to this exchange
             self._call.delete_key(f"{self._number - 1}/{self._rank}")
         return values
 
     def _missing(self, place: str, patience: float) -> list[int]:
-        """Waits for all ranks to come to a place; returns which ranks did not come in time, or before another rank failed."""
+        """Waits until all ranks have come to a place; returns ranks that did not in time, or before a rank failed."""
         keys = {name: f"{place}/{rank}" for rank, name in enumerate(self._names)}
         end, pause = time.monotonic() + patience, 1e-3
         while not self._call.check([*keys.values()]):
@@ -126,7 +126,7 @@ class Ranks:
         return self._failure is not None and self._failure[0] != self._names[self._rank]
 
     def first(self, function: Callable[[], T]) -> T:
-        """Returns what a function gives on the first rank, which alone calls it."""
+        """Returns the result of a function, which the first rank alone calls."""
         values: Any = self.all(function() if self._rank == 0 else None)
         value: T = values[0]
         return value
@@ -135,34 +135,34 @@ class Ranks:
         return max(self.all(value))
 
     def attempt(self, function: Callable[[], T]) -> T | None:
-        """Returns what a function gives; None on all ranks where it is a CheckpointError on any."""
+        """Returns the result of a function; None on all ranks if it raises a CheckpointError on any."""
         outcome = None
         with contextlib.suppress(CheckpointError):
             outcome = function()
         return outcome if all(self.all(outcome is not None)) else None
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Raises on all ranks, naming the first fact that is another on some than on the first rank."""
+        """Raises on all ranks if any fact differs from the first rank's, and names the fact."""
         digests = {name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()}
         peers = self.all(digests)
         for name in dict.fromkeys(name for peer in peers for name in peer):
             if others := [rank for rank, peer in zip(self._names, peers, strict=True) if peer.get(name) != peers[0].get(name)]:
                 raise CheckpointError(
-                    f"{_in_words(others)} and rank {self._names[0]} differ in {name}. Ranks that plan together run the same "
-                    "model by the same steps, and have one plan. Pass group=... for those which have a plan of their own."
+                    f"{_in_words(others)} and rank {self._names[0]} differ in {name}. Ranks that plan together have to run the "
+                    "same model by the same steps. Pass group=... to plan with some ranks only."
                 )
 
     def _error(self) -> CheckpointError:
         assert self._failure is not None
         name, words = self._failure
         return CheckpointError(
-            f"Rank {name} failed while the ranks planned together, or applied a plan: {words}. Mend this there. If a "
-            "collective of this rank was waiting for it, the process groups are closed: end the program, or make new ones."
+            f"Rank {name} failed while the ranks planned together, or applied a plan: {words}. Fix the error of that rank. If "
+            "this rank waited for it in a collective, the process groups are closed: end the program, or make new groups."
         )
 
     def _watch(self, call: Any, ended: threading.Event) -> None:
         """Looks for a failure of another rank, and ends the collectives in which this rank waits."""
-        with contextlib.suppress(RuntimeError):  # of a store which has gone
+        with contextlib.suppress(RuntimeError):  # raised if the store is gone
             while not ended.wait(_LOOK):
                 if not call.check(["failed"]):
                     continue
@@ -175,13 +175,13 @@ class Ranks:
                 return
 
     def _fail(self, call: Any, error: BaseException) -> None:
-        """Tells the others of an error, or that this rank has heard of theirs, which the error may come of."""
+        """Tells the other ranks of an error, or confirms that this rank has heard of theirs, which may be its cause."""
         failure = self._names[self._rank], f"{type(error).__name__}: {error}".rstrip(": ")
-        with contextlib.suppress(RuntimeError):  # of a store which has gone
+        with contextlib.suppress(RuntimeError):  # raised if the store is gone
             self._failure = self._failure or tuple(json.loads(call.compare_set("failed", "", json.dumps(failure))))
             call.set(f"heard/{self._rank}", "")
             self._missing("heard", _GRACE)  # the store may end with this process
-        # What torch raises where a partner of a collective is gone is that partner's error.
+        # If a partner in a collective has failed, the error that torch raises here is only a consequence.
         if self._is_lost() and (type(error) is RuntimeError or isinstance(error, torch.distributed.DistError)):
             raise self._error() from error
 

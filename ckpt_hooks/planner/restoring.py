@@ -1,4 +1,4 @@
-"""Running a step and leaving everything as it was: tensors, what trains, attributes, random sources; on fake tensors too."""
+"""Runs a step and restores everything: tensors, optimizers, attributes, random sources; also on fake tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.pytree import tree_map_only
 from ckpt_hooks.errors import CheckpointError
 
-#: The fake mode under which steps run, of a dry run.
+#: The fake mode under which steps of a dry run run.
 dry_mode: ContextVar[Any] = ContextVar("dry_mode", default=None)
 
 
 @contextlib.contextmanager
 def as_before(model: Module) -> Iterator[None]:
     """Restores a model at the end of a block, an exception included."""
-    gc.collect()  # garbage from before would be freed in a step, and make its peak lower
+    gc.collect()  # old garbage that is freed in a step would lower its peak
     with dry_mode.get() or contextlib.nullcontext():
         before = StateBeforeStep(model, trainers_of(model))
         try:
@@ -43,12 +43,11 @@ def as_before(model: Module) -> Iterator[None]:
 
 
 class StateBeforeStep:
-    """What a step may change, as it is before: a model, what trains the model, and random sources."""
+    """A copy of everything that a step may change: a model, its optimizers, schedulers and scalers, and random sources."""
 
-    # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
-    # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random sources.
-    # Optimizer state that was made since is removed. Copies lie on the host. With ``is_late``, parameters and optimizer state
-    # are copied by ``copy_for`` alone.
+    # Holds parameters, buffers, gradients, and attributes of modules and trainers: tensors, generators, arrays, and containers
+    # at any depth, such as hooks. Optimizer state that the step makes is removed. Copies lie on the host. With ``is_late``,
+    # ``copy_for`` alone copies parameters and optimizer state.
 
     def __init__(self, model: Module, trainers: Sequence[Any], *, is_late: bool = False) -> None:
         self._contents = _TensorContents()
@@ -60,7 +59,7 @@ class StateBeforeStep:
         self._gradients = [
             (leaf, leaf.grad, None if leaf.grad is None else _HostCopy(leaf.grad)) for leaf in model.parameters()
         ]
-        for trainer in trainers:  # rates of learning that are tensors: schedulers write to them, before any optimizer does
+        for trainer in trainers:  # learning rates may be tensors, to which schedulers write before any optimizer steps
             for name, value in [pair for group in getattr(trainer, "param_groups", ()) for pair in group.items()]:
                 if name != "params":
                     self._contents.add(value)
@@ -69,13 +68,13 @@ class StateBeforeStep:
         self._random = [(source, source.read()) for source in all_sources()]
 
     def copy_for(self, optimizer: Optimizer) -> None:
-        """Copies the tensors which an optimizer is about to write to."""
+        """Copies the tensors to which an optimizer is about to write."""
         tensors = instances_in(optimizer.param_groups, torch.Tensor) + state_of(optimizer)
-        if self._contents.take(tensors):  # of an optimizer of the model
-            self._contents.add(vars(optimizer))  # made since
+        if self._contents.take(tensors):  # the optimizer trains the model
+            self._contents.add(vars(optimizer))  # no effect unless the optimizer is new
 
     def put_back(self) -> None:
-        """Restores all of it; a CheckpointError tells of tensors that were written to without a copy."""
+        """Restores everything; raises a CheckpointError if a tensor was written to without a copy."""
         with torch.no_grad():
             lost = self._contents.put_back()
             for parameter, gradient, copied in self._gradients:
@@ -87,8 +86,8 @@ class StateBeforeStep:
         leave(self._random)
         if lost:
             raise CheckpointError(
-                f"The step wrote to {describe_tensor(lost[0])}, a parameter or the state of an optimizer, outside of any "
-                "`optimizer.step()`, and failed: that cannot be put back. Load a checkpoint, and write to it after the step."
+                f"The step failed, after it wrote to {describe_tensor(lost[0])}, a parameter or the state of an optimizer, "
+                "outside of any `optimizer.step()`: that write cannot be undone. Load a checkpoint, and write after the step."
             )
 
 
@@ -114,25 +113,25 @@ class _HostCopy:
         return self._data is None and self.is_written
 
     def put_back_if_written(self) -> None:
-        """Writes the content to the tensor if a version tells of a write: a graph from before may have saved the tensor."""
+        """Writes the content back if the version counter has changed: a write is an error in graphs that saved the tensor."""
         if self.is_written:
             self.put_back()
 
     def put_back(self) -> None:
-        """Writes the content to the tensor, unless it is there: graphs from before may have saved the tensor."""
+        """Writes the content back unless it is equal: a write is an error in graphs that saved the tensor."""
         if self._data is None:
             return
         is_dense = self._data.layout is torch.strided and type(self.tensor) in (torch.Tensor, torch.nn.Parameter)
         if is_dense and not self.is_written and torch.equal(self.tensor.detach().cpu(), self._data):
             return
-        # Not to ``detach()``, which has indices of its own where the tensor is sparse.
+        # Not to ``detach()``, which has its own indices if the tensor is sparse.
         self.tensor.copy_(self._data)
-        if self._data.layout is torch.sparse_coo:  # which a copy into a sparse tensor forgets
+        if self._data.layout is torch.sparse_coo:  # ``copy_`` does not copy the flag
             self.tensor._coalesced_(self._data.is_coalesced())
 
 
 class _TensorContents:
-    """The contents of objects, and of objects in them, each once."""
+    """The contents of objects, and of objects inside, each once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is used again
@@ -166,7 +165,7 @@ class _TensorContents:
                     self._undo.append(functools.partial(setattr, bits, "state", bits.state))
 
     def take(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Copies the tensors which were left for later, and returns whether there were any."""
+        """Copies the tensors that were left for later, and returns whether there were any."""
         copies = [self._late[id(tensor)] for tensor in tensors if id(tensor) in self._late]
         for late in copies:
             late.take()
@@ -186,7 +185,7 @@ def _put_back(part: Part, value: Any, content: Content) -> None:
 
 
 def trainers_of(model: Module) -> list[Any]:
-    """Returns the optimizers in the process which have a parameter of a model, their schedulers, and gradient scalers."""
+    """Returns the optimizers in the process that have a parameter of a model, their schedulers, and gradient scalers."""
     parameters = {id(parameter) for parameter in model.parameters()}
     owners = objects_of(Optimizer, LRScheduler, torch.amp.GradScaler)
     optimizers = [
@@ -216,8 +215,8 @@ def optimizer_state(model: Module) -> dict[int, tuple[str, int]]:
 
 @contextlib.contextmanager
 def dry(model: Module) -> Iterator[None]:
-    """Has steps of a model run on fake tensors in a block; what is on the meta device is on the default device there."""
-    from ckpt_hooks._torch.dry import DryMode  # with a part of torch's compiler: a second for who asks
+    """Runs the steps of a block on fake tensors; a model's meta tensors are on the default device there."""
+    from ckpt_hooks._torch.dry import DryMode  # loads a part of torch's compiler, which takes a second
 
     mode = DryMode()
     undo = [mode.end]
@@ -232,7 +231,7 @@ def dry(model: Module) -> Iterator[None]:
 
 
 def _exchange(model: Module, like: Callable[[torch.Tensor], Any], undo: list[Callable[[], Any]]) -> None:
-    """Exchanges tensors on the meta device in a model and its optimizers, and appends what puts them back."""
+    """Replaces meta tensors in a model and its optimizers, and appends functions that restore them to ``undo``."""
     fakes: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> Any:

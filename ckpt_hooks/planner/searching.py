@@ -37,13 +37,13 @@ from .ranks import Ranks
 from .restoring import as_before, dry, dry_mode, optimizer_state
 from .simulating import natural_ends, peak_of
 
-# The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
-# 4% off, and a correction brings the peak within the tolerance.
+# The prediction is within 0.1% for most models. It is up to 4% off with custom autograd functions, of which a replay makes all
+# results at once; a correction brings the peak within the tolerance.
 _CORRECTIONS = 3
 _OFF = 1e-3  # the part by which the peak without regions may be predicted too low
 #: Steps that are run to measure a plan: with corrections, a check of blocks called again, and the least where none fits.
 MOST_MEASURED = _CORRECTIONS + 2
-_SPREAD = 0.5  # of the seconds of operators: with more they say less than operations
+_SPREAD = 0.5  # of measured seconds: above it they say less than counted operations
 
 
 class PlanOptions(NamedTuple):
@@ -67,7 +67,7 @@ def searched(
         for value, name, wanted in ((memory_budget, "memory_budget", "auto"), (cost, "cost", "seconds")):
             if value == wanted:
                 advice = f"A dry run measures no device and no time: leave out dry_run, or pass another {name}."
-                raise wrong(value, name, "one that fake tensors have", advice, ValueError)
+                raise wrong(value, name, "a value for fake tensors", advice, ValueError)
         check_model(model, is_dry=True)
         with dry(model):
             plan = searched(model, step, memory_budget, ranks, options._replace(dry_run=False))
@@ -88,7 +88,7 @@ def searched(
     chunkings = chunkings_of(model, {} if chunks is None else chunks)
     arguments = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**arguments, "chunks": chunkings, "blocks": selected})
-    base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
+    base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies are made on the host
     most = 2 * len(chunkings) + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         terms = SearchTerms(None, margin, device, ranks.most(base))
@@ -103,7 +103,7 @@ def searched(
             if not searches:
                 terms = terms._replace(per_second=cost_per_second(ranks, parts[0], cost, device))
             searches.append(Search(ranks, terms, *parts, chunks=chunking))
-            # There are none around layers that are called in another order.
+            # Spans fail if the model calls its layers in another order.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking)) if around else None
             if nested is not None:
                 spans = Search(ranks, terms, *nested, chunks=chunking)
@@ -114,8 +114,8 @@ def searched(
 
 
 def cost_per_second(ranks: Ranks, profile: Profile, cost: str | None, device: torch.device | None) -> float | None:
-    """Returns the operations in whose time a second passes, for costs by seconds; None for costs by operations."""
-    # The host does not tell a device's time, and there is none in a dry run.
+    """Returns the operations that take a second, for costs by seconds; None for costs by operations."""
+    # The host cannot measure a device's time, and a dry run has no times.
     is_by_seconds = cost == "seconds" or (cost is None and device is None and dry_mode.get() is None)
     if not is_by_seconds or (cost is None and max(ranks.all(profile.spread())) > _SPREAD):
         return None
@@ -124,8 +124,8 @@ def cost_per_second(ranks: Ranks, profile: Profile, cost: str | None, device: to
 
 @contextlib.contextmanager
 def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
-    """Yields a step; where other ranks have plans of their own, runs it afterwards until it has run as often as it may."""
-    # Groups meet in the step, as the stages of a pipeline do: all run it as often, whatever each rank has measured.
+    """Yields the step, counted; if other ranks plan by themselves, runs it in the end until it has run ``most`` times."""
+    # Such groups, as stages of a pipeline, meet in collectives of the step: all have to run it the same number of times.
     runs = 0
 
     def counted(model: Module) -> Any:
@@ -144,7 +144,7 @@ def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: i
 def profiled(
     model: Module, step: Callable[[Module], Any], names: Sequence[str], chunking: Chunking, *, is_selected: bool = False
 ) -> tuple[Profile, Blocks, dict[str, dict[Shapes, None]]]:
-    """Profiles a step whose blocks keep nothing, on this rank; returns what a search is made of."""
+    """Profiles a step whose blocks keep nothing, on this rank; returns arguments of :class:`Search`."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
     runners = {selector_of(name): PlannedRunner(name, {}, lambda name, key: shapes[name].update({key: None})) for name in names}
@@ -189,19 +189,19 @@ def parsed(budget: Any) -> int | float:
     return checked_bytes(budget, "memory_budget", ", a part from 0.0 to 1.0, or 'auto'")
 
 
-#: What a plan makes the least.
+#: What a plan minimizes.
 Cost = Literal["operations", "seconds"]
 COSTS: tuple[str, ...] = get_args(Cost)
 
 
 def check_cost(cost: Any) -> None:
-    """Raises unless a cost is known, or is to be chosen."""
+    """Raises unless a cost is known, or None."""
     if cost is not None and (not isinstance(cost, str) or cost not in COSTS):
         raise wrong(cost, "cost", f"one of {COSTS}", "Pass one of these, or leave it out.", ValueError)
 
 
 def check_step(step: Any) -> None:
-    """Raises unless a step can be called, as a program does: outside of regions."""
+    """Raises unless a step can be called, outside of regions."""
     check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
     if (frame := stack.innermost) is not None:
         raise RuntimeError(
@@ -252,7 +252,7 @@ def too_small(budget: int, least: int, base: int, margin: float, problem: Proble
 
 
 def _shared(ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes]]) -> dict[str, tuple[Shapes, ...]]:
-    """Gives operators the largest costs of any rank; returns the shapes of all. Raises where operators differ."""
+    """Gives operators the largest costs of any rank, and returns the shapes of all ranks; raises if operators differ."""
     runs: dict[str, list[Any]] = {}
     for entry in profile.entries:
         runs.setdefault(f"the operators of block {entry.block!r}", []).append([(op.name, op.run) for op in entry.ops])
@@ -267,7 +267,7 @@ def _shared(ranks: Ranks, profile: Profile, shapes: Mapping[str, Iterable[Shapes
 
 
 class SearchTerms(NamedTuple):
-    """What plans cost, and may take."""
+    """The unit of costs, and the memory that plans may take."""
 
     per_second: float | None  # the cost of a second; None for costs by operations
     margin: float
@@ -276,7 +276,7 @@ class SearchTerms(NamedTuple):
 
 
 class Search:
-    """A profiled step, from which plans of any budget are made: for all ranks, each of which has a profile of its own."""
+    """A profiled step, from which plans of any budget are made for all ranks; each rank has its own profile."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class Search:
             profile.cost_by_seconds(per_second)
         self.natural = natural_ends(profile)
         self._blocks, self._chunks = blocks, chunks
-        # In a dry run there are no values to tell whether a block that is called again gives the same.
+        # Without values, a dry run cannot check whether a block gives the same when it is called again.
         self._solve(may_call_again and dry_mode.get() is None)
         self._is_checked = False  # whether blocks that are called again gave the same
         self._peak: Any = None  # of the latest step measured
@@ -310,7 +310,7 @@ class Search:
         lasting = {id(entry): allocations for entry, allocations in zip(profile.entries, lasting_in(profile), strict=True)}
         called = {entry.block for entry in profile.entries}
         firsts = {name: profile.calls_of(name)[0] for name in self._blocks.roots if name in called}
-        # Of the first rank: its numbers of operators are the numbers of all.
+        # The first rank chooses for all, since operators have the same numbers on all ranks.
         choices = self.ranks.first(
             lambda: {
                 name: choices_of(profile, entry, lasting[id(entry)], is_function=may_call_again and name not in spans)
@@ -353,7 +353,7 @@ class Search:
         target = int(budget * (1 - margin))
         if least > target:
             if model is not None and step is not None:
-                self._measured(model, step, self.problem.least, room)  # for where the peak is
+                self._measured(model, step, self.problem.least, room)  # for the place of the peak, in the error
             raise too_small(budget, least, self._base, margin, self.problem, self._peak)
         search, chosen = self.cheapest(target)
         if model is None or step is None:
@@ -368,9 +368,9 @@ class Search:
         return plan
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
-        """Returns the search with the cheapest choice, of the searches whose least peak is within a budget, and the choice."""
+        """Returns the search with the cheapest choice within a budget, and the choice."""
         fitting = [search for search in (self, *self.others) if int(search.least) <= budget]
-        # Spans around blocks are for budgets that blocks alone do not fit.
+        # Spans around blocks are for budgets in which blocks alone do not fit.
         fitting = [search for search in fitting if not search._blocks.around] or fitting
         candidates = [(search, search.choice(budget) or search.problem.least) for search in fitting]
         return min(candidates, key=lambda candidate: candidate[0].problem.cost(candidate[1]) + candidate[0].profile.others_cost)
@@ -381,7 +381,7 @@ class Search:
     def _corrected(
         self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float, room: Room | None
     ) -> PlanData:
-        """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
+        """Returns a measured plan, with the target corrected by the error of the prediction; the least plan if none fits."""
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
         for _ in range(_CORRECTIONS):
@@ -395,7 +395,7 @@ class Search:
                 best, least = plan, self.problem.cost(chosen)
             is_more = measured > plan.predicted_peak * (1 + tolerance)
             if is_more and not all(block.recorded for block in plan.blocks):
-                # Their functions hold arguments that forward writes to, as a cache of keys and values.
+                # Blocks that are called again hold arguments to which forward writes, such as a key-value cache.
                 self._call_none_again()
                 target, best, least = budget, None, math.inf
             elif budget * (1 - tolerance) <= measured <= budget:
@@ -405,12 +405,12 @@ class Search:
         return self._measured(model, step, self.problem.least, room) if best is None else best
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
-        """Calls blocks again. If a block gives something else then, no choice of any budget has such calls."""
+        """Checks that blocks give the same when called again; otherwise no plan calls any block again."""
         called = [(name, option.choice) for name, of in self._options.items() for option in of if option.choice.is_function]
         if self._is_checked or not called:
             return
 
-        # Parts as well, each by itself, which finds what the rest of the block has left.
+        # Parts too: a part that is called again alone finds the state that the rest of the block has left.
         may_be = {f"{name}.{part}".strip("."): None for name, choice in called for part in ("", *choice.parts)}
         options = {"determinism_check": "values"}
         runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
@@ -504,7 +504,7 @@ class Search:
         return dataclasses.replace(self.ranks.first(lambda: data), _search=self)
 
 
-#: The part of the room that is left: to other programs on the device, and to what a driver allocates for kernels.
+#: The part of free memory that is left to other programs on the device, and to the driver, for its kernels.
 _LEFT = 0.05
 
 
@@ -519,12 +519,12 @@ class Room:
 
     def __init__(self, device: torch.device | None) -> None:
         if device is None:
-            advice = "'auto' asks an accelerator, and the model is on none: on a host pass bytes, as in '20GiB'."
+            advice = "'auto' asks an accelerator, and the model is on the host: pass bytes, as in '20GiB'."
             raise wrong("auto", "memory_budget", "bytes, or a part from 0.0 to 1.0", advice, ValueError)
         self._device, self._before = device, 0
 
     def nbytes(self) -> int:
-        """Returns the bytes which a step may take: free bytes, and bytes that are reserved without use, but for a part."""
+        """Returns the bytes that a step may take: free bytes and bytes reserved without use, less ``_LEFT`` of them."""
         gc.collect()
         free, _ = torch.accelerator.get_memory_info(self._device)
         unused = torch.accelerator.memory_reserved(self._device) - torch.accelerator.memory_allocated(self._device)
@@ -536,5 +536,5 @@ class Room:
         self._before = torch.accelerator.memory_allocated(self._device)
 
     def taken(self) -> int:
-        """Returns the most bytes reserved since, above the bytes allocated then: what fragments are in the way counts."""
+        """Returns the most bytes reserved since ``begin``, above the bytes allocated then: fragmentation counts."""
         return torch.accelerator.max_memory_reserved(self._device) - self._before

@@ -17,20 +17,20 @@ Delta = tuple[int, int, int]
 
 @dataclasses.dataclass
 class Effect:
-    """What a call of a block does to memory under a choice of kept operators."""
+    """The effect of a block's call on memory, for some choice of kept results."""
 
     deltas: list[Delta]  # beside the deltas of the profile, in order
-    ends: dict[int, int]  # of allocations of the profile which this call needs: the row of the last need
-    cost: float  # of the operators which run again
-    again: list[int]  # the operators which run again
-    spared: list[int]  # allocations of the profile for the second runs of others
+    ends: dict[int, int]  # of allocations of the profile that this call needs: the row of the last need
+    cost: float  # of the operators that run again
+    again: list[int]  # the operators that run again
+    spared: list[int]  # allocations of the profile that only second runs of other operators need
 
 
 def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_plain: bool = False) -> Effect:
     """Returns the effect of keeping the results of some operators."""
     if is_plain:  # no region: autograd keeps all, and nothing runs again
         kept = range(len(entry.ops))
-    # A kept result is kept with what is written to it later.
+    # A kept result includes later writes to it.
     retained = {number for at in kept for number in entry.ops[at].fresh}
     ends: dict[int, int] = {}
     again: set[int] = set()
@@ -55,8 +55,8 @@ def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_p
 
 def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
     """Returns the effect of a region that keeps nothing around regions that keep nothing."""
-    # What the regions inside read from outside of themselves, the region around brings back: once in a backward, and each value
-    # until its last reader has it. So the region around is a call whose handles are such values.
+    # The region around brings back the values that regions inside read from it: once in a backward, and each value until its
+    # last reader has it. So the region around is simulated as a call whose handles are these values.
     inner = [effect_of(profile, region, ()) for region in entry.inside]
     outer = dataclasses.replace(entry, handles=[*entry.direct_handles])
     made = {number for op in entry.ops for number in op.fresh}
@@ -99,7 +99,7 @@ def _add(effect: Effect, entry: BlockCall, region: BlockCall, inside: Effect, ma
 
 
 def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
-    """Returns the effect of a region which calls the block again, up to the last operator that backward needs."""
+    """Returns the effect of a region that calls the block again, up to the last operator that backward needs."""
     row, last, lasts = profile.num_rows, -1, dict[int, int]()
     for handle in entry.handles:
         if handle.restored is not None and handle.value is not None:
@@ -107,7 +107,7 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
             lasts[handle.value[0]] = max(lasts.get(handle.value[0], 0), handle.let_go)
     again = [*range(last + 1)]
     made = {number for at in again for number in entry.ops[at].fresh}
-    # What comes from outside is held to the end, as the arguments of the call, also values that no rerun reads.
+    # Values from outside are arguments of the call, held to the end even if no rerun reads them.
     outside = {value[0] for op in entry.ops for value in op.reads if value not in entry.maker} | {*lasts}
     ends = dict.fromkeys(outside - made, max(lasts.values(), default=0))
     ends = {number: end for number, end in ends.items() if not profile.allocations[number].is_lent}
@@ -116,7 +116,7 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
     order = 0
     for at in again:
         op = entry.ops[at]
-        # The program lets go of each as in forward.
+        # The rerun frees results where forward did.
         born = min((profile.allocations[number].born for number in op.fresh), default=None)
         for number in [candidate for candidate in living if born is not None and profile.allocations[candidate].freed < born]:
             living.remove(number)
@@ -126,12 +126,12 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
         living += op.fresh
         order += 3
     deltas += [(max(lasts.get(number, row), row), order, -profile.allocations[number].nbytes) for number in living]
-    spared = [number for op in entry.ops for number in op.extras][1:]  # a single state of a generator is for all of the call
+    spared = [number for op in entry.ops for number in op.extras][1:]  # a call has a single generator state
     return Effect(deltas, ends, sum(entry.ops[at].cost for at in again), again, spared)
 
 
 def _needed(entry: BlockCall, value: StorageVersion, retained: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
-    """Returns the operators which bring back a value, and notes what they need until backward lets go of it."""
+    """Returns the operators that bring back a value, and notes in ``ends`` what they need until backward lets go of it."""
     todo, seen, operators = [value], set[StorageVersion](), set[int]()
     while todo:
         wanted = todo.pop()
@@ -189,15 +189,14 @@ def _bytes(profile: Profile, numbers: Iterable[int]) -> int:
 
 
 def _inside(entry: BlockCall, op: OpRun, retained: set[int]) -> set[int]:
-    """Returns the allocations which an operator reads and a replay makes."""
+    """Returns the allocations that an operator reads and a replay makes."""
     return {value[0] for value in op.reads if value in entry.maker and value[0] not in retained and value[0] not in op.fresh}
 
 
 def natural_ends(profile: Profile) -> list[int]:
-    """Returns for each allocation the row of the free if no block needed the allocation in backward."""
+    """Returns the row in which each allocation would be freed if no block needed it in backward."""
     natural = [allocation.freed for allocation in profile.allocations]
-    # Where a block was the last to need an allocation in the profile, the program had let go of it before; it needs it in the
-    # forward of the block at least.
+    # If a block was the last to need an allocation, the program let go of it earlier, but not before the block's forward.
     for entry in profile.entries:
         for number, end in effect_of(profile, entry, ()).ends.items():
             if natural[number] <= end + _SOON or natural[number] == entry.end:
@@ -205,7 +204,7 @@ def natural_ends(profile: Profile) -> list[int]:
     return natural
 
 
-#: Rows between the last need of an allocation and its end.
+#: The most rows between the last need of an allocation and its free.
 _SOON = 4
 
 

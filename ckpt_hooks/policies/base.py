@@ -1,7 +1,7 @@
 """The class of policies, their answers, and the conversion of functions and lists to policies.
 
-Where Dynamo traces, a policy is a key: Dynamo would trace constructors, and build the object when the compiled function runs,
-long after a region has asked. So there the functions which make policies return a string, and regions look the policy up.
+Under Dynamo a policy is a key. Dynamo would trace the constructor, and build the policy when the compiled function runs, too
+late for the region that it traces now. So functions that make policies return a string, by which regions look the policy up.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ class Policy(abc.ABC):
     title: str = ""
     meaning: str = ""
 
-    #: Operators (or ``kind``) named by the user, until a region has had any, or some were looked through. A list of
-    #: operators which never run is a mistake mostly.
+    #: Operators, or what ``kind`` says, named by the user: names that never run are likely a mistake, and warned of. Empty
+    #: once a region ran one, or the user was warned.
     expects: frozenset[Any] = frozenset()
     kind: str = "operators"
     advice: str = (
         "Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for "
         "each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function that prints "
-        "the operators which it is asked for."
+        "the operators it is asked about."
     )
 
-    #: How many regions have been looked through.
+    #: The number of regions that ran none of them.
     looked_through: int = 0
 
-    #: Whether regions ask the policy about views and operators which write in place too, as torch does.
+    #: Whether regions ask the policy about views and in-place operators too, as torch does.
     is_asked_as_torch: bool = False
 
     def __repr__(self) -> str:
@@ -92,11 +92,11 @@ class Policy(abc.ABC):
 
     @functools.cached_property
     def decisions(self) -> dict[Any, int]:
-        """The policy's decisions on operators, (:mod:`.decisions`)."""
+        """The cache of :class:`.decisions.Decisions`."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is known of operators stays here, and operators travel by name.
+        # Pickles leave out the cache, and have operators by name.
         state = {name: value for name, value in self.__dict__.items() if name != "decisions"}
         return _exchanged(state, OPERATORS, lambda op: _Named(str(op)))
 
@@ -168,13 +168,13 @@ PolicyLike = Policy | PolicyFn | PolicyName | Operators
 
 
 def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
-    """Returns the function to ask in a region, given what says whether to keep the next run of an operator."""
+    """Returns a policy function that keeps a run of an operator if ``is_kept`` says so."""
     return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
 
-def spread(given: Iterable[Any]) -> list[Any]:
-    """Returns arguments of ``*args``, with lists, tuples and sets among them spread out."""
-    return [part for value in given for part in (value if isinstance(value, (list, tuple, set, frozenset)) else [value])]
+def spread(values: Iterable[Any]) -> list[Any]:
+    """Returns values as a flat list, with the entries of lists, tuples and sets in their place."""
+    return [part for value in values for part in (value if isinstance(value, (list, tuple, set, frozenset)) else [value])]
 
 
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
@@ -214,8 +214,8 @@ class OpsPolicy(Policy):
         decision: CheckpointPolicy,
         meaning: str,
         *,
-        names: Iterable[str] = (),  # of operators of operators, which exist only after the import of their module
-        expected: bool = False,  # whether the user named the operators, and is to hear of those that never run
+        names: Iterable[str] = (),  # of higher-order operators, which exist only after the import of their module
+        expected: bool = False,  # whether to warn the user, who named the operators, if none ever runs
     ) -> None:
         self.title, self._ops, self._decision, self.meaning = title, frozenset(ops), decision, meaning
         self._names = frozenset(names)
@@ -225,7 +225,7 @@ class OpsPolicy(Policy):
             if views:
                 warn_user(
                     f"{self!r} names views, which take no memory and run again in each recompute: {in_words(views)}. Name the "
-                    "operator that computes what is to be kept; policies.everything_saveable keeps all that can be kept."
+                    "operator that computes the values; policies.everything_saveable keeps all that can be kept."
                 )
 
     def for_op(self, op: Any) -> CheckpointPolicy:
@@ -233,14 +233,14 @@ class OpsPolicy(Policy):
 
 
 def saving(ops: list[Any]) -> OpsPolicy:
-    """Returns the policy which keeps the outputs of operators named by the user."""
+    """Returns the policy that keeps the outputs of operators named by the user."""
     return OpsPolicy("save_ops", ops, _SAVE, f"keeps the outputs of {in_words(ops)}", expected=True)
 
 
 class _Function(Policy):
-    """A function of the user's, asked about each run of an operator."""
+    """A user's function, asked about each run of an operator."""
 
-    #: The same for all functions: no function decides on an operator alone.
+    #: Shared by all functions, since each of them is asked about each run.
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
 
     def __init__(self, function: PolicyFn) -> None:
@@ -290,9 +290,9 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
     if type(policy) is FunctionType:
         is_function = policy.__module__ not in _FACTORIES
     else:
-        is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # which takes 2 us, as ABC classes do
+        is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # takes 2 us, since some of these classes are ABCs
     if is_function:
-        # The look at the code is for regions that are given a function in each step: a signature takes 10 us.
+        # The code is looked at first, for programs that pass a function in each step: a signature takes 10 us.
         code = getattr(policy, "__code__", None)
         if code is None or code.co_argcount > 2 or code.co_kwonlyargcount or not code.co_flags & CO_VARARGS:
             check_signature(policy, argument, PARAMETERS)
@@ -302,7 +302,7 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
     raise _no_policy(policy, argument)
 
 
-#: Operators and classes can be called, and are no policies.
+#: Classes of objects that can be called, but are no policies.
 _OPERATORS: Any = (*OPERATORS, OPERATOR_PACKET)
 _CALLABLE: Any = (*_OPERATORS, type)
 #: The modules whose functions return policies.
@@ -330,12 +330,12 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
 
 
 _MOST_LISTS = 1_000
-# By the identity of the operators, which the policy keeps alive: they hash by a function of Python.
+# By the ``id`` of the operators, which the policy keeps alive: an operator's own hash takes a call of Python.
 _lists: dict[tuple[int, ...], Policy] = {}
 
 
 def _from_ops(ops: Collection[Any], argument: str, as_torch: bool) -> Policy:
-    # A list of operators is given anew with each region, and what is known of operators under it hangs on the policy.
+    # Each region gets a new list, and decisions are cached in the policy, so equal lists share a policy.
     key = tuple(map(id, ops))
     known = _lists.get(key)
     if known is None:
@@ -352,15 +352,15 @@ def in_words(ops: list[Any]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:4])} and {len(names) - 4} more"
 
 
-#: The public policies, and functions that make policies, by name.
+#: Public policies, and functions that make policies, by name.
 NAMED: dict[str, Any] = {}
 
-# Policies by key, for good: compiled code may be traced again.
+# Policies by key, never dropped: compiled code may be traced again.
 _made: dict[str, Any] = {}
 
 
 def makes_policies(make: F) -> F:
-    """Returns a function which makes policies, also where Dynamo traces."""
+    """Decorates a function that makes policies: it returns a key while Dynamo traces."""
 
     @while_tracing
     def key_of(*args: Any, **kwargs: Any) -> str:
@@ -384,5 +384,5 @@ def key_for(policy: Any) -> str:
 
 
 def made_while_tracing(value: Any) -> Any:
-    """Returns what a key stands for; any other value as it is."""
+    """Returns the policy of a key; any other value as it is."""
     return _made.get(value, value) if isinstance(value, str) else value

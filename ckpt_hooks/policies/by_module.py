@@ -1,6 +1,6 @@
-"""Policies which go by the running module: all that runs in some, and single runs of operators.
+"""Policies that depend on the running module: ``save_modules`` and ``save_indices``.
 
-The running modules are read off the stack of Python. The road not taken: hooks on each module, left where a call raises.
+They read the running modules off Python's stack. The road not taken: hooks on each module, which miss calls that raise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Modules = str | type[Module]
 
 
 class _SaveIndices(Policy):
-    """Keeps the outputs of single runs; made of names and numbers alone, so that it can be pickled and compared."""
+    """Keeps the outputs of single runs; holds names and numbers only, so that it can be pickled and compared."""
 
     title = "save_indices"
 
@@ -39,7 +39,7 @@ class _SaveIndices(Policy):
     ) -> None:
         self._runs, self._counts = runs, counts
         self._root = (lambda: None) if root is None else weakref.ref(root)
-        #: Operators of which some run is kept: a region counts no others.
+        #: Operators with a run that is kept: a region counts no others.
         self._operators = frozenset(operator for _, operator in runs)
         number = sum(map(len, runs.values()))
         self.meaning = f"keeps the outputs of {number} {'run' if number == 1 else 'runs'} of operators"
@@ -67,7 +67,7 @@ class _SaveIndices(Policy):
     def count_runs(self) -> Callable[[Any], bool]:
         root = self._root() or called_modules(sys._getframe(1))[0]
         names = {} if root is None else _names_in(root)
-        # By the operator's ``id``: its own hash takes a call of Python.
+        # By the operator's ``id``, since its own hash takes a call of Python.
         states: dict[tuple[str, int], list[Any]] = {}
         does_match = True
 
@@ -111,7 +111,7 @@ class _SaveIndices(Policy):
         self.__init__(state["runs"], state["counts"])  # type: ignore[misc]
 
 
-#: The names of submodules by ``id``, of each module whose region has a policy of runs.
+#: For each module with such a policy: a hash of its submodules' ``id``, and their names by ``id``.
 _names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, dict[int, str]]] = weakref.WeakKeyDictionary()
 
 
@@ -181,23 +181,23 @@ def save_indices(
 
 def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:
     checked_operators([operator], argument)
-    check_is(module, str, f"a submodule in {argument}", "a string", "Give its name; that of the region itself is ''.")
-    checked_integer(number, f"a number in {argument}", f"Give the number of runs of {operator} before.", 0)
+    check_is(module, str, f"a submodule in {argument}", "a string", "Give its name, or '' for the module itself.")
+    checked_integer(number, f"a number in {argument}", f"Give a number of runs of {operator}.", 0)
     return module, str(operator)
 
 
 class _SaveModules(Policy):
     title, kind = "save_modules", "modules"
-    advice = "Names are those of named_modules(), or their ends. Modules run where they are called, not where their forward is."
+    advice = "Give names of named_modules(), or their ends. Modules run where they are called, not where forward is."
 
     def __init__(self, *names: str | type[Module]) -> None:
         self._names, self.expects = names, frozenset(names)
         self._classes = tuple(name for name in names if isinstance(name, type))
         patterns = "|".join(name_expression(name) for name in names if isinstance(name, str))
-        self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"  # the end of the name: the model may stand in another
+        self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"  # matches ends of names: the model may be inside another
         words = [repr(name) if isinstance(name, str) else name.__name__ for name in names]
         self.meaning = f"keeps the results of what runs in modules {', '.join(words)}"
-        # Whether modules are named: by outermost module, and the dictionary's identity, which a checkpointed module shares.
+        # Whether modules are named: by outermost module, and by the ``id`` of ``__dict__``, which a checkpointed module shares.
         self.tables: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -213,7 +213,7 @@ class _SaveModules(Policy):
         return decision_of(self.for_function(op))
 
     def for_function(self, function: Any) -> bool:
-        if traced := torch.fx.traceback.current_meta.get("nn_module_stack"):  # Dynamo's notes
+        if traced := torch.fx.traceback.current_meta.get("nn_module_stack"):  # set by Dynamo
             return any(self._is_meant(*entry) for entry in traced.values())
         called = called_modules(sys._getframe(1))
         if called[0] is None or not self._any_is_meant(called):
@@ -225,7 +225,7 @@ class _SaveModules(Policy):
         table = self.tables.setdefault(called[-1], {})
         for module in called:
             row = table.get(id(vars(module)))
-            if row is None or row[0]() is None:  # a module added since
+            if row is None or row[0]() is None:  # the module was added since
                 named = [("", module), *called[-1].named_modules()]
                 table.update({id(vars(inner)): (weakref.ref(inner), self._is_meant(name, None)) for name, inner in named})
                 row = table[id(vars(module))]
@@ -234,7 +234,7 @@ class _SaveModules(Policy):
         return False
 
     def _is_meant(self, name: str, kind: Any) -> bool:
-        name = re.sub(r"\.forward\._reference\(\)|\.__wrapped__", "", name)  # from a region to its module, in compiled code
+        name = re.sub(r"\.forward\._reference\(\)|\.__wrapped__", "", name)  # in compiled code, from a region to its module
         by_class = isinstance(kind, type) and issubclass(kind, self._classes)
         return by_class or re.fullmatch(self._expression, name) is not None
 

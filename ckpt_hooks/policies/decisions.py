@@ -1,7 +1,7 @@
-"""The decisions of a policy in a region, and warnings of what never comes.
+"""The decisions of a policy in a region, and the warning if nothing that a policy names ever runs.
 
-The answer of a policy which decides by the operator alone is looked up from then on. Other policies are asked about each run of
-an operator whose output can stand in for another run (``OpFacts.is_asked_about``), with the run's index in the region.
+A decision by the operator alone is cached. Other policies are asked about each run of an operator whose output can replace
+another run (``OpFacts.is_asked_about``), with the number of earlier questions in the region.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SelectiveCheckpointContext(WatchesUnseen, _TorchContext):
         self.op_output, self.index, self._arguments = output, index, (args, kwargs)
         try:
             return policy(self, op, *args, **kwargs)
-        except TypeError:  # the policy's, unless its signature does not take these arguments
+        except TypeError:  # raised by the policy, or because its signature does not take these arguments
             check_signature(policy, "policy", PARAMETERS, (self, op, *args), kwargs)
             raise
         finally:
@@ -129,7 +129,7 @@ SAVE: Final = 1
 OFFLOAD: Final = 2
 #: The policy has to be asked about each run.
 ASK: Final = 3
-#: The policy prefers to run a collective again. Recorded frames keep it: to run it again, all processes have to.
+#: The policy prefers to run a collective again. Recorded frames keep its output, since all processes would have to run it.
 EITHER: Final = 4
 #: The policy is asked about a run as torch does, and the operator runs again whatever the answer.
 AS_TORCH: Final = 5
@@ -144,11 +144,11 @@ _DECISIONS = {
 if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
     _DECISIONS[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
 
-#: Not all regions under a policy are alike: the first may be a stem without what the list is about.
+#: The warning waits for so many regions: the first may be a stem without the operators that the policy names.
 _LOOKED_THROUGH = 3
 
-# The same, of all policies of a class and the same names, since a program may make its policy anew in each step. Below 0 once
-# a region had any, or a warning said that none had.
+# The number of regions that ran none of the names, by class, title and names: a program may make a new policy in each step.
+# Below 0 once a region ran one, or the user was warned.
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
 
@@ -162,12 +162,12 @@ class Decisions:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        # Tells whether to keep the next run of an operator of decision ``ASK``, where the policy only counts runs.
+        # For a policy that only counts runs: whether to keep the next run of an operator whose decision is ``ASK``.
         self.is_kept = policy.count_runs()
         self._asks: Callable[..., Any] | None = None if self.is_kept is None else by_count(self.is_kept)
         self._num_asked = 0
-        # Operators which ran, or names given to tensors, where the policy expects some.
         self.expected = policy.expects
+        # Operators that ran, and names given to tensors; None if the policy expects none.
         self.seen: set[Any] | None = set() if self.expected else None
         self.known: dict[OpFacts, int] = policy.decisions if self.seen is None else {}
 
@@ -183,7 +183,7 @@ class Decisions:
             if facts.is_asked_about:
                 answer = self.policy.for_op(facts.operator)
                 known = ASK if answer is None else _meaning_of(answer, facts)
-            elif facts.written and not facts.is_never_kept:  # the tensor is kept if a policy names the operator
+            elif facts.written and not facts.is_never_kept:  # keeps the written tensor if the policy names the operator
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
             if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in _UNASKED:
@@ -209,7 +209,7 @@ class Decisions:
             index = self._num_asked
             self._num_asked = index + 1
             answer = context.consult(self._asks or self._start(), facts.operator, args, kwargs, output, index)
-            if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is OpKind.SAVEABLE:  # the most common, past the rest
+            if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is OpKind.SAVEABLE:  # the most common answer
                 return RECOMPUTE
             known = _meaning_of(answer, facts)
         if known == RECOMPUTE and facts.has_buffered_masks and facts.drops_from_buffer(args, kwargs):
@@ -223,7 +223,7 @@ class Decisions:
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
     def finish(self) -> None:
-        """Warns of a policy which names what none of its first regions has had; once for a policy."""
+        """Warns, once for each policy, if its first regions ran nothing that it names."""
         policy, expected = self.policy, self.expected
         if self.seen is None:
             return
@@ -236,11 +236,11 @@ class Decisions:
             if max(policy.looked_through, of_all) < _LOOKED_THROUGH:
                 return
             warn_user(
-                f"{policy!r} names {policy.kind} of which the first {_LOOKED_THROUGH} regions under it have had none: "
+                f"{policy!r} names {policy.kind} that none of the first {_LOOKED_THROUGH} regions under it had: "
                 f"{', '.join(sorted(map(str, expected)))}. {policy.advice}"
             )
         policy.expects = frozenset()
-        # A policy that three regions share warns for itself; policies made anew warn once, whatever others were told.
+        # A policy that three regions share warns for itself. Equal policies that are made in each step warn once together.
         is_shared = policy.looked_through == _LOOKED_THROUGH
         _looked_through[key] = min(_looked_through.get(key, 0), 0) if is_shared else -math.inf
 
@@ -261,7 +261,7 @@ def asks_for_torch(policy: Policy) -> Callable[..., Any]:
 
     def ask(of_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         index = next(num_asked) if isinstance(op, OVERLOAD) and facts_of(op).is_asked_about else None
-        output = getattr(of_torch, "op_output", None)  # which torch hands over since 2.12
+        output = getattr(of_torch, "op_output", None)  # torch sets it since 2.12
         return context.consult(asks, op, args, kwargs, output, index)
 
     return ask

@@ -44,7 +44,7 @@ class _Uniform(Policy):
 
 
 def _named(names: Iterable[str]) -> list[Any]:
-    """Returns the functional overloads of operators by name, as far as this torch has the operators."""
+    """Returns the functional overloads of operators by name, without operators that this torch lacks."""
     functional: list[Any] = []
     for name in names:
         namespace, _, operator = name.rpartition("::")
@@ -136,7 +136,7 @@ class _ByName(Policy):
 
 
 class _Attention(_ByName):
-    """The same; where attention is written out, the first batched product after a softmax."""
+    """Keeps attention by name, and where it is written out, the first batched product after a softmax."""
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         return None if op in _SOFTMAX or op in _BATCHED else super().for_op(op)
@@ -162,8 +162,8 @@ attention_saveable: Policy = _Attention(
 )
 
 #: Keeps the outputs of every operator but norms, activations and dropouts, which cost next to nothing to compute, and as many
-#: bytes to keep as products (Megatron's "output discarding"). Other operators that these are written of run again too: products
-#: by element, quotients, differences, means, powers, roots, casts. Custom functions go by their names.
+#: bytes to keep as products (Megatron's "output discarding"). Operators that these consist of run again too: products by
+#: element, quotients, differences, means, powers, roots, casts. Custom functions go by their names.
 norms_recomputed: Policy = _ByName(
     "norms_recomputed",
     "keeps the output of every operator but norms, activations and dropouts",
@@ -267,7 +267,7 @@ def save_every(op: Operator, n: int) -> Policy:
     return _SaveEvery(checked, checked_integer(n, "n", "Pass 2 to keep every second output."))
 
 
-# From what keeps most, and costs least to have again, to what keeps least.
+# ``save_from_both_policies`` takes the higher number; PREFER_RECOMPUTE has 1.
 _STRENGTH = {"MUST_SAVE": 5, "PREFER_SAVE": 4, "MUST_CPU_OFFLOAD": 3, "PREFER_CPU_OFFLOAD": 2, "MUST_RECOMPUTE": 0}
 
 
@@ -349,7 +349,7 @@ class _Names(Policy):
 
 def _checked_names(names: Iterable[str], argument: str) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise wrong(names, argument, "a list of names", "Pass one: ['hidden'].")
+        raise wrong(names, argument, "a list of names", "Pass a list: ['hidden'].")
     names = [*names]
     for name in names:
         check_is(name, str, f"a name in {argument}", "a string", "Pass the names that checkpoint_name gives.")

@@ -28,15 +28,15 @@ class _Measured(SystemExit):
 class _ScriptSteps:
     """The steps of a script. A step ends with the calls of ``optimizer.step()`` before the next call of a module."""
 
-    # A ledger begins and ends in such calls: at one depth of the program, where its function mode is the innermost.
+    # A ledger begins and ends in such calls, at the same depth of the program, so that its function mode is the innermost.
     def __init__(self, wanted: int, goes_on: bool) -> None:
         self._wanted, self._goes_on, self._thread = wanted, goes_on, threading.get_ident()
         self.ledger: MemoryLedger | None = None
         self.number, self.is_done = 0, False
         self.open = contextlib.ExitStack()
         self._is_called = True  # whether a module was called since the latest step of an optimizer
-        self._stepped: list[int] = []  # the optimizers, in this step so far
-        self._count = 1  # of their calls, in the step before
+        self._stepped: list[int] = []  # the optimizers that have stepped in this step
+        self._count = 1  # the number of them in the step before
         if wanted == 1:
             self._begin()
 
@@ -46,12 +46,12 @@ class _ScriptSteps:
     def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.is_done or threading.get_ident() != self._thread or graph_task_id() != -1:
             return
-        if self._is_called or id(optimizer) in self._stepped:  # without modules, a second time
+        if self._is_called or id(optimizer) in self._stepped:  # the same optimizer steps again, without a module between
             self._count, self._stepped = len(self._stepped) or 1, []
             self.number, self._is_called = self.number + 1, False
         self._stepped.append(id(optimizer))
         if self.number == self._wanted - 1:
-            self.open.close()  # another optimizer of the step before
+            self.open.close()  # opened by another optimizer of the same step
             self._begin()
         elif self.ledger is not None and (len(self._stepped) == self._count or self.number > self._wanted):
             self.is_done = True
@@ -62,7 +62,7 @@ class _ScriptSteps:
     def _begin(self) -> None:
         try:
             self.ledger = self.open.enter_context(ledger_of(None))
-        except RuntimeError:  # of the program's own profiler
+        except RuntimeError:  # raised while the program profiles itself
             self._wanted += 1
 
 
@@ -84,10 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_hooks.report",
         description="Run a training script, and print the ledger of one of its steps: every byte, by phase, what holds most at "
-        "the peak, and what takes that away. A step ends at optimizer.step(), or at the last of several in a row; not at those "
-        "inside of backward. With torchrun, write `torchrun -m ckpt_hooks.report script.py`: the first rank prints.",
+        "the peak, and what would reduce it. A step ends at optimizer.step(), or at the last of several in a row; calls inside "
+        "of backward do not count. With torchrun, write `torchrun -m ckpt_hooks.report script.py`: the first rank prints.",
     )
-    parser.add_argument("--step", type=int, default=3, help="its number (default: 3; the first makes states of optimizers)")
+    parser.add_argument("--step", type=int, default=3, help="its number (default: 3, since the first makes optimizer states)")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="run the script to its end (default: stop it)")
     parser.add_argument("--snapshot", metavar="FILE", help="write the step for https://pytorch.org/memory_viz, too")
     parser.add_argument("script", help="the script")
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"argument --step: got {options.step}, expected 1 or more")
     if not os.path.isfile(options.script):
         parser.error(f"argument script: {options.script!r} is no file")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints its own begin and end
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing
     steps, has_failed = _ScriptSteps(options.step, options.goes_on), False
     hooks = register_module_forward_pre_hook(steps.called), register_optimizer_step_post_hook(steps.stepped)
     try:

@@ -1,6 +1,6 @@
 """Debug mode: errors of a recompute begin with the first operator that differs from forward, and its line.
 
-The logs of both runs are laid beside each other, by lines and then by operators.
+The logs of both runs are aligned, by lines and then by operators.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ckpt_hooks._operators.facts import facts_of, routing_advice, same_operator
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
 from ckpt_hooks.errors import DeterminismError, rebuild_error
 
-_WINDOW = 100  # operators of each run in which the two runs are laid beside each other again
-_AROUND = 3  # operators of context before and behind
-
-_MOST = 4  # operators named for their choices
+_WINDOW = 100  # operators of each run in which to look for the place where both agree again
+_AROUND = 3  # operators of context before and after
+_MOST = 4  # operators that are named since they may have chosen otherwise
 
 
 @contextlib.contextmanager
@@ -56,7 +55,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 
 
 class _RecomputeLog(OperatorLog):
-    """The context of each recompute: enters a new log each time, and leaves the log of the latest ended recompute in a list."""
+    """The context of each recompute: enters a new log each time, and puts it into a list when the recompute has ended."""
 
     def __init__(self, latest: list[OperatorLog]) -> None:
         super().__init__()
@@ -81,13 +80,13 @@ class OperatorLogs:
         self._root = None if root is None else weakref.ref(root)
 
     def explain(self, error: DeterminismError) -> DeterminismError:
-        """Returns an error of the same kind and fields which begins with the first difference, and has both logs."""
+        """Returns an error of the same class and fields that begins with the first difference, and has both logs."""
         forward, log = self.forward.entries, self._latest[0] if self._latest else OperatorLog()
         names, recompute = module_names(None if self._root is None else self._root()), log.entries
         divergence = _first_divergence(forward, recompute, is_whole=log.error is None)
         words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         before: Sequence[Entry] = recompute if error.index >= 0 else []
-        if divergence is not None:  # up to there, and the first of it if forward ran the same operator
+        if divergence is not None:  # choices before it, and its first operator if forward ran the same
             words = _divergence_in_words(divergence, forward, recompute, names)
             start, end, rerun_start, rerun_end = divergence
             is_same = start < end and rerun_start < rerun_end and _same_operator(forward[start], recompute[rerun_start])
@@ -100,7 +99,7 @@ class OperatorLogs:
         explained = rebuild_error(
             type(error),
             f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved "
-            "during the original forward and during recomputation differ. The error has both logs whole, "
+            "during the original forward and during recomputation differ. The error has both logs, "
             f"{len(forward)} operators of forward and {len(recompute)} of the recompute: print(*error.operators, sep='\\n'), "
             f"and likewise error.recomputed_operators.\n\n{error}{advice}",
             vars(error),
@@ -119,8 +118,8 @@ class _Divergence(NamedTuple):
 
 
 def _first_divergence(forward: Sequence[Entry], recompute: Sequence[Entry], *, is_whole: bool) -> _Divergence | None:
-    """Returns the first divergence of two runs, of which the recompute is whole or stopped early; None without a divergence."""
-    # A table built in one of the two runs alone is no cause: a divergence without gradients comes second to later ones.
+    """Returns the first divergence of two runs; None without any; ``is_whole`` is False if the recompute stopped early."""
+    # Prefers a divergence with gradients, even if it comes later: a table that only one run builds is not the cause.
     first, place, rerun_place = None, 0, 0
     while True:
         while (
@@ -146,7 +145,7 @@ def _same_kinds(ran: Entry, reran: Entry) -> bool:
     if ran.operator is not reran.operator:
         return same_operator(ran.operator, reran.operator)
     kinds, others = ran.kinds(), reran.kinds()
-    return kinds == others or repr(kinds) == repr(others)  # as for arguments that are not a number
+    return kinds == others or repr(kinds) == repr(others)  # NaN is not equal to itself
 
 
 def _same_operator(ran: Entry, reran: Entry) -> bool:
@@ -154,7 +153,7 @@ def _same_operator(ran: Entry, reran: Entry) -> bool:
 
 
 def _same_line(ran: Entry, reran: Entry) -> bool:
-    """Whether the same operator ran at the same line, as far as the lines are of the region."""
+    """Whether the same operator ran, at the same line if both lines are inside of the region."""
     if not _same_operator(ran, reran):
         return False
     (code, line, _, is_inside), (rerun_code, rerun_line, _, is_inside_too) = ran.place, reran.place
@@ -162,9 +161,9 @@ def _same_line(ran: Entry, reran: Entry) -> bool:
 
 
 def _behind(forward: Sequence[Entry], place: int, rerun: Sequence[Entry], rerun_place: int, *, is_whole: bool) -> _Divergence:
-    """Returns the divergence that begins at two places: the fewest operators before two that agree, or before both ends."""
+    """Returns the divergence that begins at two places: the fewest operators up to two that agree, or up to both ends."""
     most, rerun_most = min(_WINDOW, len(forward) - place), min(_WINDOW, len(rerun) - rerun_place)
-    for same in (_same_line, _same_operator):  # the latter at whatever line
+    for same in (_same_line, _same_operator):
         for distance in range(most + rerun_most + 1):
             for count in range(max(0, distance - rerun_most), min(distance, most) + 1):
                 end, rerun_end = place + count, rerun_place + distance - count
@@ -175,7 +174,7 @@ def _behind(forward: Sequence[Entry], place: int, rerun: Sequence[Entry], rerun_
                     agree = same(forward[end], rerun[rerun_end]) and (is_last or same(forward[end + 1], rerun[rerun_end + 1]))
                 if agree and distance:
                     return _Divergence(place, end, rerun_place, rerun_end)
-                if agree:  # the same operator, of other kinds or at another line
+                if agree:  # the same operator, with other kinds of tensors or at another line
                     return _Divergence(place, place + 1, rerun_place, rerun_place + 1)
     return _Divergence(place, place + (most if is_whole else min(most, 1)), rerun_place, rerun_place + rerun_most)
 
@@ -189,7 +188,7 @@ def _divergence_in_words(
     if ran is not None and reran is not None:
         (code, line, *_), (rerun_code, rerun_line, *_) = ran.place, reran.place
         if code is rerun_code:
-            lines.sort(key=lambda entry: entry.place[1])  # the earlier line was passed by the other run
+            lines.sort(key=lambda entry: entry.place[1])  # the other run skipped the earlier line
         if (code, line) == (rerun_code, rerun_line):
             lines.pop()
     blamed = lines[0]
@@ -221,7 +220,7 @@ def _around(entries: Sequence[Entry], start: int, end: int) -> str:
     first, last = max(0, start - _AROUND), min(len(entries), max(end, start) + _AROUND)
     lines = []
     for place in range(first, last):
-        if start + _AROUND <= place < end - 1:  # the middle of many
+        if start + _AROUND <= place < end - 1:  # leaves out the middle of a long divergence
             continue
         mark = ">" if start <= place < end else " "
         lines.append(f"  {mark} {place:4} {entries[place].in_words()}  {entries[place].site()}\n")

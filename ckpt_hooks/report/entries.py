@@ -1,4 +1,4 @@
-"""What reports are made of, plain values without tensors, and how any of them prints: as text, as JSON, and in errors."""
+"""The entries of reports, plain values without tensors, and how reports print: as text, as JSON, and in errors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ T = TypeVar("T")
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _DIGITS = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
 _GAP = "  "
-_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), 127)}  # names of the user's may have them
-_LEAST = 16  # characters of a cell that is cut
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), 127)}  # a user's names may have control characters
+_LEAST = 16  # characters that a cell is cut to at most
 
 
 class Table(NamedTuple):
-    """A table of a report, which prints nothing without rows."""
+    """A table of a report; without rows it does not print."""
 
     header: Sequence[str]  # the most important first: on a narrow terminal the last columns are left out
     rows: Sequence[Sequence[str]]
-    right: Sequence[int] = ()  # columns which are aligned on the right
+    right: Sequence[int] = ()  # columns that are aligned on the right
     names: Sequence[int] = ()  # columns of names, which are cut on a narrow terminal
     title: str = ""
     rest: str = ""  # on what the table leaves out
@@ -53,7 +53,7 @@ class Printed:
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def __str__(self) -> str:
-        # No columns are left out in a file. COLUMNS has a word in any case, as in other programs.
+        # In a file no columns are left out, unless COLUMNS is set.
         columns = shutil.get_terminal_size((0, 0)).columns
         lines, width = [self._headline()], columns - 1 if columns else None
         for table in (table for table in self._tables() if table.rows):
@@ -63,14 +63,14 @@ class Printed:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        import html  # 1 ms, for notebooks alone
+        import html  # takes 1 ms, and only notebooks need it
 
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def json_of(entry: Any) -> dict[str, Any]:
     """Returns the entry as values for ``json.dumps``."""
-    # Fields, but the private; or else what the class names.
+    # The names in ``_json``, or all public fields.
     cls = type(entry)
     names = getattr(cls, "_json", None) or getattr(cls, "_fields", None) or [field.name for field in dataclasses.fields(entry)]
     return {name: as_json(getattr(entry, name)) for name in names if not name.startswith("_")}
@@ -97,7 +97,7 @@ def format_bytes(nbytes: int) -> str:
         return f"{nbytes} B"
     size, units = nbytes / 1024, iter(_UNITS)
     unit = next(units)
-    while abs(size) >= 1023.95 and unit != _UNITS[-1]:  # which would be rounded up to 1024.0
+    while abs(size) >= 1023.95 and unit != _UNITS[-1]:  # would round up to 1024.0
         size, unit = size / 1024, next(units)
     return f"{size:.1f} {unit}"
 
@@ -108,7 +108,7 @@ def count_of(count: int, noun: str) -> str:
 
 
 def alike(values: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    """Returns values in groups of the same key, which share a row, in the order of the first of each."""
+    """Returns groups of values with the same key, in the order of their first values; a group shares a row."""
     groups: dict[object, list[T]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
@@ -116,7 +116,7 @@ def alike(values: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
 
 
 def times(group: Sequence[Any]) -> str:
-    """Returns how many share a row, as in ``"x12"``; nothing for a single row."""
+    """Returns the size of a group, as in ``"x12"``; nothing for a single value."""
     return f"x{len(group)}" if len(group) > 1 else ""
 
 
@@ -125,13 +125,13 @@ def _lines_of(table: Table, max_width: int | None) -> list[str]:
     columns = [column for column in range(len(header)) if any(row[column] for row in rows)]
     widths = {column: max(len(header[column]), *(len(row[column]) for row in rows)) for column in columns}
     if max_width is not None:
-        # The longest names are cut in their middle. The last columns are left out if this is not enough.
+        # Cuts the longest names in their middle; if that is not enough, leaves out the last columns.
         least = {column: min(width, _LEAST) if column in names else width for column, width in widths.items()}
         while len(columns) > 1 and _length(least[column] for column in columns) > max_width:
             columns.pop()
         while _length(widths[column] for column in columns) > max_width:
             longer = [column for column in columns if widths[column] > least[column]]
-            if not longer:  # one column, of more than names
+            if not longer:  # the only column has no names
                 break
             widths[max(longer, key=widths.__getitem__)] -= 1
     lines = []
@@ -150,7 +150,7 @@ def _length(widths: Iterable[int]) -> int:
 
 
 def cut(cell: str, width: int) -> str:
-    """Returns a text of at most some characters, without its middle."""
+    """Returns a text cut to at most ``width`` characters, without its middle."""
     if len(cell) <= width:
         return cell
     end = (width - 1) // 2
@@ -158,7 +158,7 @@ def cut(cell: str, width: int) -> str:
 
 
 def name_pattern(name: str) -> str:
-    """Returns a name without the parts that are numbers, the same for all layers of a list."""
+    """Returns a name without its numbers: the same for all layers of a list."""
     return _DIGITS.sub("\0", name)
 
 
@@ -169,20 +169,20 @@ def up_to_number(name: str) -> str | None:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Returns names of a pattern, folded, as in ``"layers.0-11"``."""
+    """Returns names with the same pattern as a single name, as in ``"layers.0-11"``."""
     distinct = list(dict.fromkeys(names))
     if len(distinct) < 2:
         return "".join(distinct)
     is_of_one_pattern = len(set(map(name_pattern, distinct))) == 1
     numbers = list(zip(*(map(int, _DIGITS.findall(name)) for name in distinct), strict=True)) if is_of_one_pattern else [()]
-    if math.prod(len(set(column)) for column in numbers) != len(distinct):  # not all combinations are there
+    if math.prod(len(set(column)) for column in numbers) != len(distinct):  # some combinations of numbers are missing
         return f"{distinct[0]} ... {distinct[-1]}"
     folded = iter([_ranges(sorted(set(column))) for column in numbers])
     return _DIGITS.sub(lambda _: next(folded), distinct[0])
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    # In a run numbers are as far from their places as the first.
+    # In a run of consecutive numbers, a number and its position have a constant difference.
     by_offset = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in by_offset]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
@@ -195,7 +195,7 @@ def check_path(path: Any, example: str) -> None:
 
 @contextlib.contextmanager
 def noting_out_of_memory(causes: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """Adds a note on the largest causes to a ``torch.OutOfMemoryError`` which leaves the block."""
+    """Adds a note on the largest causes to a ``torch.OutOfMemoryError`` that leaves the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -292,10 +292,10 @@ class Residual(NamedTuple):
         return json_of(self)
 
 
-#: What takes away memory that is held for a reason; None for what the program alone holds. Nothing takes away random states:
-#: regions that draw nothing share one, and those that draw need theirs.
+#: How to reduce memory held for a reason; None if the program alone holds it. Nothing reduces random states: regions that draw
+#: nothing share a state, and regions that draw need their own.
 REMEDIES: dict[Reason | None, str] = {
-    None: "delete it once it is used, with the list or attribute that has it",
+    None: "delete it after use, with the list or attribute that has it",
     Reason.SAVED: "checkpoint_region() around the lines that use it",
     Reason.HOOKS: "no saved-tensor hooks around it, or hooks that keep less",
     Reason.CTX: "ctx.save_for_backward in the autograd.Function",

@@ -1,6 +1,6 @@
-"""Reading the memory held by a live graph: nodes, handles of regions, and the regions' frames. Nothing runs meanwhile.
+"""Reads the memory held by a live graph: nodes, handles of regions, and the regions' frames. Runs nothing.
 
-Notes of the forward before have the operator, the line and the module of each storage, and of each node.
+Notes taken in forward tell the operator, the line and the module of each storage, and of each node.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 from .entries import NOWHERE, Origin, Residual
 
 _aten = torch.ops.aten
-# These make a tensor, and get it as their argument.
+# These make a tensor that they get as an argument, so it is not an input from before.
 _BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default})
 
 
 class ForwardNotes(Observer):
-    """What is known of storages and nodes: their origins, noted in a forward under :class:`OperatorNotes`, and their names."""
+    """Names of storages, and origins of storages and nodes, noted in a forward under :class:`OperatorNotes`."""
 
     def __init__(self) -> None:
-        # Of parameters, buffers and arguments, by the number of their storage.
+        # Names of parameters, buffers and arguments, by storage.
         self.names: dict[int | None, str] = {}
         self.arguments: set[int | None] = set()
         self.parameters: set[int | None] = set()
-        # By storage; of uninitialised memory, the first operator which wrote to it. Modules are named without their class.
+        # By storage; for uninitialised memory, the first operator that wrote to it. Modules are named without their class.
         self.made: dict[int | None, Origin] = {}
-        self.older: set[int] = set()  # storages read by an operator, and not made before
+        self.older: set[int] = set()  # storages that an operator read and no operator made
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.nodes: dict[int, Origin] = {}  # by the number of the node
         self.outermost: dict[int, torch.nn.Module] = {}
@@ -104,7 +104,7 @@ class ForwardNotes(Observer):
         return Origin(operator=str(operator), module=name, line=site_of(frame))
 
     def _name_of(self, module: Any, outermost: Any) -> str | None:
-        self.outermost[id(outermost)] = outermost  # held, so that no other module gets its identity
+        self.outermost[id(outermost)] = outermost  # held, so that no other module gets its ``id``
         names = self._names.get(id(outermost))
         if names is None or id(module) not in names:
             names = self._names[id(outermost)] = {id(inner): name for name, inner in outermost.named_modules()}
@@ -136,7 +136,7 @@ class GraphReader:
 
     def __init__(self, notes: ForwardNotes) -> None:
         self._notes, self._knows_nothing = notes, not (notes.names or notes.nodes)
-        # The claims on each storage, by its number, or a number below zero for memory without a storage to be seen.
+        # The claims on each storage; memory whose storage is hidden has a number below zero.
         self._claims: dict[int, list[Residual]] = {}
         self._sizes: dict[int, int] = {}
         self._dropped: list[tuple[int | None, Residual]] = []
@@ -159,7 +159,7 @@ class GraphReader:
                 if id(owner) not in self._frames:
                     self._frames[id(owner)] = owner
                     todo.append(owner)
-        for frame in around.values():  # which have handles of tensors that regions inside them hold
+        for frame in around.values():  # regions around have handles of tensors that regions inside hold
             for saved in frame.saved():
                 self._read_dropped(frame, saved, NOWHERE, ())
         for frame in self._frames.values():
@@ -203,7 +203,7 @@ class GraphReader:
         self._dropped.append((storage, entry))
 
     def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
-        """Reads the object of hooks which are not a region's: its tensors, where they show."""
+        """Reads the tensors in an object that a user's hooks returned."""
         if type(packed).__module__ == "torch.utils.checkpoint":
             why = "by torch.utils.checkpoint, of unknown size"
             entry = Residual(Reason.DROPPED, 0, why=why, site=origin.line, module=origin.module, saved_by=name)
@@ -246,7 +246,7 @@ class GraphReader:
             self._add(storage, size, entry, origin)
 
     def _add(self, storage: int | None, size: int, entry: Residual, origin: Origin = NOWHERE) -> None:
-        """Adds a claim on a storage, with the origin of the node or region where that of the storage is not known."""
+        """Adds a claim on a storage; ``origin``, of the node or region, counts if the storage's is unknown."""
         if storage is None:
             storage, size = -1 - len(self._claims), entry.nbytes
         claims = self._claims.get(storage)
@@ -281,7 +281,7 @@ class GraphReader:
         return entry._replace(reason=reason, name=name, operator=made.operator, site=origin.line, module=origin.module)
 
     def unclaimed(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Returns the sizes of storages noted as made, still there, and without a claim, except those of the tensors."""
+        """Returns the sizes of live storages that operators made and nothing claims, without the storages of ``tensors``."""
         others = {storage_and_size(part)[0] for tensor in tensors for part in dense_parts(tensor)} | self._claims.keys()
         left = {storage: memory() for storage, memory in self._notes.storages.items() if storage not in others}
         return {storage: memory.nbytes() for storage, memory in left.items() if memory is not None}
@@ -292,7 +292,7 @@ class GraphReader:
                 self._add(storage, size, Residual(Reason.UNSEEN, size, why="in no node that torch shows"))
 
     def residuals(self) -> tuple[tuple[Residual, ...], tuple[Residual, ...], bool]:
-        """Returns an entry for each storage held and for each dropped, and whether all of what is dropped is known."""
+        """Returns an entry for each held storage and for each dropped, and whether all dropped storages are known."""
         tensors = []
         for storage, claims in self._claims.items():
             counts, size = claims[0], self._sizes[storage]
@@ -304,7 +304,7 @@ class GraphReader:
             tensors.append(counts)
         # A tensor of unknown size has no dtype either.
         known = (storage is not None or (entry.dtype is not None and not entry.nbytes) for storage, entry in self._dropped)
-        dropped, seen = [], set[int | None](self._claims)  # each storage once, and none that is held after all
+        dropped, seen = [], set[int | None](self._claims)  # each storage once, without storages that are held
         for number, entry in self._dropped:
             if number is None or not (number in seen or self._notes.is_there_anyway(number)):
                 dropped.append(entry)

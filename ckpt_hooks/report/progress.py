@@ -1,4 +1,4 @@
-"""Steps that run for a plan or an estimate: a line on a terminal once they take long, and lines of the logger."""
+"""Progress of the steps of a plan or an estimate: a line on a terminal once they take long, and lines of the logger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .entries import cut, format_bytes
 _logger = logging.getLogger("ckpt_hooks")
 
 _AFTER = 2.0  # seconds until the first line
-_EVERY = 0.1  # seconds from a line to the next
+_EVERY = 0.1  # seconds between two lines
 
 _present: ContextVar[_Progress | None] = ContextVar("progress", default=None)
 
@@ -31,11 +31,11 @@ def is_first_rank() -> bool:
     """Returns whether this process is the first of its program, which prints."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"  # as torchrun sets it, before a group is made or after its end
+    return os.environ.get("RANK", "0") == "0"  # set by torchrun, for processes without a group
 
 
 class _Plain:
-    # Spaces, and no escape sequences, which not all terminals know.
+    # Overwrites with spaces, since some terminals know no escape sequences.
     def __init__(self) -> None:
         self._width = 0
 
@@ -51,13 +51,13 @@ class _Plain:
 
 
 def _new_line() -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """Returns what writes a line over the line before, and what clears it."""
+    """Returns functions that overwrite the line, and that clear it."""
     try:
-        from tqdm import tqdm  # which knows the program's bars
+        from tqdm import tqdm  # places the line among the program's bars
     except ImportError:
         plain = _Plain()
         return plain.write, plain.close
-    # Without tqdm's thread, in which the garbage collector may run: the profiler of a step does not see what is freed there.
+    # Without tqdm's thread: the garbage collector may run in it, and the profiler of a step does not see its frees.
     quiet = type("Line", (tqdm,), {"monitor_interval": 0})
     bar = quiet(bar_format="{desc}", leave=False, file=sys.stderr, dynamic_ncols=True)
     return bar.set_description_str, bar.close
@@ -89,7 +89,7 @@ class _Progress:
         time = monotonic()
         if time - self._begun >= _AFTER and time - self._shown >= _EVERY:
             self._shown = time
-            with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+            with contextlib.suppress(OSError, ValueError):  # raised if the terminal is gone
                 if self._write is None:
                     self._write, self._clear = _new_line()
                 self._write(str(self))
@@ -128,6 +128,6 @@ def has_peak(nbytes: int) -> None:
 
 
 def ticker() -> Callable[[], None] | None:
-    """Returns what to call often while a step runs; None where nothing is shown."""
+    """Returns a function to call often while a step runs; None if nothing is shown."""
     display = _present.get()
     return None if display is None else display.show

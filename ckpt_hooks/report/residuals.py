@@ -20,7 +20,7 @@ from ckpt_hooks._torch.pytree import tree_leaves
 from .entries import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 from .graph import ForwardNotes, GraphReader, OperatorNotes
 
-#: Reasons of memory that is there without backward, too.
+#: Reasons of memory that exists without backward too.
 _THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
 
 
@@ -57,7 +57,7 @@ class SavedResiduals(Printed):
 
     @functools.cached_property
     def added_bytes(self) -> int:
-        """The bytes without arguments, parameters and memory from before: memory that backward alone keeps from being freed."""
+        """The bytes that backward alone holds: without arguments, parameters and memory from before."""
         return sum(entry.nbytes for entry in self.tensors if entry.reason not in _THERE_ANYWAY)
 
     @functools.cached_property
@@ -68,8 +68,8 @@ class SavedResiduals(Printed):
     def _headline(self) -> str:
         dropped = f"; regions dropped {format_bytes(self.dropped_bytes)}" if self.dropped else ""
         if dropped and not self.is_dropped_exact:
-            # No bound: a loop that reads one tensor a hundred times has dropped it once.
-            dropped = "; how much regions dropped is not known: for that, run forward under ckpt_hooks.trace()"
+            # The sum is no useful bound: a loop that reads a tensor a hundred times has dropped it once.
+            dropped = "; how much regions dropped is unknown: to know it, run forward under ckpt_hooks.trace()"
         return (
             f"backward holds {format_bytes(self.total_bytes)} in {count_of(len(self.tensors), 'storage')}, "
             f"{format_bytes(self.added_bytes)} of this for backward alone{dropped}"
@@ -132,7 +132,7 @@ def _rows_of(group: Sequence[Residual], is_exact: bool) -> list[list[str]]:
     return rows
 
 
-#: Reasons which need more words.
+#: Reasons that need more words.
 _IN_WORDS = frozenset({Reason.HOOKS, Reason.CTX, Reason.NAME, Reason.NOT_REPLAYED, Reason.UNSEEN})
 
 
@@ -177,8 +177,8 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     tensors = leaf_tensors_in(result)
     if not tensors:
         raise TypeError(
-            f"saved_residuals reads the graph of the function's result, but got {type(result).__name__}, in which it finds no "
-            "tensor. Return tensors, alone or in lists, tuples, dicts or dataclasses."
+            f"saved_residuals reads the graph of the function's result, but {type(result).__name__} has no tensor in it. "
+            "Return tensors, alone or in lists, tuples, dicts or dataclasses."
         )
     for module in notes.outermost.values():
         notes.add_module(module)
@@ -219,13 +219,13 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
         {'saved': 128}
     """
     for leaf in tree_leaves(known):
-        kinds, advice = (torch.Tensor, torch.nn.Module), "Pass those that exist in any case, or leave it out."
+        kinds, advice = (torch.Tensor, torch.nn.Module), "Pass modules and tensors that exist in any case, or leave it out."
         check_is(leaf, kinds, "known", "modules and tensors", advice)
     tensors = leaf_tensors_in(results)
     if not tensors:
         raise TypeError(
-            f"saved_tensors_report reads the graph of tensors, but got {[type(result).__name__ for result in results]}, in "
-            "which it finds no tensor. Pass the loss, or the results of forward."
+            f"saved_tensors_report reads the graph of tensors, but got {[type(result).__name__ for result in results]} "
+            "without any tensor. Pass the loss, or the results of forward."
         )
     notes = ForwardNotes()
     notes.add_arguments([("known", known)])

@@ -1,4 +1,4 @@
-"""Reports as the pickles of torch's snapshots of memory, for https://pytorch.org/memory_viz."""
+"""Reports in the format of torch's memory snapshots, for https://pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .entries import Maker, Origin, check_path
 
 Frames = list[dict[str, Any]]
 
-_GAP = 2**20  # bytes between blocks of a segment: the host's allocator has headers between
+_GAP = 2**20  # the most bytes between blocks of a segment: the host's allocator puts headers between
 
 
 class MemoryEvent(NamedTuple):
-    """Memory allocated, or freed."""
+    """An allocation or a free."""
 
     is_alloc: bool
     address: int | None  # None for memory from before
@@ -25,7 +25,7 @@ class MemoryEvent(NamedTuple):
 
 
 class Exported:
-    """A report that is a snapshot of memory, too."""
+    """A report that can be written as a snapshot of memory."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class Exported:
             path: The file to write, as in ``"step.pickle"``.
 
         Raises:
-            TypeError: If the path is none.
+            TypeError: If ``path`` is not a path.
 
         Example:
             >>> import os, tempfile, torch
@@ -53,14 +53,14 @@ class Exported:
 
 
 def frame_of(name: str, kind: str, line: str | None = None) -> dict[str, Any]:
-    """Returns a frame of a snapshot: of a line of the program as in ``"model.py:12"``, else of a kind of name."""
+    """Returns a frame of a snapshot, at a line as in ``"model.py:12"``, or else with ``kind`` as its file."""
     file, _, number = (line or "").rpartition(":")
     return {"name": name, "filename": file or kind, "line": int(number) if file else 0}
 
 
 def frames_of(origin: Origin) -> Frames:
     """Returns an origin as a stack, innermost first: operator, node or optimizer, modules, region, maker."""
-    # Modules and not nodes on the outside: a flame graph is by modules. The node that asks for a recompute says nothing.
+    # Modules are outermost, so that a flame graph is by modules. A recompute leaves out the node that asked for it.
     node = None if origin.maker is Maker.RECOMPUTE else origin.node
     frames = [frame_of(origin.operator or "?", "operator", origin.line)] if origin.operator or origin.line else []
     frames += [frame_of(name, kind) for kind, name in (("node", node), ("optimizer", origin.optimizer)) if name is not None]
@@ -74,7 +74,7 @@ def frames_of(origin: Origin) -> Frames:
 
 
 def snapshot_of(events: Iterable[MemoryEvent], device: int = 0, older_nbytes: int = 0) -> dict[str, Any]:
-    """Returns events as a snapshot. Memory from before lies behind all addresses, with what is left of it at the end."""
+    """Returns events as a snapshot; memory from before gets addresses above all others."""
     events = [*events]
     trace: list[dict[str, Any]] = []
     alive: dict[int, tuple[int, Frames]] = {}
@@ -90,14 +90,14 @@ def snapshot_of(events: Iterable[MemoryEvent], device: int = 0, older_nbytes: in
         else:
             alive.pop(address, None)
     if older_nbytes:
-        alive[older] = older_nbytes, []  # in the page's words: from before
+        alive[older] = older_nbytes, []  # the page shows blocks without frames as memory from before
     if (end := older + older_nbytes) > first:
         spans.append((first, end))
     segments = [_segment(begin, end, alive, device) for begin, end in _merged(spans)]
     return {"segments": segments, "device_traces": [*([[]] * device), trace]}
 
 
-#: What torch's allocator notes of a free, and of an allocation.
+#: The actions that torch's allocator notes for a free, and for an allocation.
 _ACTIONS = ("free_requested", "free_completed"), ("alloc",)
 
 
@@ -124,7 +124,7 @@ def _segment(begin: int, end: int, alive: dict[int, tuple[int, Frames]], device:
 
     for address in sorted(start for start in alive if begin <= start < end):
         nbytes, frames = alive[address]
-        if address < at:  # of memory which another thread has freed, as no profiler saw
+        if address < at:  # another thread freed memory here, which no profiler saw
             continue
         if address > at:
             add(at, address - at, "inactive", [])

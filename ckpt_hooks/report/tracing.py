@@ -171,7 +171,7 @@ class StepTrace(Printed):
             for name, number in zip(_SCALARS, numbers, strict=True):
                 for key in (name, f"{name}/{root.module or root.name}"):
                     scalars[key] = scalars.get(key, 0) + number
-        # A recompute may begin in another region's, and be of an earlier step.
+        # Not sums: a recompute may run inside another region's recompute, or belong to an earlier step.
         return {**scalars, "recomputes": self.recomputes, "recompute_seconds": self.recompute_seconds}
 
     def walk(self) -> Iterator[RegionTrace]:
@@ -182,7 +182,7 @@ class StepTrace(Printed):
 #: The numbers of a step, and of each outermost region.
 _SCALARS = ("recomputes", "recompute_seconds", "dropped", "held", "offloaded")
 
-# Tables. Regions alike are one row, as in ``"x12 layers.0-11 Block"``: with the first's figures, and a mean time.
+# Tables. Equal regions share a row, as in ``"x12 layers.0-11 Block"``, with the figures of the first and a mean time.
 
 _HEADER = ("region", "dropped", "held", "to host", "recomputes", "ms each", "operators", "again", "line", "kind")
 _NUMBERS = range(1, 8)
@@ -217,7 +217,7 @@ def _signature(region: RegionTrace) -> object:
 
 
 def _label(group: Sequence[RegionTrace]) -> str:
-    """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``; an equal name once."""
+    """Returns number, modules and names of equal regions, as in ``"x12 layers.0-11 Block"``."""
     modules = fold_names(region.module or "" for region in group)
     names = fold_names(region.name for region in group)
     return " ".join(filter(None, (times(group), modules if modules != names else "", names)))
@@ -245,14 +245,14 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
 
     def _begin_step(self) -> None:
         self._roots: list[RegionTrace] = []
-        # Of this step's regions, by number.
+        # This step's regions, by number.
         self._entries: dict[int, RegionTrace] = {}
         self._regions: dict[int, Region] = {}
         self._open: set[int] = set()
         self._made: dict[tuple[int, int], str] = {}  # operators, by the region and the storage of their results
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
-        self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of storages that are freed and counted
+        self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, for storages that are freed and counted
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
         self._late, self._seconds = 0, 0.0
 
@@ -316,7 +316,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         return (self.steps or (self._present(),))[-1].scalars()
 
     def largest(self) -> list[str]:
-        """Returns lines on the regions of this step that hold most, and live still."""
+        """Returns lines on the live regions of this step that hold most."""
         living = [self._entries[number] for number, region in self._regions.items() if region.frame() is not None]
 
         def key(region: RegionTrace) -> object:
@@ -342,7 +342,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
                 entry.dropped_by[name] = entry.dropped_by.get(name, 0) + nbytes
 
     def _hold(self, entry: RegionTrace, reason: Reason, storage: int | None, nbytes: int) -> None:
-        """Bills a region for a storage, once a step; memory without a storage is of the user's hooks."""
+        """Counts a storage for a region, once in a step; memory without a storage counts if a user's hooks hold it."""
         if storage not in self._billed and (storage is not None or reason is Reason.HOOKS):
             entry.held_bytes[reason.value] = entry.held_bytes.get(reason.value, 0) + nbytes
             if storage is not None:
@@ -390,7 +390,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
             self._dropped.setdefault(storage, (region.id, saved.position, tensor.storage_nbytes))
             self._positions[region.id, saved.position] = storage
         elif saved.fate is Reason.NOT_REPLAYED and saved.position < 0:
-            # By TorchScript: in the graph alone, so no frame tells that it is held.
+            # Saved by TorchScript: only the graph has it, so ``held`` of the frame does not tell.
             self._hold(entry, saved.fate, storage, tensor.storage_nbytes)
 
     def let_go(self, region: Region, position: int) -> None:
@@ -400,7 +400,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         if self._dropped.get(storage, ())[:2] == (region.id, position):
             del self._dropped[storage]  # backward is done with it
         elif region.id in self._open and storage in self._freed and storage not in self._positions.values():
-            # No backward will ask for it, as for an output that a policy kept inside, after the last use.
+            # No backward will ask for it: for example, a policy kept an output inside, and this was its last use.
             number, _, nbytes = self._freed.pop(storage)
             self._drop(number, storage, -nbytes)
 
@@ -459,7 +459,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
     def _end_range(self, region: Region) -> None:
         ranges = self._running.ranges
         if any(number == region.id for number, _ in ranges):
-            while ranges:  # regions that were left without an end are inside
+            while ranges:  # ends ranges of regions inside that were left without an exit
                 number, opened = ranges.pop()
                 opened.__exit__(None, None, None)
                 if number == region.id:

@@ -265,6 +265,6 @@ def test_what_optimizers_write_to_in_their_own_ways_is_put_back(kind):
 def test_an_interrupt_stays_one_where_something_is_lost():
     training = Training()
 
-    lost = pytest.warns(UserWarning, match="cannot be put back")
+    lost = pytest.warns(UserWarning, match="cannot be undone")
     with planned().guard(training.model) as guard, lost, pytest.raises(KeyboardInterrupt):
         guard(overwriting, training, KeyboardInterrupt())

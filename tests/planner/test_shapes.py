@@ -50,7 +50,7 @@ def test_a_larger_shape_keeps_nothing_and_says_so_once(planned):
             found = [after_a_step(model, step) for step in (other, stepping((8, 8)))]
         assert same(found[0], plain)
     assert [str(one.message).partition(":")[0] for one in said] == [
-        "The plan has measured no step in which block 'blocks.0' gets float32[2, 96, 64], or more in each dimension"
+        "The plan has measured no step in which block 'blocks.0' gets float32[2, 96, 64], or larger tensors"
     ]
     with plan.apply():
         step(model)

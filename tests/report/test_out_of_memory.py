@@ -82,7 +82,7 @@ def test_a_ledger_names_lines_of_all_memory():
     assert head == HEAD
     inputs, results = (
         "offload_inputs=True, or one region around several of these",
-        "delete it once it is used, with the list or attribute that has it",
+        "delete it after use, with the list or attribute that has it",
     )
     assert lines[:2] == [
         f"  48.0 KiB  x3  code outside of modules  ones  {line}  region input: {inputs}",

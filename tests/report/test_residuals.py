@@ -334,7 +334,7 @@ def test_without_a_trace_the_report_does_not_say_how_much_is_dropped():
     x = torch.rand(4096, requires_grad=True)
     y = checkpoint(function, x)
     text = str(saved_tensors_report(y))
-    assert "how much regions dropped is not known: for that, run forward under ckpt_hooks.trace()" in text
+    assert "how much regions dropped is unknown: to know it, run forward under ckpt_hooks.trace()" in text
     assert "MiB" not in text
     with trace():
         y = checkpoint(function, x)

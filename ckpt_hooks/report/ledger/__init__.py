@@ -1,4 +1,4 @@
-"""Ledgers: taken of a block or a call of a step under the profiler, and printed. Plain values, no tensors."""
+"""Ledgers, recorded under the profiler from a block or a step, and how they print. Plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .rows import Marks, OlderMemory, rows_of, watch
 
 _HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
 _MOST = 7  # rows of holders
-_CAUSES = 5  # rows of what takes memory away, and lines of a note
-_LEAST = 0.01  # of the memory in use: a cause
-_MOST_PHASES = 6  # rows of phases, else phases of equal names share a row
+_CAUSES = 5  # rows of causes, and lines of a note
+_LEAST = 0.01  # of the memory in use: the smallest cause
+_MOST_PHASES = 6  # rows of phases; with more, phases of equal names share a row
 _BAR = 24  # characters
 
 
@@ -82,7 +82,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
         return lines
 
     def _causes_of(self, holders: Sequence[Holder]) -> list[dict[str, Any]]:
-        """Returns holders by what takes them away, with the largest part of each in words."""
+        """Returns holders grouped by what would reduce them, each group with its largest part in words."""
         groups = sorted(alike(holders, lambda holder: _remedy_for(self, holder)), key=_size_of, reverse=True)
         total = sum(map(_size_of, groups))
         causes = []
@@ -105,7 +105,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
         Raises:
             ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
         """
-        return compare(path, **{"": self})  # without a title
+        return compare(path, **{"": self})
 
     def to_snapshot(self) -> dict[str, Any]:
         """Returns the ledger as a dict in the format of ``torch.cuda.memory._snapshot()``.
@@ -189,9 +189,9 @@ class MemoryLedger(LedgerData, Printed, Exported):
         yield Table(["at the peak", "most at", "what takes it away"], rows, (0,), (2,))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the ledger as values for ``json.dumps``: each origin once, allocations with the index of theirs.
+        """Returns the ledger as values for ``json.dumps``: each origin once, and allocations with the index of their origin.
 
-        ``causes`` are the largest parts of what is in use at the peak, each with what takes it away.
+        ``causes`` are the largest parts of the memory in use at the peak, each with what would reduce it.
         """
         origins: dict[Origin, int] = {}
         rows = [
@@ -216,20 +216,20 @@ class MemoryLedger(LedgerData, Printed, Exported):
 
 
 class _Stacks(dict[Origin, Any]):
-    # Each origin once: a pickle of events that share stacks is a tenth as large.
+    # Events share the stack of an origin: their pickle is a tenth as large.
     def __missing__(self, origin: Origin) -> Any:
         return self.setdefault(origin, frames_of(origin))
 
 
 def _remedy_for(ledger: LedgerData, holder: Holder) -> str:
-    """Returns what takes away memory that is held; nothing where nothing does."""
+    """Returns how to reduce the memory of a holder, in words; empty if nothing does."""
     origin, reason = holder.origin, holder.reason
     if origin.maker is Maker.OPTIMIZER:
         is_foreach = (origin.operator or "").startswith("aten::_foreach_")
         return "foreach=False" if is_foreach else "an optimizer with less state"
     is_of_module = origin.maker is Maker.MODULE and origin.module is not None
     if reason is None and is_of_module and all(phase.name != "backward" for phase in ledger.phases):
-        reason = Reason.SAVED  # most likely: of what the graph alone holds, backward tells
+        reason = Reason.SAVED  # most likely: only a backward would show that the graph alone holds it
     if reason is Reason.SAVED and is_of_module and (block := up_to_number((origin.module or "").rpartition(" ")[0])):
         return f'apply_checkpointing(model, "{block.rstrip("0123456789")}*")'
     return REMEDIES.get(reason, "")
@@ -329,10 +329,10 @@ def memory_ledger(step: Any = ..., /, *args: Any, **kwargs: Any) -> Any:
         >>> [(holder.nbytes, holder.reason.value) for holder in ledger.peak.holders if holder.reason]
         [(16384, 'backward'), (16384, 'backward'), (16384, 'gradient')]
     """
-    if step is ... and not kwargs:  # no default of None, which a call of the step returns
+    if step is ... and not kwargs:  # the default is not None, which `memory_ledger(step())` would pass
         return ledger_of(None)
     if not callable(step):
-        advice = "Write `memory_ledger(step, *args)`, not `memory_ledger(step())`, or `with memory_ledger() as found: step()`."
+        advice = "Write `memory_ledger(step, *args)`, not `memory_ledger(step())`, or `with memory_ledger() as ledger: step()`."
         raise wrong(step, "step", "a function to run", advice)
     with ledger_of(None) as ledger:
         step(*args, **kwargs)
@@ -341,12 +341,12 @@ def memory_ledger(step: Any = ..., /, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def ledger_of(model: torch.nn.Module | None) -> Iterator[MemoryLedger]:
-    """Yields the ledger of a block. Modules have their names in the model; with None, in the outermost called module."""
+    """Yields the ledger of a block; modules have their names in the model, or else in the outermost called module."""
     giving_way.get(threading.get_ident(), lambda: None)()
     if is_profiling():
         raise RuntimeError(
-            "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. Leave the block "
-            "of the profiler, or of the ledger around this one, first."
+            "memory_ledger was called while a profiler runs on this thread, and torch allows a single profiler for each "
+            "thread. First leave the block of the profiler, or of the ledger around this call."
         )
     ledger, marks = MemoryLedger(), Marks()
     older = OlderMemory(marks)

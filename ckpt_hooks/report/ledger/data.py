@@ -1,4 +1,4 @@
-"""The data of a ledger: allocations, changes, entries of regions, phases, and who holds what at each moment."""
+"""The data of a ledger: allocations, changes, entries of regions, phases, and what holds memory at each moment."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Change(NamedTuple):
 
 class _Opened(NamedTuple):
     key: int | None  # the number of the region; None for a module
-    origin: Origin  # of what is made inside, but for operators
+    origin: Origin  # of memory that is made inside, without the operator
     entry: int | None  # the number of the region around, or of this region; None outside
 
 
@@ -110,7 +110,7 @@ _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
 
 
 class StepReader:
-    """Goes through the rows of a step in the order of time; marks among them call the methods from ``entered`` on."""
+    """Reads the rows of a step in the order of time; a mark among them calls the method of its name, from ``entered`` on."""
 
     def __init__(self, older: Mapping[int, int], device: str) -> None:
         self.allocations: list[Allocation] = []
@@ -120,7 +120,7 @@ class StepReader:
         self._alive: dict[int, int] = {}  # allocations, by address
         self._opened: list[_Opened] = [_OUTSIDE]
         self._holds: dict[int, dict[Any, Hold]] = {}  # by region and key
-        # What was open when nodes of autograd were made: from each number of a node on.
+        # What was open when nodes of autograd were made, by the number of the first such node.
         self._numbers: list[int] = []
         self._makers: list[_Opened] = []
 
@@ -128,7 +128,7 @@ class StepReader:
         for row in rows:
             if row.mark is not None:
                 self._row, around = row, self._opened[-1]
-                getattr(self, row.mark.event)(*row.mark.args)  # the profiler keeps text alone
+                getattr(self, row.mark.event)(*row.mark.args)  # the profiler keeps only the name of a range
                 if self._opened[-1] is not around and row.mark.sequence is not None:
                     self._numbers.append(row.mark.sequence)
                     self._makers.append(self._opened[-1])
@@ -149,15 +149,15 @@ class StepReader:
     def _free(self, row: Row) -> None:
         number = self._alive.pop(row.address, None)
         if number is None:
-            # On the host storages tell of their end, with their sizes. The profiler knows memory from before if an earlier
-            # profile saw its allocation, and may tell another size, of what had its address then.
+            # On the host ``older_freed`` counts memory from before. The profiler may know it from an earlier profile, but with
+            # the size of another allocation at the same address.
             if self._device != "cpu":
                 self._change(row, None, row.nbytes)
             return
         allocation = self.allocations[number]
         allocation.freed = len(self.changes)
         if row.place.node is not None and is_forward(allocation) and not allocation.holds:
-            # Nothing but the graph, as freed by backward: the end of a result that the program keeps too is elsewhere.
+            # Backward freed it, so only the graph held it: a result that the program also keeps is freed elsewhere.
             allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed, number))
         self._change(row, number, row.nbytes)
 
@@ -165,7 +165,6 @@ class StepReader:
         opened, place = self._opened[-1], row.place
         maker, line = opened.origin.maker, place.line
         if maker not in _IN_REGION and place.node is not None:
-            # What was open when the node was made.
             at = bisect.bisect_right(self._numbers, row.sequence) - 1
             maker, line, opened = Maker.BACKWARD, None, self._makers[at] if at >= 0 and row.sequence >= 0 else _OUTSIDE
         elif maker is Maker.OUTSIDE and place.optimizer is not None:
@@ -313,11 +312,11 @@ class LedgerData:
     def __getattr__(self, name: str) -> Any:
         if name in LedgerData.__annotations__:
             raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it when the block has ended.")
-        return object.__getattribute__(self, name)  # which raises
+        return object.__getattribute__(self, name)  # raises
 
     def fill(self, rows: Sequence[Row], older: Mapping[int, int], device: str | None = None) -> None:
-        """Takes the rows of the step, and the sizes of older storages by address."""
-        # Without a device that of the first accelerator counts, or else the host.
+        """Fills the ledger from the rows of the step, and from the sizes of older storages by address."""
+        # The default device is the first accelerator that allocated, or else the host.
         devices = list(dict.fromkeys(str(row.device) for row in rows if row.mark is None)) or ["cpu"]
         self.device = device or next((name for name in devices if name != "cpu"), "cpu")
         is_on_host = self.device == "cpu"
@@ -356,7 +355,7 @@ class LedgerData:
         """
         if (number := integer_in(change)) is None or not -1 <= number < len(self.changes):
             wanted = f"the index of a change, below {len(self.changes)}"
-            raise wrong(change, "change", wanted, "Pass -1 for the begin.", TypeError if number is None else ValueError)
+            raise wrong(change, "change", wanted, "Pass -1 for the start.", TypeError if number is None else ValueError)
         sizes: dict[tuple[Origin, Reason | None], list[int]] = {}
         for alloc in self.allocations:
             if alloc.born <= change and (alloc.freed is None or change < alloc.freed):
@@ -380,7 +379,7 @@ class LedgerData:
         phases: list[tuple[str, int, int]] = []
         for at, (name, numbers) in enumerate(runs):
             begin, end = numbers[0], numbers[-1] + 1
-            # What allocates nothing, as a pause between two nodes of backward, belongs to the phase before.
+            # A run that allocates nothing, such as a pause between two nodes of backward, belongs to the phase before.
             if name == "rest" and phases and all(change.nbytes < 0 for change in changes[begin:end]):
                 name = phases[-1][0]
             elif name == "rest" and next((later for later, _ in runs[at + 1 :] if later != "rest"), None) == "backward":
@@ -394,12 +393,12 @@ class LedgerData:
         return tuple(Phase(name, begin, end, max(live[begin:end]), live[end - 1]) for name, begin, end in phases)
 
 
-#: The reasons for results which a backward made, used and freed.
+#: The reasons for results that a backward made, used and freed.
 _IN_BACKWARD = {Maker.RECOMPUTE: Reason.RECOMPUTED, Maker.BACKWARD: Reason.BACKWARD}
 
 
 def maker_in_words(origin: Origin, where: str | None = None) -> str:
-    """Returns what made an allocation in words, as in ``"recompute of layers.0 Block"``."""
+    """Returns the maker of an allocation in words, as in ``"recompute of layers.0 Block"``."""
     where = origin.region or origin.module or "" if where is None else where
     words = {
         Maker.REGION: where if where == "region" else f"region {where}",

@@ -1,4 +1,4 @@
-"""Pictures of ledgers: a panel for each, under each other on one scale. Matplotlib, an extra, is imported for drawing alone."""
+"""Pictures of ledgers: a panel for each, below each other on the same scale. Only drawing imports matplotlib, an extra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .data import Allocation, LedgerData, maker_in_words
 # Bands: the bytes of each block of the model, and of the rest, at moments of a step.
 
 _SMALL = 0.05  # of the bytes of the largest block
-#: The label of all blocks whose bands would not be seen.
+#: The label of all blocks whose bands would be too small to see.
 OTHERS = "smaller blocks"
 
 
@@ -42,7 +42,7 @@ class Band(NamedTuple):
 
 
 def bands_of(ledger: LedgerData, number: int, blocks: ModelBlocks, most: int) -> tuple[list[int], list[Band]]:
-    """Returns about ``most`` moments of a ledger, as indices of changes, and its bands from the bottom up."""
+    """Returns about ``most`` moments of a ledger, as indices of changes, and the bands from the bottom up."""
     keys = [band_of(allocation, block) for allocation, block in zip(ledger.allocations, blocks.numbers[number], strict=True)]
     before = BandKind.OLDER, None
     if not keys:
@@ -89,7 +89,7 @@ def _moments_of(ledger: LedgerData, most: int) -> list[int]:
 
 
 class ModelBlocks:
-    """The blocks of some ledgers: the part of the model to which an allocation belongs, the same in all of the ledgers."""
+    """The block of the model to which each allocation of some ledgers belongs, the same in all of the ledgers."""
 
     # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number.
     def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
@@ -97,7 +97,7 @@ class ModelBlocks:
         modules = [name for ledger in ledgers for alloc in ledger.allocations if (name := _module_of(alloc)) is not None]
         numbered = {end for name in [*modules, *self._regions] if (end := up_to_number(name)) is not None}
         self._containers = {name[:at] for name in numbered for at, letter in enumerate(name) if letter == "."}
-        # The name of the block of each allocation, by ledger; None for an allocation of no block.
+        # For each ledger, the block of each allocation, by name; None outside of blocks.
         self.names = names = [self._names_in(ledger) for ledger in ledgers]
         sizes: collections.Counter[str] = collections.Counter()
         for ledger, of in zip(ledgers, names, strict=True):
@@ -107,14 +107,14 @@ class ModelBlocks:
         small = [name for name, nbytes in sizes.items() if nbytes < _SMALL * max(sizes.values())]
         labels = _labels_of((name for name in sizes if name not in small), most - bool(small))
         labels = {name: labels.get(name) or (OTHERS if len(small) > 1 else name) for name in sizes}
-        # In the order of forward. Equal layers share a label where there are many.
+        # In the order of forward. If there are many layers, equal layers share a label.
         self.labels = list(dict.fromkeys(labels.values()))
         places: dict[str | None, int] = {name: self.labels.index(label) for name, label in labels.items()}
-        # The number of the label of each.
+        # For each ledger, the label of each allocation, by index.
         self.numbers = [[places.get(name) for name in of] for of in names]
 
     def _names_in(self, ledger: LedgerData) -> list[str | None]:
-        """Returns the block of each allocation: that of its region, which is of its module, or of most bytes of its forward."""
+        """Returns the block of each allocation: of its region's module, or the block with most bytes in the region."""
         blocks = [None if name is None else self._block_of(name) for name in map(_module_of, ledger.allocations)]
         inside: dict[int | None, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for allocation, block in zip(ledger.allocations, blocks, strict=True):
@@ -134,7 +134,7 @@ class ModelBlocks:
 
 
 def _module_of(allocation: Allocation) -> str | None:
-    """Returns the name of the module of an allocation; None for none, and for the outermost."""
+    """Returns the name of the module of an allocation; None for the outermost module, and outside of modules."""
     origin = allocation.origin
     if origin.maker is Maker.BACKWARD or origin.module is None or " " not in origin.module:
         return None
@@ -142,7 +142,7 @@ def _module_of(allocation: Allocation) -> str | None:
 
 
 def _labels_of(names: Iterable[str], most: int) -> dict[str, str]:
-    """Returns a label for each name: for runs of names that differ by numbers alone, a label a run."""
+    """Returns a label for each name; runs of names that differ only in their numbers share a label."""
     groups = alike(names, name_pattern)
     room = most - sum(len(group) == 1 for group in groups)
     many = sum(len(group) for group in groups if len(group) > 1)
@@ -160,10 +160,10 @@ def _labels_of(names: Iterable[str], most: int) -> dict[str, str]:
 _SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _MOST_BLOCKS = 9  # colours that are told apart, in grey too
 _MOST_MOMENTS = 700  # about the pixels of an axis
-_NARROW = 0.06  # of the axis: a phase without a name
-_MOST_LABELS = 12  # beside a bar: as many as have room
-_LEAST = 0.01  # of the axis: a part of a bar with a label
-_LINE = 0.075  # of the axis: a label
+_NARROW = 0.06  # of the axis: narrower phases have no name
+_MOST_LABELS = 12  # for which there is room beside a bar
+_LEAST = 0.01  # of the axis: smaller parts of a bar have no label
+_LINE = 0.075  # of the axis: the height of a label
 _LONGEST = 20  # characters of a label
 _GREYS = {
     BandKind.OLDER: "0.87",
@@ -231,9 +231,9 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
         ...         compare("steps.png", none=plain, regions=memory_ledger(step))
     """
     if not ledgers:
-        raise ValueError("compare got no ledgers. Give one or several by the titles of their panels: compare(plain=found).")
+        raise ValueError("compare got no ledgers. Pass ledgers by the titles of their panels: compare(plain=ledger).")
     for title, ledger in ledgers.items():
-        check_is(ledger, LedgerData, title, "a ledger", "Pass what memory_ledger returns.")
+        check_is(ledger, LedgerData, title, "a ledger", "Pass a result of memory_ledger.")
     if path is not None:
         check_path(path, "step.png")
     drawn = [*ledgers.values()]
@@ -244,7 +244,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
     colours = _colours(blocks.labels)
     most = max(ledger.base_nbytes + max(0, ledger.peak.nbytes) for ledger in drawn)
     unit, size = scale_of(most)
-    # Much memory from before, as of parameters and optimizers, is cut off below.
+    # Cuts off much older memory, such as parameters, at the bottom.
     older = min(panel.base_nbytes + sum(free.nbytes for free in panel.changes if free.allocation is None) for panel in drawn)
     floor = older - (most - older) // 8 if older > 2 * (most - older) else 0
     all_axes[0, 0].set_ylim(floor / size, (most + 0.18 * (most - floor)) / size)
@@ -272,7 +272,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
 
 
 def figure_of(width: float, height: float) -> Any:
-    """Returns a figure of matplotlib, of 100 pixels an inch, which no window shows."""
+    """Returns a matplotlib figure with 100 pixels for each inch, which no window shows."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -288,7 +288,7 @@ def scale_of(nbytes: int) -> tuple[str, int]:
 
 
 def _colours(labels: Sequence[str]) -> list[tuple[float, ...]]:
-    """Returns colours from dark to light, whose neighbours differ in grey too; a grey for all small blocks together."""
+    """Returns colours from dark to light, which differ in grey too, and a grey for all small blocks."""
     import matplotlib as mpl
 
     colours, count = mpl.colormaps["viridis"], len(labels) - (OTHERS in labels)
@@ -312,7 +312,7 @@ def _draw_bands(axes: Any, moments: list[int], bands: list[Band], colours: list[
         upper = [below + nbytes / size for below, nbytes in zip(lower, band.nbytes, strict=True)]
         filled = [at for at, nbytes in enumerate(band.nbytes) if nbytes]
         first, last = max(0, filled[0] - 1), min(filled[-1] + 1, len(moments) - 1)
-        # Where nothing changes no corner is needed: files are a third as large.
+        # Corners only where a value changes: files are a third as large.
         corners = [
             at
             for at in range(first, last + 1)
@@ -321,7 +321,7 @@ def _draw_bands(axes: Any, moments: list[int], bands: list[Band], colours: list[
         times, below, above = ([values[at] for at in corners] for values in (moments, lower, upper))
         look = _look_of(band.part, band.block, colours)
         axes.fill_between(times, below, above, step="post", linewidth=0, **look)
-        if look["edgecolor"] == "white":  # a hair between bands
+        if look["edgecolor"] == "white":  # a thin line between bands
             axes.step(times, above, where="post", color="white", linewidth=0.4)
         lower = upper
     axes.step(moments, lower, where="post", color="0.25", linewidth=0.7)
@@ -346,13 +346,13 @@ def _draw_peak(axes: Any, ledger: LedgerData, size: int, width: int) -> None:
     maker = "" if peak.origin is None else maker_in_words(peak.origin)
     words = f"peak {format_bytes(peak.total_nbytes)}{', by ' + maker if maker else ''}"
     axes.plot([peak.change], [peak.total_nbytes / size], marker="v", markersize=6, color="black", clip_on=False)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line of a phase
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the line of a phase below
     at = peak.change, peak.total_nbytes / size
     axes.annotate(words, at, (0, 7), textcoords="offset points", ha=side, va="bottom", fontsize=9, bbox=box)
 
 
 def _draw_bar(axes: Any, bands: list[Band], at: int, labels: list[str], colours: list[tuple[float, ...]], size: int) -> None:
-    """Draws what is in use at the peak as a bar, from the bottom up, each band with its name and bytes beside it."""
+    """Draws the memory at the peak as a bar, from the bottom up, with the name and bytes of each band beside it."""
     low, high = axes.get_ylim()
     top, least = 0.0, max(_LEAST * (high - low) * size, *sorted(band.nbytes[at] for band in bands)[-_MOST_LABELS:][:1])
     lines: list[tuple[float, str]] = []
@@ -365,7 +365,7 @@ def _draw_bar(axes: Any, bands: list[Band], at: int, labels: list[str], colours:
             again = ", recomputed" if band.part is BandKind.AGAIN else ""
             lines.append(((max(below, low) + top) / 2, f"{name}{again}  {format_bytes(nbytes)}"))
     line, places = _LINE * (high - low), [middle for middle, _ in lines]
-    for number in range(1, len(places)):  # up, and then down where the uppermost have no room
+    for number in range(1, len(places)):  # moves labels up that overlap, then down if the top has no room
         places[number] = max(places[number], places[number - 1] + line)
     for number in range(len(places)):
         places[number] = min(places[number], high - (len(places) - number - 0.5) * line)

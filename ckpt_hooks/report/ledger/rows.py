@@ -1,6 +1,6 @@
 """The rows of a step: allocations, frees and marks in the order of time, read from the profiler's events.
 
-Marks are moments of a step, noted by empty ranges of the profiler: what regions and modules do, gradients, the end of older
+Marks are empty ranges of the profiler that note a moment of a step: what regions and modules do, gradients, the end of older
 memory.
 """
 
@@ -35,12 +35,12 @@ from ckpt_hooks.report.progress import ticker
 _PREFIX = "ckpt_hooks##"
 _NODE = "autograd::engine::evaluate_function: "
 _STEP = "Optimizer."
-_LINE = "line"  # of a mark whose range is a call into torch
-_MEMORY = "memory"  # of a mark which tells of an allocation or free in a dry run
+_LINE = "line"  # the event of a mark whose range is a call into torch
+_MEMORY = "memory"  # the event of a mark for an allocation or free in a dry run
 
 
 class StepMark(NamedTuple):
-    """A call of a reader's method, put off until the rows are read."""
+    """A call of a reader's method, made when the rows are read."""
 
     event: str  # the name of the method
     args: tuple[Any, ...]
@@ -48,14 +48,14 @@ class StepMark(NamedTuple):
 
 
 class Marks:
-    """The marks of a ledger, by the names of their ranges."""
+    """The marks of a ledger, by the names of their profiler ranges."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, StepMark] = {}
         self._next = itertools.count().__next__
         self._thread = threading.get_ident()
         self._tick = ticker()
-        self.is_open = True  # frames keep their observers, and may tell more when the ledger has been taken
+        self.is_open = True  # False once the ledger has ended: frames keep their observers, and may tell more
         if (listen := getattr(active_fake_mode(), "listen", None)) is not None:
             listen(functools.partial(self.add, _MEMORY))
 
@@ -128,26 +128,26 @@ class _Holdings(RegionMarks):
             weakref.finalize(frame, self._mark, "frame_gone", region.id).atexit = False
 
 
-#: With such a fate a tensor takes no memory of its device.
+#: The fates of tensors that take no memory of their device.
 _GONE = frozenset({Reason.DROPPED, Reason.LOST, Reason.OFFLOADED})
 
 
 class _LineMarks(TorchFunctionMode):
-    # A rerun of a region runs under the function modes of forward.
+    # A region's rerun enters the function modes of its forward again, maybe after the ledger has ended.
     def __init__(self, marks: Marks, note_gradients: Callable[[Iterable[Any]], None]) -> None:
         super().__init__()
-        # Functions alone: a region looks for tensors in the attributes of this package's objects, of modes of its forward too.
+        # Attributes are only functions, since a region looks for tensors in the attributes of modes of its forward.
         self._is_open: Callable[[], bool] = lambda: marks.is_open
         self._range_of, self._note_gradients = marks.range_of, note_gradients
 
     @skipped
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._is_open() or getattr(func, "__name__", None) == "__get__":  # the latter of an attribute, as ``shape``
+        if not self._is_open() or getattr(func, "__name__", None) == "__get__":  # ``__get__`` of an attribute such as ``shape``
             attribute = func(*args, **(kwargs or {}))
             if func == _GET_GRADIENT:
                 self._note_gradients((attribute,))
             return attribute
-        if getattr(func, "__module__", None) == "torch._ops.profiler":  # begins or ends a range, which would end with ours
+        if getattr(func, "__module__", None) == "torch._ops.profiler":  # would begin or end a range inside of ours
             return func(*args, **(kwargs or {}))
         with self._range_of(_LINE, site_of(sys._getframe(1))):
             return func(*args, **(kwargs or {}))
@@ -158,7 +158,7 @@ _GET_GRADIENT = _gradient.__get__
 
 
 class OlderMemory:
-    """The storages of tensors on the host when a ledger begins, of whose end the profiler tells nothing."""
+    """The storages on the host when a ledger begins, whose frees the profiler does not show."""
 
     def __init__(self, marks: Marks) -> None:
         self.sizes: dict[int, int] = {}  # by address
@@ -178,13 +178,13 @@ class OlderMemory:
 def _leaves_and_others() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     for tensor in objects_of(torch.Tensor):
         gradient = None
-        with contextlib.suppress(Exception):  # of a tensor of others, half made maybe
+        with contextlib.suppress(Exception):  # raised by subclasses, and by tensors that are being made
             gradient = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
         yield tensor, gradient
 
 
 def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
-    """Yields the storages of tensors; nothing for a tensor not made yet, as of a lazy module."""
+    """Yields the storages of tensors, except tensors without memory yet, such as of a lazy module."""
     for tensor in tensors:
         with contextlib.suppress(Exception):
             yield from [part.untyped_storage() for part in dense_parts(tensor)]
@@ -194,8 +194,8 @@ def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
 @skipped
 def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
     """Marks what happens in a block."""
-    # By their names in the model, else in the outermost called module. Weakly: modules made in the step go when they would,
-    # with their memory.
+    # Names in the model, or else in the outermost called module. Weak, since modules that the step makes and drops have to free
+    # their memory.
     names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
     names.update({inner: name for name, inner in (() if model is None else model.named_modules())})
 
@@ -235,18 +235,18 @@ class Row(NamedTuple):
     """An allocation, a free, or a mark."""
 
     time: int  # in ns, on the profiler's clock
-    place: Origin  # what ranges around say: the operator (outermost in the innermost other range), node, optimizer, and line
+    place: Origin  # from the ranges around: the operator (outermost in the innermost other range), node, optimizer and line
     mark: StepMark | None  # None for an allocation or free
     address: int = 0
     nbytes: int = 0  # negative for a free
     device: Any = None
-    total: int = 0  # the bytes of the device in use afterwards, as the allocator counts; 0 where unknown
-    sequence: int = -1  # the number of the running node, or for an accumulation of a gradient of the node before
+    total: int = 0  # the allocator's bytes in use afterwards; 0 if unknown
+    sequence: int = -1  # the number of the running node; for the accumulation of a gradient, of the node before
 
 
 def rows_of(events: Iterable[Any], marks: Marks) -> list[Row]:
     """Returns the rows of a step."""
-    # Threads have trees of their own; a stable sort leaves the order within one.
+    # Each thread has its own tree of events. The sort is stable, so rows of a thread stay in order.
     return sorted(_walk(events, marks.by_name), key=attrgetter("time"))
 
 
@@ -271,7 +271,7 @@ def _walk(events: Iterable[Any], marks: dict[str, StepMark]) -> Iterator[Row]:
         elif mark is not None:
             yield Row(event.start_time_ns, place, mark)
         elif name.startswith(_NODE):
-            # A gradient belongs to the node before, which made it: the engine runs both in a row.
+            # The accumulation of a gradient has no number. It belongs to the node before, which made the gradient.
             sequence = event.extra_fields.sequence_number
             node = latest[event.start_tid] = sequence if sequence >= 0 else latest.get(event.start_tid, -1)
             place = place._replace(operator=None, node=name[len(_NODE) :])
