@@ -36,6 +36,7 @@ from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+from _pytest.warnings import catch_warnings_for_item
 
 import ckpt_hooks
 from tests.fuzz import aliasing, aliasing_programs
@@ -281,8 +282,10 @@ class Matrix:
                 continue
             tell(str(number))
             following = next((other for other in tests[number:] if function_of(other) not in known), "")
-            with around(test) if around else contextlib.nullcontext():
-                reports = runtestprotocol(self.items[test], log=False, nextitem=self.items.get(following))
+            item = self.items[test]
+            filters = catch_warnings_for_item(item.config, item.ihook, "runtest", item)  # of its marks
+            with around(test) if around else contextlib.nullcontext(), filters:
+                reports = runtestprotocol(item, log=False, nextitem=self.items.get(following))
             if any(report.failed for report in reports):
                 known.add(function_of(test))
                 self.session._setupstate.teardown_exact(None)
