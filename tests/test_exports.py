@@ -208,7 +208,7 @@ def loaded():
     for name in set(sys.modules) - before:
         file = sys.modules[name].__file__
         with open(file) as source:  # as in a file of bytecode, but for 16 bytes
-            sizes.append(len(marshal.dumps(compile(source.read(), file, "exec"))) + 16)
+            sizes.append(len(marshal.dumps(compile(source.read(), name, "exec"))) + 16)
     print(json.dumps([len(sizes), sum(sizes) / 1024]), flush=True)
 
 for line in sys.argv[1:]:
