@@ -229,7 +229,7 @@ def a_frozen_parameter_of_a_class():
     backward(y)
 
 
-@says(DeterminismError, "require grad where those of the forward pass did not")
+@says(DeterminismError, "differ in requires_grad from the tensors of the forward pass")
 def a_tensor_that_requires_grad_in_the_rerun_alone():
     w = torch.rand(3)
     backward(checkpoint(lambda x: (x.float() * (w.clone().requires_grad_() if is_recomputing() else w)).sin(), leaf(3)))
