@@ -205,7 +205,7 @@ def a_region_inside_whose_argument_is_of_another_shape():
     backward(y)
 
 
-@says(DeterminismError, "another shape than forward", routing=("aten.nonzero.default",))
+@says(DeterminismError, "returned another shape than forward", routing=("aten.nonzero.default",))
 def a_replay_to_another_shape():
     x = torch.tensor([1.0, 2.0, -3.0], requires_grad=True)
     with checkpoint_region():
@@ -229,7 +229,7 @@ def a_frozen_parameter_of_a_class():
     backward(y)
 
 
-@says(DeterminismError, "require grad where those of the forward pass did not")
+@says(DeterminismError, "differ in requires_grad from the tensors of the forward pass")
 def a_tensor_that_requires_grad_in_the_rerun_alone():
     w = torch.rand(3)
     backward(checkpoint(lambda x: (x.float() * (w.clone().requires_grad_() if is_recomputing() else w)).sin(), leaf(3)))
@@ -377,7 +377,7 @@ class SavesLess(torch.autograd.Function):
         return g * ctx.saved_tensors[0].sum()
 
 
-@says(DeterminismError, "the custom function `SavesLess.apply` runs again", region=("block",))
+@says(DeterminismError, "the custom function `SavesLess.apply` ran again", region=("block",))
 def a_function_with_other_results():
     with checkpoint_region(name="block"):
         y = SavesLess.apply(leaf(2) * 2)

@@ -1,9 +1,8 @@
-"""The arguments of a region, taken apart so that their tensors can be saved like other saved tensors (Rule 2)."""
+"""The arguments of a region, taken apart so that their tensors are saved as autograd saves tensors (Rule 2)."""
 
-# A repeated tensor comes back as the same object, since functions ask whether two arguments are the same
-# (``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor passed through hooks would come back
-# as a new object each time. Without active saved-tensor hooks, a ``SavedTensor`` would keep the tensor itself and its version;
-# doing just that here costs a sixth.
+# A repeated tensor comes back as the same object, though hooks return a new object for each saved tensor: functions compare
+# arguments by ``is``, as ``torch.nn.MultiheadAttention`` does with query and key. Without active saved-tensor hooks the tensor
+# and its version are kept here, as a ``SavedTensor`` would keep them, at a sixth of the time.
 
 from __future__ import annotations
 
@@ -33,23 +32,22 @@ from ckpt_hooks._torch.autograd import (
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, handles_operators, storage_of, version_of
 
-#: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
+#: The position of a tensor, the tensor as hooks returned it, and its version then if the hooks are foreign.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 #: The frame around a region, and the region's path.
 PlaceInFrame = tuple[Frame, RegionPath]
 
-#: Tensors for a rerun, and the tensors that are others than in forward, by the ``id`` of forward's.
+#: Tensors for a rerun, and replacements of forward's tensors, by the ``id`` of forward's.
 Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
-# What most arguments have of what is rare: never filled.
-_NONE: dict[Any, Any] = {}
+_NONE: dict[Any, Any] = {}  # stays empty, shared by most arguments
 
-# The strides and the base of arguments that may come back with any, and without.
+# The layout of other tensors: any strides, no base.
 _ANY = None, None
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-#: Version, and whether grad is required; -1 and None where that is not to be had.
+#: Version and ``requires_grad``; -1 and None where torch raises.
 _Facts = tuple[int, "bool | None"]
 _facts_of = operator.attrgetter("_version", "requires_grad")
 
@@ -66,21 +64,21 @@ def _facts_slowly(tensor: torch.Tensor | None) -> _Facts:
         return -1, None
     try:
         return version_of(tensor), tensor.requires_grad
-    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+    except RuntimeError:  # a multi-output view whose base was modified has no graph
         return version_of(tensor), None
 
 
 def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
-    """Returns where a tensor is, which may get other memory (``tensor.data = other``); None where that cannot be told."""
+    """Returns the memory of a tensor, which ``tensor.data = other`` may exchange; None if unknown."""
     if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
         return None
     return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # frameworks free parameters
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that requires grad is the output of an operator, and has stand-ins."""
-    # ``is_leaf`` of a view of a modified tensor may give the view a new place in the graph. Such a view is held as it is, and
-    # so is a tensor with a tangent, which an alias would lack.
+    """Whether a tensor that requires grad is the output of an operator, and an alias can stand in for it."""
+    # Not a view of a modified tensor: ``is_leaf`` may give it a new place in the graph. Nor a tensor with a tangent, which an
+    # alias would lack. These are held themselves.
     if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
         return False
     return not (tensor.is_leaf or has_tangent(tensor))
@@ -100,7 +98,7 @@ def _save_all(
             saved.append(first)
             kept.append(None)
         else:
-            # A leaf is kept besides: the graph keeps it anyway, and a rerun gets the very object.
+            # A leaf is kept, not saved: the graph keeps it anyway, and a rerun gets the same object.
             keep = value is None or (tensor.is_leaf and tensor.requires_grad)
             saved.append(None if keep else value)
             kept.append(tensor if keep else None)
@@ -108,14 +106,14 @@ def _save_all(
 
 
 def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
-    """Returns a tensor as saved, or None where autograd refuses to save: the function may just pass such a tensor on."""
-    # Hooks hand back the content of a subclass that has functions of its own, not its class or attributes.
+    """Returns a saved tensor, or None if autograd refuses to save: the function may never compute with such a tensor."""
+    # For a subclass with ``__torch_function__`` alone, hooks return its content without its class and attributes.
     if tensor.is_inference() or not (type(tensor) in _TENSOR_TYPES or handles_operators(tensor)):
         return None
     try:
         return save_tensor(tensor)
     except RuntimeError:
-        # Raised by autograd, as for a view whose base was modified, or by a hook? A hook which does nothing tells.
+        # Autograd raised, as for a view whose base was modified, or a hook did: a hook that does nothing tells.
         push_saved_tensors_hooks(*[lambda tensor: tensor] * 2)
         try:
             save_tensor(tensor)
@@ -128,12 +126,11 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
 
 class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: PlaceInFrame | None = None) -> None:
-        # Arguments taken apart, and the ``id`` that each container had in forward; None for positional tensors alone.
+        # Arguments taken apart; None if all are positional tensors.
         self._captured: tuple[list[Any], dict[str, Any]] | None = None
-        self._containers: Sequence[int] = ()
-        self._paths: Sequence[str] = ()  # of the tensors among them
-        #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
-        self.objects: Sequence[Any] = ()
+        self._containers: Sequence[int] = ()  # the ``id`` of each container in forward
+        self._paths: Sequence[str] = ()  # the place of each tensor, for errors
+        self.objects: Sequence[Any] = ()  # objects not taken apart: modules, generators, functions
         tensors: Sequence[torch.Tensor] = args
         if kwargs or not _TENSOR_TYPES.issuperset(map(type, args)):
             capture = Capture()
@@ -144,15 +141,15 @@ class Arguments:
             tensors, self.objects, self._paths = capture.tensors, capture.objects, capture.paths
             self._containers = capture.finish()
         hooks = top_saved_tensors_hooks(False)
-        # What each tensor was saved as by active hooks: None where it is kept, a position where it is the same as another. None
-        # without hooks, and what follows is unset then.
+        # With active hooks, each tensor as saved: None if it is kept, or the position of the same tensor. Without hooks None,
+        # and the attributes set below for hooks are unset.
         self._saved: list[SavedTensor | int | None] | None = None
-        #: Where hooks were active, all tensors as they came. None when forward has ended, in which the caller has them at hand.
+        # With active hooks, all tensors; None after forward, during which the caller holds them anyway.
         self.live: Sequence[torch.Tensor] | None = None
         self._tensors: Sequence[torch.Tensor | None] = tensors
         if hooks is not None:
-            # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in step with its
-            # forward, and may meet two tensors where forward met a single tensor.
+            # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in the same order,
+            # and may get two tensors where forward got a single tensor.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
@@ -162,25 +159,24 @@ class Arguments:
                 if tensor.layout is torch.strided and (tensor._is_view() or not tensor.is_contiguous()) and not tensor.is_nested
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
-            # Whether saved tensors come back through hooks of somebody else, which may hand on the same tensor each time.
+            # Whether the hooks are foreign, which may return the same tensor each time.
             self._foreign = not UNPACKS.get(hooks[1], False)
             self._storages = list(map(storage_of, tensors))
             self.live = tensors
-        # Of tensors that are kept: facts, and where their content was when forward began. While TorchScript traces, sizes are
-        # tensors.
+        # Facts and memory of kept tensors when forward began; no memory while TorchScript traces, when sizes are tensors.
         self._kept_facts = _facts_of_all(self._tensors)
         self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
         self._steps = fused_steps.count
-        # Of kept tensors of which it has changed whether they require grad: whether they did when forward began.
+        # For kept tensors whose ``requires_grad`` has changed: its value when forward began.
         self._flags: dict[int, bool] = _NONE
-        # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position.
-        # If the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history
-        # leads to the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives,
-        # and then a stand-in: the alias as the output of an operator, no leaf, and a view if there is a base.
+        # Outputs of operators, by position: the tensor, its ``id``, and an alias without history, which is held in its place.
+        # If the caller adds a result of the region to such an argument (``h += checkpoint(block, h)``), the history of the
+        # tensor leads to the region, which would hold itself for ever. A rerun gets the tensor while it lives, later the alias
+        # with a history, and as a view if the tensor had a base.
         self._origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Base | None]] = _NONE
 
     def close(self) -> None:
-        """Ends forward: later changes of a tensor do not come from the function."""
+        """Ends forward: from now on the function changes no tensor."""
         self.live = None
         facts = _facts_of_all(self._tensors)
         if facts != self._kept_facts:
@@ -189,7 +185,7 @@ class Arguments:
         for position, tensor in enumerate(tensors):
             if tensor is None or not facts[position][1]:
                 continue
-            # What the function has written to cannot be brought back, and needs no stand-in.
+            # Also a view to which the function has written: a rerun raises, whatever stands in.
             if _has_history(tensor) or (facts[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
                 tensors[position] = self._let_go(position, tensor)
                 self._kept_facts[position] = self._kept_facts[position][0], False
@@ -211,9 +207,9 @@ class Arguments:
                 self._kept_facts[position] = before[0], now[1]
 
     def _stand_in(self) -> Restored:
-        """Returns tensors with stand-ins for tensors that are not, or no more, what they were when forward began."""
+        """Returns tensors, with stand-ins for tensors that are gone or whose ``requires_grad`` has changed."""
         tensors, stand_ins, aliases = list(self._tensors), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-        for position, flag in self._flags.items():  # which require grad, or not, as then
+        for position, flag in self._flags.items():
             tensor = tensors[position]
             assert tensor is not None
             if (alias := aliases.get(id(tensor))) is None:
@@ -249,8 +245,8 @@ class Arguments:
         if self._saved is None:
             return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
-        # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
-        # this backward with it: with every level of nesting, twice as much.
+        # In a backward within forward, live tensors spare a rerun of the outer region up to here, with this backward in it: the
+        # work would double with each level of nesting.
         live = self.live
         if live is not None and _facts_of_all(live) == self._facts and list(map(storage_of, live)) == self._storages:
             tensors = live
@@ -270,7 +266,7 @@ class Arguments:
                     tensor = restore_layout(unpacked, strides, version)
                     is_foreign = tensor is unpacked and self._foreign
                     if is_foreign and type(tensor) is torch.Tensor and not tensor.requires_grad:
-                        tensor = counted_detach(tensor)  # of which a rerun may exchange the memory
+                        tensor = counted_detach(tensor)  # a rerun may exchange the memory of an alias
                     tensor = as_view(tensor, base)
                     handed_out.append((position, tensor, tensor._version if is_foreign else None))
                     stand_ins[self._ids[position]] = tensor
@@ -278,7 +274,7 @@ class Arguments:
         return tensors, stand_ins
 
     def build(self, tensors: Sequence[Any], loan: JournalLoan | None) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Returns positional and keyword arguments for another call, in new containers, or in containers lent to the rerun."""
+        """Returns positional and keyword arguments for another call, with new containers or with containers of the loan."""
         if self._captured is None:
             return tensors, _NONE
         built = {} if loan is None else loan.by_identity(self._containers)
@@ -289,7 +285,7 @@ class Arguments:
         )
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
-        """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""
+        """Notes writes of a rerun to tensors from foreign hooks, which may have no other copy."""
         for position, tensor, version in handed_out:
             if version is not None and tensor._version != version:
                 self._storages[position] = storage_of(tensor)

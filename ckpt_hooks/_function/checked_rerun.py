@@ -1,4 +1,4 @@
-"""The dispatch mode of a rerun that the self-check compares: sees unfilled memory, and updates that the rerun does again."""
+"""The dispatch mode of a rerun that the self-check compares: notices unfilled memory and repeated updates."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckpt_hooks.errors import MutationError
 
 from .words import name_of_tensor
 
-#: Operators of ATen that leave memory of their results unfilled.
+#: Operators of ATen that may leave results unfilled.
 _UNFILLED = UNINITIALIZED | {"resize_", "_grouped_mm", "_varlen_attn", "_flash_attention_forward"}
 
-#: A second time changes nothing.
+#: Operators whose repetition changes nothing.
 _REPEATABLE = REPEATABLE | {"bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_"}
 
-#: Read what they write where an argument is set: its place, and its name.
+#: Operators that read their target if an argument is set: its place and name.
 _READS_IF_SET = {
     "index_put_": (3, "accumulate"),
     "_index_put_impl_": (3, "accumulate"),
@@ -35,7 +35,7 @@ _READS_IF_SET = {
 }
 
 _ADVICE = (
-    "Make it a buffer of a module that the region calls, which a recompute finds as forward did. Or write "
+    "Make it a buffer of a module that the region calls: a recompute gets buffers as forward got them. Or write "
     "`with checkpoint_region():`, which runs Python once."
 )
 
@@ -45,7 +45,7 @@ class CheckedRerun(QuietDispatchMode):
         super().__init__()
         self._frame, self._sampled, self._loan = frame, frame.sampled, loan
         self._puts_back = frame.options.preserve_buffers
-        # Storages that the rerun made, or filled, or that others look after.
+        # Storages that need no look: of arguments, and storages made, filled or reported in this rerun.
         self._exempt = {storage_of(tensor) for tensor in arguments if tensor is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +63,7 @@ class CheckedRerun(QuietDispatchMode):
 
     def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
         place, name = _READS_IF_SET.get(facts.name, (-1, ""))
-        reads = not (facts.name in _REPEATABLE or kwargs.get("beta") == 0)  # of ``baddbmm_``, say
+        reads = not (facts.name in _REPEATABLE or kwargs.get("beta") == 0)  # ``beta`` as in ``baddbmm_``
         if name:
             reads = bool(args[place] if place < len(args) else kwargs.get(name))
         for written in facts.written:
@@ -71,11 +71,11 @@ class CheckedRerun(QuietDispatchMode):
                 storage, version = storage_of(tensor), version_of(tensor)
                 if storage is None or storage in self._exempt or version < 0:
                     continue
-                # No version tells that new memory was written to. An old tensor's version does: forward wrote to it.
+                # At version 0 the memory is new: forward's write has moved the version of old memory.
                 if written.overwritten or (written.counted and version == 0):
                     self._exempt.add(storage)
                 elif reads:
-                    self._exempt.add(storage)  # told once
+                    self._exempt.add(storage)  # reported once
                     if self._loan is None or storage not in self._loan.journal.storages():
                         self._sampled.settle(self._error(tensor, facts), _ADVICE)
 

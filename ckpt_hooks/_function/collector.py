@@ -1,13 +1,13 @@
-"""The collector of a rerun: takes the tensors saved in the rerun, and ends the rerun after the last value wanted.
+"""The collector of a rerun: takes the tensors saved in the rerun, and ends the rerun after the last wanted value.
 
-The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. With the value of the
-last living handle (Rule 5) it ends the rerun by an exception, before the saving operator has run.
+The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. At the value of the
+last living handle (Rule 5) it raises an exception, which ends the rerun before the saving operator has run.
 
-But operators save their inputs before they run, and ``rrelu_with_noise`` saves a fresh tensor and fills it only then
-(https://github.com/pytorch/pytorch/issues/193671), of which no version tells. So if the operator of the last value has saved
-another tensor without gradient before, the stop waits for that operator's end: for a tensor saved by another operator, which
-has another sequence number, or the end of the function. Not for the tensor that forward saved last, as dropout its mask: that
-would cost a whole tensor of memory.
+But ``rrelu_with_noise`` saves a new tensor first and fills it later, without a change of the version
+(https://github.com/pytorch/pytorch/issues/193671). So if the operator of the last value has saved another tensor without
+gradient, the stop waits for the end of that operator: until another operator, with another sequence number, saves a tensor, or
+the function returns. It does not wait for the tensor that forward saved last, such as a dropout mask, since the result of its
+operator would take memory.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]
 
 _copy = unrecorded(stand_in_for)
 
-# A stop costs as much as eight operators on tensors of a few numbers: 6% of a step of a chain of ten. Where a region ends on
-# tensors of at most so many numbers, operators which make at most so many nodes are run instead.
+# A stop costs as much as eight operators on tiny tensors: 6% of a step of a chain of ten. If a region ends on tensors of up to
+# ``_SMALL`` numbers, and operators with up to ``_MOST_LEFT`` nodes are left, they run instead.
 _SMALL = 512
 _MOST_LEFT = 2
-_PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
+_PLAIN = (torch.Tensor, FAKE)  # fake tensors so that predictions stop where real runs do
 
 
 def ends_small(result: Any, facts: Sequence[Any]) -> bool:
-    """Whether the last operators of a forward ran on small tensors, as its result and its last saved tensors tell."""
-    # Neither tells alone: an embedding saves nothing but numbers of rows, a linear layer of a row a view of its large weight.
-    if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # for which a question for a size is a call
+    """Whether the last operators of a forward ran on small tensors, judged by its result and its last saved tensors."""
+    # By both: an embedding saves only small indices, and a linear layer with a small result saves its large weight.
+    if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # modes and traces would see ``numel``
         return False
     try:
         return result.numel() <= _SMALL and all(type(row) is tuple and row[0].numel() <= _SMALL for row in facts[-2:])
-    except AttributeError:  # no shape of a leaf was noted, and a ragged tensor has no numbers
+    except AttributeError:  # a leaf has no noted shape, and a ragged tensor no size
         return False
 
 
@@ -69,22 +69,23 @@ class Collector:
         self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
         self.marks: list[RegionMark] = []
-        self.registered: list[RemovableHandle] = []  # hooks of the rerun, of which forward has registered its own
+        self.registered: list[RemovableHandle] = []  # hooks that the rerun registers, removed after it: forward's exist
         self._lent: set[int] = set()  # numbers of tensors with other memory during the rerun
-        self._exchanged: frozenset[int | None] = frozenset()  # storages with another content
-        # The devices whose generators have moved otherwise than in forward, maybe by another thread's draws.
+        self._exchanged: frozenset[int | None] = frozenset()  # storages with another content during the rerun
+        # Devices whose generators have moved otherwise than in forward, perhaps by another thread.
         self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
-        self.last = -1  # the number of the last tensor wanted
-        self.done = False  # whether the rerun was told to end, or may go on though nothing of it is wanted any more
-        self._end = -1  # the number of the next node at the end of the function; -1 where the rerun is stopped anyway
-        self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
+        self.last = -1  # the number of the last wanted tensor
+        self.done = False  # whether all wanted values are there
+        self._end = -1  # the number of the next node at the end of the function; -1 to stop the rerun in any case
+        # How many wanted values are not to be trusted, and the error for each.
+        self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None
         self.versions: list[int] | None = None
 
     @skipped
     def hook(self, loan: JournalLoan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
-        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
+        # Autograd gets the value's number, so that user code may run backward on the graph of the rerun (``HandBack``).
         frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
         append, append_without_grad = values.append, self.without_grad.append
         if loan is not None:
@@ -104,7 +105,7 @@ class Collector:
         self.last = len(asked) - 1
         stop = len(asked) if self.early_stop else -1
         next_is_wanted = chain(asked, repeat(None)).__next__
-        unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
+        unfinished = -1  # sequence number of an operator that may still write to its saved tensor
         positions = frame.positions if watches_draws else None
         where = position_of_generators(watched=positions is not None, begin=positions and positions[-1][0])
         position = where[0]
@@ -135,7 +136,7 @@ class Collector:
             if is_special or marks or type(tensor) is not plain:
                 append(self._value_of(tensor))
             else:
-                # To take the history off all values at once at the end of the rerun was no faster: each needs a holder.
+                # To detach all values together at the end of the rerun was no faster.
                 append(detach(tensor) if requires_grad else tensor)
             number = len(values)
             if number == stop and unfinished != sequence_number():
@@ -147,20 +148,19 @@ class Collector:
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor:
         is_argument = bool(self.marks) and len(self.values) < sum(self.marks[-1][:2])  # of a region inside
         if not is_argument and id(tensor) in self._lent:
-            return self._detach(tensor) if tensor.requires_grad else tensor  # autograd would find it with the present memory
+            return self._detach(tensor) if tensor.requires_grad else tensor  # plain autograd would return its present memory
         if tensor.requires_grad:
             return self._detach(tensor)
-        if self._exchanged and storage_of(tensor) in self._exchanged:  # with the content of forward during the rerun only
+        if self._exchanged and storage_of(tensor) in self._exchanged:  # after the rerun it has another content
             return _copy(tensor)
-        # An alias: FSDP frees a parameter by another storage, and functions do, and the value would be empty.
+        # An alias, since FSDP and some functions free a parameter by giving the tensor another storage.
         return self._detach(tensor) if type(tensor) is not torch.Tensor or is_argument else tensor
 
     @skipped
     def watching(self, hook: PackHook, lost: Sequence[tuple[torch.Tensor, int]]) -> PackHook:
-        """Returns a pack hook for a rerun that may write and read otherwise than forward."""
-        # The version of each value is noted, for forward's is higher where a dispatch mode is around the rerun alone: under a
-        # mode ``torch.nn.functional.linear`` adds its bias out of place, without a mode in place. Values in memory of lost
-        # tensors, of which no version tells, are not trusted.
+        """Returns a pack hook that also notes versions, and distrusts values in the memory of lost tensors."""
+        # Versions are lower than forward's if only the rerun is under a dispatch mode: without a mode
+        # ``torch.nn.functional.linear`` adds its bias in place, under a mode out of place. Lost tensors have unknown contents.
         versions: list[int] = []
         self.versions = versions
         errors = {storage_of(tensor): functools.partial(self.mutated, tensor, version) for tensor, version in lost}
@@ -174,19 +174,19 @@ class Collector:
         return watch
 
     def _compare_draws(self, position: Position, where: Where) -> None:
-        """Distrusts the present value, and later ones, if the rerun has drawn other random numbers than forward had by then."""
+        """Distrusts the present and later values if the rerun has drawn other random numbers than forward before them."""
         positions, index = self.frame.positions or {}, len(self.values)
         if index > self.last or positions.get(index) == position:
             return
         expected = positions[max(moved_at for moved_at in positions if moved_at <= index)]
         if expected != position:
-            if are_other_threads_alive():  # which may have drawn: that is looked into when the rerun has ended
+            if are_other_threads_alive():  # they may have drawn: checked after the rerun
                 self.moved_otherwise |= devices_between(expected, position, where)
             else:
                 self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
-        """Marks the present value and later ones as wrong, with the error for each."""
+        """Marks the present and later values as wrong, with the error for each."""
         trusted = len(self.values)
         if trusted <= self.last:
             self.doubt = self.last + 1 - trusted, error
@@ -196,30 +196,30 @@ class Collector:
                 self._finish(None)
 
     def mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
-        """Returns the error for a tensor that was written to since forward; later forwards copy it, where they can."""
+        """Returns the error for a tensor written to since forward, and has later forwards copy it if they can."""
         frame = self.frame
         why = Why.COPIED_NEXT if frame.state is not None and frame.state.note_written(tensor) else Why.REACHED
         name = frame.arguments.path_of(tensor) or name_of_tensor(tensor, frame.function)
         return mutated(why, format_path(frame.path), tensor, version, name=name)
 
     def _finish(self, tensor: torch.Tensor | None) -> None:
-        """Stops a rerun that has all its values, the last saved with a tensor, unless next to nothing is left to run."""
+        """Stops a rerun that has all its values, unless next to nothing is left to run; ``tensor`` was saved last."""
         self.done = True
-        # Left over are at most as many operators as nodes, and the operator which saves the tensor, if that is not its result.
+        # At most as many operators are left as nodes, and the saving operator itself unless it has saved its result.
         left = self._end - sequence_number()
         if self.frame.ends_small:
             returns = 0 <= left <= _MOST_LEFT
         else:
             node = None if left or tensor is None else tensor.grad_fn
             returns = node is not None and node_number(node) == self._end - 1
-        # The other ranks would wait for a rank whose last operator is a collective that they do not run again.
+        # Always in a process group: the last operator may be a collective, which the other ranks may not run again.
         group = torch.distributed
         if not returns or (group.is_available() and group.is_initialized()):
-            self._end = -1  # for a function that swallows the stop to be met with it again
+            self._end = -1  # a function that swallows the stop gets it again
             raise StopRecompute
 
     def let_go(self) -> None:
-        """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
+        """Drops values and frame: the graph of the rerun holds the hook, and may live on (Rule 9)."""
         self.values.clear()
         self._lent = set()
         del self.frame, self.doubt

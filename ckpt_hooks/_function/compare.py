@@ -1,4 +1,4 @@
-"""Comparison of the tensors saved in a rerun with the tensors saved in forward, and the errors of differences."""
+"""Compares the tensors saved in a rerun with the tensors saved in forward; errors for differences."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .words import CAUSES, name_of_tensor, node_of
 
 
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
-    """Returns the values of an ended rerun: a value for each handle up to the last wanted, ``MISSING`` for others."""
-    # ``MISSING`` stands for a value modified by the function after it was saved too, as in ``y = x.sin(); x.mul_(2)``.
+    """Returns the values of an ended rerun, by handle up to the last wanted; ``MISSING`` for unwanted values."""
+    # ``MISSING`` also for a value that the function modified after it was saved, as in ``y = x.sin(); x.mul_(2)``.
     values, frame = collector.values, collector.frame
     if not collector.early_stop and frame.complete and len(values) != len(frame.numbers):
         _raise_miscounted(collector)
@@ -55,9 +55,8 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
 
 
 def _compare_marks(collector: Collector) -> None:
-    # A region inside a frame saves its inputs in the frame, and the frame fills its handles by number. If an inner region of a
-    # rerun gets a tensor more than in forward, the later handles would be filled with values of others, perhaps of the same
-    # shape.
+    # A region inside a frame saves its inputs in the frame, which fills its handles by number. If an inner region gets another
+    # number of tensors in a rerun, later handles would get values of other handles, perhaps of the same shape.
     forward, rerun = (
         marks[: bisect_right(marks, collector.last, key=itemgetter(0))] for marks in (collector.frame.marks, collector.marks)
     )
@@ -92,7 +91,7 @@ def _look_into(collector: Collector, actual: list[Any], expected_facts: list[Any
 
 
 def _noted(collector: Collector) -> list[Any]:
-    """Returns the fingerprints of forward that a rerun can have again."""
+    """Returns the fingerprints of forward to compare with."""
     from ckpt_hooks._tensors.determinism import Twice
 
     noted = collector.frame.fingerprints[: len(collector.values)]
@@ -110,7 +109,7 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
 def _error_of_values(collector: Collector, index: int, before: str, now: str) -> DeterminismError:
     value = collector.values[index]
     what = describe(value.shape, value.dtype, value.device)
-    message = "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
+    message = "Recomputed values differ from the values of the forward pass, first in the following tensor.\n"
     return _error(collector, f"{message}tensor at position {index}: {what}\n", index, what + before, what + now)
 
 
@@ -119,7 +118,7 @@ def _compare_sampled(collector: Collector) -> None:
     from ckpt_hooks._tensors.samples import others
 
     frame, values = collector.frame, collector.values
-    if collector.moved_otherwise:  # which is looked into next
+    if collector.moved_otherwise:  # the caller looks into draws next
         return
     frame.sampled.passed()
     with torch.no_grad():
@@ -139,7 +138,7 @@ def _first_difference(
         for known, value in zip(expected, collector.values, strict=True)
     ]
     while (index := first_difference(expected, actual)) is not None:
-        # Memory may be saved that no operator ever fills, without a sign in the operator's results.
+        # An operator may save memory that it never fills.
         is_fresh = index in collector.without_grad
         if not (is_fresh and may_be_unfilled(node_of(collector.frame, index), collector.values[index])):
             break
@@ -154,8 +153,8 @@ def _compare_grad(collector: Collector) -> None:
         index = min(set(expected) ^ set(actual))
         before, now = (f"a tensor with requires_grad={index not in indices}" for indices in (expected, actual))
         message = (
-            "Tensors saved during recomputation require grad where those of the forward pass did not, or the other way "
-            f"round.\ntensor at position {index}: {before} in forward, {now} in recomputation.\n"
+            "Tensors saved during recomputation differ in requires_grad from the tensors of the forward pass.\n"
+            f"tensor at position {index}: {before} in forward, {now} in recomputation.\n"
         )
         raise _error(collector, message, index, before, now)
 
@@ -196,8 +195,8 @@ def _error(collector: Collector, message: str, index: int, expected: str, actual
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:
-    """Returns the metadata of a tensor in forward, with the version of the rerun if lower."""
-    # A higher version of the rerun is no less than an error: something outside has written to the tensor since forward.
+    """Returns the metadata of a tensor in forward, with the version of the rerun if that is lower."""
+    # A higher version in the rerun stays an error: other code has written to the tensor since forward.
     if not isinstance(facts, tuple):
         return facts if facts is None else min(facts, version)
     return facts if facts[-1] is None or facts[-1] <= version else (*facts[:-1], version)

@@ -1,4 +1,4 @@
-"""The contexts of a region: those of a ``context_fn``, of dispatch modes around forward, and of a policy in torch's form."""
+"""The contexts of a region: from a ``context_fn``, for dispatch modes around forward, and of a policy in torch's form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
 
 def check_context_fn(context_fn: Any) -> None:
     advice = "Leave it out, or pass noop_context_fn, where there is nothing to enter."
-    if isinstance(context_fn, tuple):  # of what was called
+    if isinstance(context_fn, tuple):  # the result of calling the function
         advice = "Pass the function, not what it returns: noop_context_fn, say, or a policy as `policy=...`."
     check_callable(context_fn, "context_fn", "", "a function that returns two context managers", advice)
 
@@ -56,11 +56,11 @@ def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
 
 
 def under_modes(contexts: ContextPair | None) -> ContextPair:
-    """Returns the contexts of a region inside dispatch modes: operators take other paths there, so a rerun needs a mode."""
+    """Returns contexts for a region inside dispatch modes, where torch takes other paths: its reruns need a mode too."""
     under_mode = nullcontext(), QuietDispatchMode()
     contexts = under_mode if contexts is None else both(under_mode, contexts)
-    # The user's modes are not entered again, for they may count. A fake mode is: it counts nothing, and without it a tensor
-    # made from nothing would be a real tensor.
+    # The user's modes are not entered again, since they may count operators. A fake mode counts nothing, and without it
+    # factories would make real tensors.
     fake = active_fake_mode()
     return contexts if fake is None else both((nullcontext(), fake), contexts)
 
@@ -88,7 +88,7 @@ class _Both(AbstractContextManager[None]):
 
 @contextmanager
 def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    # An ``ExitStack`` keeps an exception raised on exit in a cycle, and with the exception a region's inputs.
+    # Not by an ``ExitStack``, which keeps an exception raised on exit, and with it a region's inputs, in a cycle.
     with outer, inner:
         yield
 
@@ -116,15 +116,15 @@ def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
             if error is not None:
                 raise suppressed_error(error) from error
     finally:
-        del error  # which has this call in its traceback
+        del error  # its traceback refers to this call
 
 
 class PolicyContext(AbstractContextManager[None]):
-    """One of the two contexts of a policy: a region takes the policy, and enters nothing; for anyone else it is torch's."""
+    """A context of a policy: a region takes the policy and enters nothing; to other code it is torch's context."""
 
     def __init__(self, policy: Policy, of_torch: list[AbstractContextManager[Any]], *, is_forward: bool) -> None:
         self.policy, self.is_forward = policy, is_forward
-        self._of_torch = of_torch  # of both, empty until a context is entered
+        self._of_torch = of_torch  # torch's pair, shared by the two contexts; empty until either is entered
 
     def is_before(self, other: object) -> bool:
         """Whether this is the first of a pair, and another context the second."""
@@ -148,6 +148,6 @@ def _refuse_hidden() -> None:
     if frame is not None and hooks is not None and are_of_frame(hooks):
         raise TypeError(
             f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
-            "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
-            "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+            "create_selective_checkpoint_contexts within another context, where the region does not see it. Return the pair "
+            "itself. For other contexts around the pair, write checkpoint(policy=policy, context_fn=others)(function)."
         )

@@ -1,7 +1,7 @@
-"""Function frames: a region which is a call of a function, brought back by another call of the function (:mod:`.rerun`).
+"""Function frames: regions that are calls of a function, brought back by another call (:mod:`.rerun`).
 
-Autograd keeps both hooks with each tensor passed through them. So the unpack hook is a function of this file, and the pack
-hook a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
+Autograd keeps both hooks with each tensor that passes through them. So the unpack hook is a module-level function, and the pack
+hook a closure that drops its frame when forward ends: a frame must not outlive its handles (Rule 9).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from .collector import ends_small
 from .rerun import rerun
 from .words import name_of_tensor, uninitialized
 
-#: Options, and what they are in a pass that the self-check compares: one value for many frames.
+#: The latest options of a sampled frame, and these options with a check of values: shared by many frames.
 _latest_sampled: tuple[RegionOptions | None, RegionOptions] = None, DEFAULT_OPTIONS
 
-# The result of ``getrefcount`` for a number held by a list of numbers alone.
+# The result of ``getrefcount`` for a number that only a list of numbers holds.
 _UNHELD = next(map(getrefcount, [FIRST_NUMBER + 1]))
 
 
@@ -71,7 +71,7 @@ class Pass:
     __slots__ = ("taken", "uses", "values")
 
     def __init__(self, values: Any, uses: Uses | None = None) -> None:
-        # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
+        # An entry for each handle in the order of saving: the tensor, or MISSING. A dictionary in a pass for a single handle.
         self.values = values
         self.uses = uses  # for the two parts of a backward
         self.taken: set[int] = set()
@@ -79,7 +79,7 @@ class Pass:
 
 @skipped
 def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle, and lets go of the tensor (Rule 4); or a kept tensor."""
+    """Returns the tensor of a handle, which the frame drops (Rule 4), or a kept tensor."""
     if type(packed) is not tuple:
         if type(packed) is KeptTensor and packed.tensor._version == packed.version:
             return packed.tensor
@@ -112,7 +112,7 @@ UNPACKS[unpack] = True
 
 
 class FunctionFrame(Frame):
-    """A region whose forward is one call of a function; a context manager around the call, which is the caller's."""
+    """A region whose forward is a call of a function; a context manager, in which the caller makes the call."""
 
     __slots__ = (
         "_finish",
@@ -143,7 +143,7 @@ class FunctionFrame(Frame):
     unpack = staticmethod(unpack)
     passes: dict[int, Pass]
 
-    # Set when forward begins: random sources, switches and the like, and context variables.
+    # Set when forward begins.
     ambient: _ambient.Ambient
     variables: Sequence[tuple[ContextVar[Any], Any, Any]]
 
@@ -156,7 +156,7 @@ class FunctionFrame(Frame):
         contexts: ContextPair | None,
         settings: Settings,
     ) -> None:
-        # The contents of a partial are arguments as well: taken out, they are saved as arguments, and not kept alive twice.
+        # Arguments in a partial become arguments of the region, so that their tensors are saved, not held.
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
@@ -166,26 +166,26 @@ class FunctionFrame(Frame):
         name = options.name or name_of_function(function)
         Frame.__init__(self, name, parent, observers, module_of(function) if observers else None)
         self.function, self.options, self.contexts = function, options, contexts
-        self.explain: Callable[[DeterminismError], DeterminismError] | None = None  # an error of a rerun, with more words
+        self.explain: Callable[[DeterminismError], DeterminismError] | None = None  # adds words to an error of a rerun
         self.modes: list[str] | None = None  # names of the user's dispatch modes around forward, where values are compared
         self.state: Journal | None = None
-        self.sampled: Any = None  # of the self-check, in the passes that it compares
+        self.sampled: Any = None  # set in the passes that the self-check compares
         self.collector: Any = None  # of the running rerun
-        self.marks: list[RegionMark] = []  # of the regions inside, in forward
-        # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether it works
-        # on small tensors in the end.
+        self.marks: list[RegionMark] = []  # marks of inner regions in forward
+        # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether its last
+        # operators ran on small tensors.
         self.num_nodes, self.ends_small = -1, False
-        # A number for each packed tensor, in order, held by this list and by a living handle only: a kept tensor has no handle.
+        # A number for each packed tensor, in order. Only this list and a living handle hold it; a kept tensor has no handle.
         self.numbers: list[int] = []
         # Metadata of each packed tensor, compared on recompute; of kept tensors, the metadata of MISSING.
         self.facts: list[Any] = []
-        # How far random sources had moved, by the indices of packed tensors before which they had; at index -1 where they
-        # began. None where a rerun draws anew.
+        # Positions of random sources at the start (-1), and by the index of each packed tensor before which they had moved;
+        # None if a rerun draws anew.
         self.positions: dict[int, Position] | None = None
         self.fingerprints: Sequence[Any] = ()  # of values; empty if values are not compared
         self.without_grad: list[int] = []  # the numbers of packed tensors that require no grad
         self._keeps_all = False
-        self._finish: Callable[[], None] | None = None  # what is to be called when forward has ended
+        self._finish: Callable[[], None] | None = None  # called when forward has ended
         if self.watch is not None:  # before any memory is taken
             self.watch.tell("entered")
         inside = None if parent is None else (parent, self.path)
@@ -254,8 +254,8 @@ class FunctionFrame(Frame):
         return self
 
     def _compare_values(self) -> None:
-        """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
-        # Such a mode is not entered again for a rerun, since a counting mode would count twice; a mode may change results.
+        """Decides whether reruns compare values with forward: on request, and under the user's dispatch modes."""
+        # A rerun does not enter these modes, which would count twice, and without them it may get other results.
         check, modes = self.options.check, users_modes()
         if is_without_values():  # while torch traces
             check = dataclasses.replace(check, fingerprint=None, is_sampled=False)
@@ -296,8 +296,8 @@ class FunctionFrame(Frame):
                 positions[number - FIRST_NUMBER] = position, where[1]
             if tensor.is_leaf:  # or has no graph
                 if tensor.requires_grad:
-                    # Kept, since the graph holds the leaf as well. A *view* of a leaf is not: where a framework gives a
-                    # parameter another storage after forward (``param.data = ...``), it would hold the storage to be freed.
+                    # Kept, since the graph holds the leaf anyway. A *view* of a leaf is not kept: if a framework gives the
+                    # parameter another storage after forward (``param.data = ...``), the view would hold the former storage.
                     note(missing)
                     kept = new_kept()
                     kept.tensor, kept.version, kept.path = tensor, tensor._version, path
@@ -308,7 +308,7 @@ class FunctionFrame(Frame):
             except RuntimeError:  # a nested tensor has no shape
                 note(missing)
                 return KeptTensor.of(tensor.detach(), tensor._version, path)
-            if metadata != latest:  # neighbours are often alike, and share a tuple
+            if metadata != latest:  # neighbors are often alike, and share a tuple
                 latest = metadata
             note(latest)
             return frame, number
@@ -353,7 +353,7 @@ class FunctionFrame(Frame):
         return pack_watched, unpack
 
     def returns(self, result: Any) -> None:
-        """Notes what tells a rerun whether it is as good as through."""
+        """Notes how forward ended, by which a rerun tells whether little is left to run."""
         if not self._keeps_all:
             self.num_nodes = sequence_number() - self._first_node
             self.ends_small = ends_small(result, self.facts)
@@ -432,7 +432,7 @@ class FunctionFrame(Frame):
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
-            if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
+            if key == -1:  # outside of backward: nothing tells when to drop other values, so this value alone is brought back
                 return Pass(self._rerun((index,)))
             if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
@@ -446,7 +446,7 @@ class FunctionFrame(Frame):
         return rerun(self, wanted) if self.watch is None else self.observed(rerun, self, wanted)
 
     def _open_split_pass(self, index: int) -> Pass:
-        """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
+        """Returns a pass with the value of a single handle, in a backward in two parts."""
         split: Any = self.passes.get(SPLIT)
         value: torch.Tensor = MISSING
         if split is not None:
@@ -457,7 +457,7 @@ class FunctionFrame(Frame):
             split = Pass(self._rerun(None), Uses())
             self.passes = {SPLIT: split}
             value = split.values[index]
-            if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
+            if value is MISSING:  # modified during the recompute: it needs a recompute for itself
                 return Pass(self._rerun((index,)))
         if not split.uses.hand_out(index, value):
             split.values[index] = MISSING
@@ -512,14 +512,14 @@ class FunctionFrame(Frame):
 
 # --------------------------------------------------------------------------------------------------------------- TorchScript
 
-# TorchScript saves other tensors in the first calls of a function, by which it plans derivatives, than in later ones, such as
-# reruns (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs): what it saves is kept.
+# Tensors saved by TorchScript are kept. In the first, profiling calls of a function it saves other tensors than in later calls,
+# such as reruns (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs).
 
 _CAUSE = Cause(Reason.NOT_REPLAYED, "saved by TorchScript")
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    # An output held by its own node would never go. Autograd gives the history back as it unpacks.
+    # A node that holds its own output would never be freed. Autograd restores the history when it unpacks.
     return tensor if tensor.is_leaf and tensor.requires_grad else detach_past_modes(tensor)
 
 
@@ -553,7 +553,7 @@ def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: An
 
 def _note_hook(handle: RemovableHandle) -> None:
     frame: Any = stack.innermost
-    while frame is not None:  # of regions in the rerun of another region, the latter
+    while frame is not None:  # the nearest frame around that is rerunning removes the hook
         collector = getattr(frame, "collector", None)
         if collector is not None:
             collector.registered.append(handle)

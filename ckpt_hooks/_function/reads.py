@@ -1,4 +1,4 @@
-"""Reads of tensors without a copy that were written to after forward: a rerun ends at the first."""
+"""Watches reads of tensors that were written to since forward and have no copy: a rerun ends at the first read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_hooks._tensors.copies import copy_of, fill_all
 from ckpt_hooks._torch.pytree import tree_leaves
 from ckpt_hooks._torch.tensors import storage_of
 
-#: A storage, None if there is none, from where to where in it, in bytes, and whether without gaps.
+#: A storage or None, the first byte and the end, and whether the tensor fills the range.
 _MemoryRange = tuple["int | None", int, int, bool]
 
 
@@ -36,16 +36,16 @@ def _overlap(memory: _MemoryRange, other: _MemoryRange) -> bool:
     return memory[0] is not None and memory[0] == other[0] and memory[1] < other[2] and other[1] < memory[2]
 
 
-#: Hand out memory without looking at it, or look at nothing but its shape.
+#: Operators that do not read memory.
 _HARMLESS = frozenset({OpKind.VIEW, OpKind.IGNORED, OpKind.ALIASES, OpKind.FACTORY})
 
 
 class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
 
-    # A region may reach changed parameters without reading them: an optimizer that steps in the course of a backward has
-    # changed the layers behind. So a rerun ends as soon as an operator is about to read them: no later value would be right.
-    # (To go on may also never end, if the function has a backward inside that comes to the node waiting for this rerun.)
+    # A region may reach changed parameters without reading them: an optimizer that steps during backward has changed later
+    # layers. So a rerun ends when an operator is about to read a changed tensor, since later values would be wrong. (And it
+    # might never end, if a backward inside of the function comes to the node that waits for this rerun.)
 
     def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:
         super().__init__()
@@ -84,5 +84,5 @@ class WatchReads(QuietDispatchMode):
             if written_here and id(parameter) not in self._undo:
                 self._undo[id(parameter)] = parameter, parameter._version, copy_of(parameter), None
             if not any(other[1] <= memory[1] and memory[2] <= other[2] and other[3] for other in written_here):
-                left.append(watched)  # or it is filled as a whole, and read as forward read it
+                left.append(watched)  # unless the write fills it, so that later reads are right
         self._watched = left

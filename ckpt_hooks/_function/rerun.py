@@ -1,6 +1,6 @@
-"""Rerunning a region: its function is called again, and is stopped, if work is left, when every wanted tensor was saved.
+"""Reruns a region: calls its function again, and stops the call when all wanted tensors have been saved.
 
-Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
+Each undo step runs again if an exception, such as Ctrl-C, interrupts it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _UNCHANGED: ChangedTensors = ()
 
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
     """Calls the function of a frame again; returns a value for each handle, up to the last wanted (of all if None)."""
-    # MISSING stands for a tensor not wanted, or modified in the course of the rerun, which has to be asked for alone.
-    # Under the frame's lock. A probe watches random draws, and is not compared with forward. Not by an ``ExitStack``, which
+    # MISSING stands for an unwanted tensor, or a tensor modified during the rerun, which needs a rerun for itself. The caller
+    # holds the frame's lock. A rerun with a probe watches random draws, and is not compared with forward. No ``ExitStack``: it
     # would keep an exception, and with it the region's inputs, in a cycle.
     watch = _draw_watch() if probe is None and words.has_warned and are_other_threads_alive() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
@@ -71,20 +71,20 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     place = None if frame.current is None else frame.current.enter()
     try:
         try:
-            # Enter: the thread is as if no frame were active but this frame, the parent of the frames inside (Rule 3).
+            # Enter: this frame becomes the innermost, the parent of frames inside, as in forward (Rule 3).
             if num_dispatch_modes():
                 paused = pause_modes()
             stack.innermost, frame.recomputing = frame, True
             transforms = suspend_transforms() if is_mapped() or is_any_transform_active() else None
             set_grad_enabled(True)
             tensors, stand_ins = arguments.restore(frame, handed_out)
-            # One recompute at a time sets the default generators back, where threads do not train on several devices. Others
-            # draw from generators of their own: who waits for a lock under which user code runs may wait for ever.
+            # A single recompute at a time sets the default generators, if threads do not train on several devices. Concurrent
+            # recomputes draw from generators of their own: to wait for a lock under which user code runs may deadlock.
             is_apart = are_other_threads_alive() and have_several_drawn()
             borrows = not is_apart and default_generators_lock.acquire(False)
             try:
                 if frame.state is not None:
-                    # Waits for other loans come last: restoring arguments takes the locks of other frames.
+                    # After restoring arguments, which takes locks of other frames: the loan may wait for other loans.
                     loan = JournalLoan(frame.state, stand_ins, collector.mutated)
                     loan.begin()
                 leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
@@ -155,7 +155,7 @@ def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrow
     from ckpt_hooks._ambient.tracking import hold_sources, shared_sources_lock
     from ckpt_hooks._operators.draws import OwnDraws
 
-    with ExitStack() as undone:  # with explicit sources, or beside another recompute with the generators
+    with ExitStack() as undone:  # for tracked sources, or while another recompute has the default generators
         if ambient.has_sources:
             undone.enter_context(shared_sources_lock)
         undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=borrows))
@@ -183,15 +183,15 @@ def _call(
     changed: ChangedTensors,
     checked: AbstractContextManager[Any],
 ) -> None:
-    """Calls the function with a pack hook, with forward's context variables, in context managers of the region's own."""
+    """Calls the function with a pack hook, forward's context variables and the region's context managers."""
     collector = frame.collector
     push_saved_tensors_hooks(hook, HandBack(collector.values, frame.path))
     try:
         if not (changed or checked is not _NOTHING or frame.variables or frame.contexts is not None or copy_context()):
             frame.function(*args, **kwargs)
             return
-        # A context of its own: variables set in a rerun belong to the rerun, and a collector (a list, say, of the hidden states
-        # of all layers) gets no results of a rerun.
+        # A new context: variables set in the rerun end with it, and a list in a variable, as of hidden states, gets no results
+        # of the rerun.
         context = Context()
         for variable, value, _ in frame.variables:
             context.run(variable.set, loan.value(value) if loan is not None and type(value) is Note else value)
@@ -210,10 +210,10 @@ def _call(
 
 
 def _is_at_fault(error: Exception, frame: Any, *, is_called: bool) -> bool:
-    """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""
+    """Whether an exception of the rerun is an error: not if all values were there already (Rule 8)."""
     done, region = frame.collector.done, format_path(frame.path)
     if isinstance(error, (DeterminismError, MutationError)):
-        # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
+        # The region's own error is always an error. After the stop, inner regions, whose forward was cut short, raise others.
         return error.region == region or not done
     if is_called and not done and frame.complete:
         explain_failure(error, region)
@@ -221,17 +221,17 @@ def _is_at_fault(error: Exception, frame: Any, *, is_called: bool) -> bool:
 
 
 def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torch.device], watch: DrawWatch | None) -> None:
-    """Raises unless another thread has moved the generators of some devices, from which this function does not draw."""
+    """Raises unless another thread, not this function, has moved the generators of some devices."""
     region, is_proven, group = format_path(frame.path), watch is not None, torch.distributed
     if watch is None:
         # One more rerun on this rank alone would run the region's collectives without the other ranks.
         if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-            raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
+            raise draws_error(region, " In a process group there is no check whether another thread has drawn.")
         watch = _draw_watch()
         rerun(frame, wanted, probe=watch)
     if watch.unknown is not None or moved & watch.devices:
         raise draws_error(region, f" The region runs {watch.unknown or watch.first_draw}.")
-    # The rerun in question may have drawn what a later rerun reads (a table that was gone from its cache).
+    # The doubtful rerun itself may have drawn, and filled a cache that the probe only read.
     positions = frame.positions or {}
     begin, where = positions.get(-1), position_of_generators()
     in_forward: set[torch.device] = set().union(*(devices_between(begin, position, where) for position in positions.values()))

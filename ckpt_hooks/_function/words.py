@@ -1,4 +1,4 @@
-"""Words for errors: the name of a tensor, and the operator which saved the tensor. Never on a path without an error."""
+"""Words for errors and warnings: causes, the name of a tensor, the operator that saved it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-#: The causes of reruns which differ from forward.
 CAUSES = (
-    "The function did not do the same again. Usual causes: a global, a module attribute, train()/eval() or requires_grad of a "
-    "tensor that changed between forward and backward; a cache that forward filled; an iterator that forward takes from (give "
-    "its items as arguments, by xs in checkpoint_loop); a hook that removed itself; random numbers of Python or NumPy without "
-    "ckpt_hooks.track_rng; a choice on a tie (top-k, sort, argmax), which policies.routing_saveable "
-    "keeps; another graph of a function compiled by torch.compile (compile around the region, or write "
-    "`with checkpoint_region():`)."
+    "The recompute did other work than forward. Usual causes: a global, a module attribute, train()/eval() or requires_grad of "
+    "a tensor that changed between forward and backward; a cache that forward filled; an iterator that forward takes from "
+    "(give its items as arguments, by xs in checkpoint_loop); a hook that removed itself; random numbers of Python or NumPy "
+    "without ckpt_hooks.track_rng; a choice on a tie (top-k, sort, argmax), which policies.routing_saveable keeps; another "
+    "graph of a function compiled by torch.compile (compile around the region, or write `with checkpoint_region():`)."
 )
 _SEE_MORE = "Pass `debug=True` to see the operators of both runs."
 
 
 def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     return DeterminismError(
-        f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward had drawn by then, so a "
-        "dropout mask, say, is another one. Usual causes: a random table which forward made and keeps (functools.lru_cache, a "
-        "global dict); another thread that draws from the same generator. Make the table before the region, and give each "
-        f"thread a generator of its own.{more}",
+        f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward, so that a dropout mask, for "
+        "example, would differ. Usual causes: a random table that forward made and keeps (functools.lru_cache, a global dict); "
+        "another thread that draws from the same generator. Make the table before the region, and give each thread a generator "
+        f"of its own.{more}",
         region=region,
         index=-1,
         expected="the random numbers of forward",
@@ -49,7 +47,7 @@ def warn_of_drawing_thread() -> None:
         has_warned = True
         warnings.warn(
             "another thread draws from torch's default generator while regions recompute: give that thread a generator of its "
-            "own (torch.Generator). From now on each operator of a recompute is watched, to tell whose draws these are.",
+            "own (torch.Generator). From now on each operator of a recompute is watched, to tell which thread draws.",
             stacklevel=2,
         )
 
@@ -63,7 +61,7 @@ def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor
 
 def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
     named: list[tuple[str, str, Any]] = []
-    with contextlib.suppress(TypeError, ValueError):  # no function of Python, or a variable without a value
+    with contextlib.suppress(TypeError, ValueError):  # not a Python function, or an unassigned variable
         variables = inspect.getclosurevars(function)
         for name, value in variables.nonlocals.items():
             named.append(("the variable {}", repr(name), value))
@@ -72,13 +70,13 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
         named += [("the global {}", repr(name), value) for name, value in variables.globals.items()]
     for module in walk_from(function).modules:
         parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        for what, rows in (("parameter", parameters), ("buffer", buffers), ("attribute", vars(module).items())):
-            named += [(f"the {what} {{}} of {type(module).__name__}", repr(name), value) for name, value in rows]
+        for kind, rows in (("parameter", parameters), ("buffer", buffers), ("attribute", vars(module).items())):
+            named += [(f"the {kind} {{}} of {type(module).__name__}", repr(name), value) for name, value in rows]
     return ((words.format(name), value) for words, name, value in named if isinstance(value, torch.Tensor))
 
 
 def node_of(frame: Any, index: int) -> Any:
-    """Returns the autograd node which saved a tensor of a region; None if the node is not below this thread's running node."""
+    """Returns the autograd node that saved a tensor; None if it is not below the node that runs on this thread."""
     if not 0 <= index < len(frame.numbers):
         return None
     number: int = frame.numbers[index]
@@ -96,7 +94,7 @@ def node_of(frame: Any, index: int) -> Any:
 
 
 def blame(error: DeterminismError, frame: Any) -> None:
-    """Lets an error say which operator saved the tensor, and how to see more."""
+    """Adds to an error which operator saved the tensor, and how to see more."""
     node = node_of(frame, error.index)
     words = str(error)
     if node is not None:
@@ -111,10 +109,10 @@ def explain_failure(error: Exception, region: tuple[str, ...]) -> None:
     """Adds a note to an exception of a rerun."""
     add_note = getattr(error, "add_note", None)  # since Python 3.11
     note = (
-        f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. What forward read may be used "
-        "up, as the items of an iterator, a file or a queue are, or gone, as a tensor that a context variable named, or from "
-        "which a backward inside of the region started. Take it before the region, and pass it as an argument. If the function "
-        "runs backward, write `with checkpoint_region():`, which runs Python once."
+        f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. Something that forward read "
+        "may be used up (an iterator, a file, a queue) or gone (a tensor in a context variable, or a tensor from which a "
+        "backward inside of the region started). Read it before the region, and pass it as an argument. If the function runs "
+        "backward, write `with checkpoint_region():`, which runs Python once."
     )
     is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if add_note is not None and not is_full and note not in getattr(error, "__notes__", ()):

@@ -1,10 +1,9 @@
-"""Errors of replays: the lines of operators in debug mode, results of another shape than in forward, and other values.
+"""Errors of replays: results of other shapes, other values, and in debug mode the lines of operators.
 
-Sizes read by Python are constants on a tape, and so are loops. So a replay of other routes cannot come to the results of
-forward. The shapes of forward are noted for the few operators which have shapes from data.
+Sizes that Python has read are constants on a tape, as are loops. If data decides on a shape, as for routed tokens, a replay
+with another choice cannot use these constants, so the shapes of such results are noted and compared.
 
-Values are compared inside a dispatch mode of the user's, which sees operators after the recorder: its changes to results are
-not on the tape.
+Inside a user's dispatch mode values are compared, since the mode may change results after the recorder has seen them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def check_shapes(frame: Any, op: OpWithShapes, out: Any) -> None:
         return
     region = format_path(frame.path)
     error = DeterminismError(
-        f"region {'/'.join(region)!r}: the replay of {op.facts.operator} came to a result of another shape than forward.\n"
+        f"region {'/'.join(region)!r}: the replay of {op.facts.operator} has returned another shape than forward.\n"
         f"shape in forward: {_in_words(expected)}\nshape in the replay: {_in_words(actual)}\n"
         f"{routing_advice([op.facts.full_name]).strip()}",
         region=region,
@@ -53,7 +52,7 @@ def check_shapes(frame: Any, op: OpWithShapes, out: Any) -> None:
 
 
 def shapes_of(out: Any) -> list[tuple[int, ...]] | None:
-    """Returns the shapes of results; None for sizes unknown while torch traces."""
+    """Returns the shapes of results; None if sizes are symbols, while torch traces."""
     shapes = [tuple(output.shape) for output in flatten(out) if isinstance(output, torch.Tensor) and not output.is_nested]
     return shapes if all(type(size) is int for shape in shapes for size in shape) else None
 
@@ -63,13 +62,13 @@ def _in_words(shapes: list[tuple[int, ...]]) -> str:
 
 
 class OperatorLines:
-    """The lines of the operators of an outermost region, and of those of the regions directly within."""
+    """The lines of the operators of an outermost region and of recorded regions inside."""
 
-    # The log counts values: an operator of the tape is the operator during which its number was assigned.
+    # Each log entry has the number of the latest value before its operator, by which operators of the tape are found.
     __slots__ = ("_entries", "_latest", "_log", "_places", "_root")
 
     def __init__(self, tables: Tables) -> None:
-        latest = self._latest = [-1]  # the number of the node that was made last, as the latest operator began
+        latest = self._latest = [-1]  # the number of the latest autograd node when the latest operator began
 
         def count() -> int:
             latest[0] = sequence_number()
@@ -77,7 +76,7 @@ class OperatorLines:
 
         self._log: OperatorLog | None = OperatorLog(count)
         self._entries: list[Entry] = self._log.entries
-        self._places: dict[int, int] = {}  # by the identity of a handle: the place of the operator that saved its tensor
+        self._places: dict[int, int] = {}  # the place of the operator that saved a tensor, by the identity of the handle
         root = outermost_module()
         self._root = None if root is None else weakref.ref(root)
 
@@ -92,7 +91,7 @@ class OperatorLines:
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook which notes the saving operator: the next to run, or the latest where its result is saved."""
+        """Returns a pack hook that notes the saving operator: the next to run, or the latest if it saves its result."""
         entries, places, latest = self._entries, self._places, self._latest
         explain = self._explain
 
@@ -161,19 +160,19 @@ class ComparedValues:
 
     def __init__(self, modes: Sequence[str], sampled: Sampled | None = None) -> None:
         self.modes = modes  # names of the modes around the outermost region
-        self._sampled, self._gives_up = sampled, False  # of the self-check
+        self._sampled, self._gives_up = sampled, False  # for the self-check
         self._fingerprint: Callable[[torch.Tensor], Any] = _fingerprint if sampled is None else sample_of
         self._fingerprints = Fingerprints(self._fingerprint, ())
         self._taken = self._fingerprints.taken
         self._numbers: list[int] = []  # numbers of values
         self._without_grad: set[int] = set()
         self._task = -1  # the latest backward at whose end values are compared
-        # Samples of forward and of replays, not compared yet, with what makes the error.
+        # Samples of forward and replays to compare, each with a function that makes the error.
         self._pending: list[tuple[tuple[Any, Any, torch.dtype], Callable[[str, str], DeterminismError]]] = []
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook which takes the fingerprints of tensors with handles."""
+        """Returns a pack hook that takes the fingerprints of tensors with handles."""
         fingerprints, numbers, without_grad = self._fingerprints, self._numbers, self._without_grad
 
         def pack_compared(tensor: torch.Tensor) -> Any:
@@ -188,17 +187,16 @@ class ComparedValues:
         return pack_compared
 
     def close(self) -> None:
-        """Ends forward; the pack hook drops the fingerprints."""
+        """Ends forward, after which the pack hook takes no fingerprints."""
         self._fingerprints.close()
 
     def give_up(self) -> None:
-        """Compares nothing in the self-check: lines inside draw anew."""
+        """Compares nothing in the self-check, since an inner region draws anew."""
         self._gives_up = self._sampled is not None
 
     def compare(self, handle: TapeHandle, tensor: torch.Tensor) -> None:
         index, value = handle.index, handle.value
-        # Not compared are kept tensors, and those written to without a count of the version: plain autograd takes these as
-        # they are.
+        # Not compared: kept tensors, and tensors written to without a change of version, which plain autograd accepts.
         if value.saved is not None or value.number != self._numbers[index] or is_without_values():
             return
         expected, sampled = self._taken[index], self._sampled
@@ -221,7 +219,7 @@ class ComparedValues:
         task = graph_task_id()
         if is_on_host(tensor) or task == -1:
             self._settle()
-        elif task != self._task:  # to wait for the device once, as the backward ends; a failing backward calls nothing back
+        elif task != self._task:  # compare when the backward ends, to wait for the device once; not if the backward fails
             self._task = task
             queue_callback(self._settle)
 
@@ -233,20 +231,20 @@ class ComparedValues:
             self._sampled.settle(pending[place][1]("", ""))
 
     def _error(
-        self, region: tuple[str, ...], index: int, what: str, saved_by: str | None, before: str, after: str
+        self, region: tuple[str, ...], index: int, tensor: str, saved_by: str | None, before: str, after: str
     ) -> DeterminismError:
-        words = f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
-        words += f"tensor at position {index}: {what}\n"
+        words = f"region {'/'.join(region)!r}: the replay of the region computed other values than forward.\n"
+        words += f"tensor at position {index}: {tensor}\n"
         if self._sampled is not None:
-            before, after = f"{what} of forward", "other values"
+            before, after = f"{tensor} of forward", "other values"
             words += (
-                "No operator wrote what has changed (NumPy, DLPack, `.data` or a kernel by pointer did), or an operator does "
-                "not do the same each time: have its output kept by a policy."
+                "Either memory was written to without an operator (by NumPy, DLPack, `.data` or a kernel by pointer): use an "
+                "operator. Or an operator returns other results each time: keep its output by a policy."
             )
         else:
             words += (
-                "An operator does not do the same each time, or a mode around the region changes results: have its output kept "
-                "by a policy, or enter the mode inside the region."
+                "Either an operator returns other results each time: keep its output by a policy. Or a mode around the region "
+                "changes results: enter the mode inside the region."
             )
         words += "" if saved_by is None else f" It was saved by {saved_by}."
         words += "" if self._sampled is not None else modes_in_words(self.modes, users_modes())

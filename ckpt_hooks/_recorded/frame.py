@@ -43,7 +43,7 @@ from .replay import Replay, Replayable, bring_back
 from .tape import Tape
 from .values import Value, is_held_twice, values_below
 
-has_warned = False  # of a policy that the region around does not heed
+has_warned = False  # of a policy inside of a plain region
 
 _number = operator.attrgetter("number")
 
@@ -52,17 +52,17 @@ Externals = list[weakref.ref[TrackedTensor]]
 
 
 class SplitReplay(Replay):
-    """The tensors of a frame for the two parts of a backward. The frame owns this object, so the frame is held weakly."""
+    """The tensors of a frame for the two parts of a backward; owned by the frame, so it holds the frame weakly."""
 
     def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[TapeHandle]) -> None:
         Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
-        # Each handle with uses left, weakly, by its index.
+        # Handles with uses left, by index, each with the number of its value.
         self.handles = {handle.index: (weakref.ref(handle), handle.value.number) for handle in handles}
-        self.uses = Uses()  # the uses of the handles
+        self.uses = Uses()
 
     @property
     def frame(self) -> Replayable:
-        """The frame, alive since a handle in use holds it: weakly here, for the frame holds this pass."""
+        """The frame, which a handle in use keeps alive."""
         frame = self._frame()
         assert frame is not None
         return frame
@@ -72,7 +72,7 @@ class SplitReplay(Replay):
         self._frame = weakref.ref(frame)
 
     def expects_handle(self, index: int) -> bool:
-        """Whether a handle has uses left, and no backward has written to its memory."""
+        """Whether a handle has uses left and no backward has written to its memory."""
         if self.uses.is_next_part():
             for dead in [position for position, (reference, _) in self.handles.items() if reference() is None]:
                 self._release(dead, 1 if dead in self.uses.used else 2)
@@ -88,7 +88,7 @@ class SplitReplay(Replay):
             self._release(index, 0 if is_second else 1)
 
     def _release(self, index: int, uses: int) -> None:
-        """Drops a handle with uses that will not come."""
+        """Drops a handle and the given number of its uses."""
         _, number = self.handles.pop(index)
         if uses:
             self.readers[number] -= uses
@@ -99,7 +99,7 @@ class SplitReplay(Replay):
 
 
 def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
-    """Returns the tensors from outside that stand in the graph themselves, and need no frame."""
+    """Returns the tensors from outside that the graph holds itself, without a frame."""
     return [
         holding._replace(why=f"saved, {holding.why}")
         for reference in externals
@@ -118,7 +118,7 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
 
 
 def fate_of(value: Value) -> Reason:
-    """Returns the fate of a handle's tensor. A view of a tensor from outside is brought back, but its memory is not dropped."""
+    """Returns the fate of a handle's tensor; a view of a tensor from outside has the fate of its memory, which is held."""
     saved = value.saved
     if saved is None:
         return value.store.cause.reason if value.store.external else Reason.DROPPED
@@ -127,7 +127,7 @@ def fate_of(value: Value) -> Reason:
 
 @skipped
 def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle, which the replay drops after the last read (Rule 4); or a kept tensor."""
+    """Returns the tensor of a handle, which the replay drops after the last read (Rule 4), or a kept tensor."""
     if isinstance(packed, KeptTensor):
         return packed.tensor if packed.tensor._version == packed.version else packed.unpack()
     frame, saved = packed.frame, packed.value.saved
@@ -198,7 +198,7 @@ class RecordedFrame(Replayable):
         module: torch.nn.Module | None = None,
     ) -> None:
         parent = stack.innermost
-        # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
+        # A frame directly inside another shares its tape. Not with a function frame in between, which reruns the inner frame.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
         Frame.__init__(self, name, parent, settings.observers, module)
@@ -215,10 +215,10 @@ class RecordedFrame(Replayable):
         self._has_lines = False  # whether the lines of operators are this frame's, and not the outer frame's
         self._compares_values, self._place = options.check.fingerprint is not None, place
         self.around_replays = around_replays
-        self._at_end = at_end  # is called with the tape of an outermost frame before the tape is closed
-        # Compares the frame's values, on request, or if a dispatch mode of the user's is around the outermost region.
+        self._at_end = at_end  # called with the tape of an outermost frame before the tape is closed
+        # Compares values, on request, for the self-check, or inside of a user's dispatch mode.
         self.compared: ComparedValues | None = None
-        # Saved-tensor hooks of others around, within the innermost function frame; None after the end.
+        # Foreign saved-tensor hooks around, inside the innermost function frame; None after the end.
         self.hooks_around: Hooks | None = None
         self._decisions = None if options.policy is None else Decisions(options.policy)
         self._respect_hooks = options.respect_hooks
@@ -238,7 +238,7 @@ class RecordedFrame(Replayable):
         hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
         if hooks is None and self._offload_from is not None:
             hooks = self.hooks_around = hooks_for_inputs(self.path, self.watch, self._offload_from)
-            respect_hooks = False  # outputs kept by the policy stay
+            respect_hooks = False  # tensors that the policy keeps stay on the device
         elif hooks is not None:
             if not are_of_frame(hooks):
                 self.hooks_around = hooks
@@ -258,7 +258,6 @@ class RecordedFrame(Replayable):
         if self._has_lines:
             self.lines = OperatorLines(tape.tables)
             self.lines.enter()
-        # Devices and streams as the outermost region began; None where no accelerator was in use.
         self.start, self.current = tape.tables.number, tape.current
         self._lock, self.unseen = tape.lock, tape.unseen
         pack, release = self._packing(tape)
@@ -297,7 +296,7 @@ class RecordedFrame(Replayable):
         self.tape = self.hooks_around = None
         self.complete = True
         if tape.has_refilled and self.whole is None:
-            # Processes which gather parameters together have to agree, whatever the sizes of their batches.
+            # Processes that gather parameters together have to replay alike, whatever the sizes of their batches.
             self.whole = False
         if self._has_lines and self.lines is not None:
             self.lines.exit()
@@ -313,7 +312,7 @@ class RecordedFrame(Replayable):
             if error is None and self.watch is None and self._decisions is None and not tape.watched:
                 tape.close()
             else:
-                close(error, tape.close, partial(self._tell, tape, error))  # hooks of the user's, and of a rerun around
+                close(error, tape.close, partial(self._tell, tape, error))  # both may call the user's hooks
             return
         if outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer.draws_anew
@@ -333,7 +332,7 @@ class RecordedFrame(Replayable):
 
     @skipped
     def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], TapeHandle | KeptTensor], Callable[[], None]]:
-        """Returns the pack hook, and a function to drop this frame from the hook, which autograd keeps with each kept leaf."""
+        """Returns the pack hook, and a function that makes it drop this frame: autograd keeps the hook with each kept leaf."""
         get, handles = tape.tables.known.get, self.handles
         append = handles.append
         pack_other, watch = self._pack_other if self.watch is None else self._pack_watched, self.watch
@@ -377,7 +376,7 @@ class RecordedFrame(Replayable):
         return handle
 
     def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> TapeHandle | KeptTensor:
-        """Packs a tensor which the tape does not know as the result of an operator."""
+        """Packs a tensor that the tape does not know as an operator's result."""
         tape = self.tape
         assert tape is not None
         if value is None and is_kept_anyway(tensor):
@@ -385,11 +384,11 @@ class RecordedFrame(Replayable):
             kept.tensor, kept.version, kept.path = tensor, tensor._version, self.path
             return kept
         if value is None or storage_of(tensor) != value.store.address:
-            # What a custom function saves, but for weights and tables, to which no backward writes; what counts no versions.
+            # Gets a handle: a tensor without a version, and a non-leaf from a custom function, whose backward may write to it.
             is_value = (tape.is_of_function and tensor.requires_grad) or version_of(tensor) < 0
             store = tape.tables.store_of(tensor)
             if store.uninitialized:
-                value = tape.input_of(tensor, store)  # as it is after the writes
+                value = tape.input_of(tensor, store)  # kept, with its content after later writes
             elif store.external and tape.hooks is None and self.hooks_around is None and not is_value:
                 alias = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedTensor.of(alias, tensor._version, self.path)
@@ -428,7 +427,7 @@ class RecordedFrame(Replayable):
         holdings = held_in_graph(self.externals, seen)
         for value in self._values():
             if value.saved is not None:
-                seen.add(id(value.saved.memory))  # a second face of the tensor
+                seen.add(id(value.saved.memory))  # an alias of the tensor
                 holdings += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
             if value.op is not None:
                 holdings += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
@@ -438,7 +437,7 @@ class RecordedFrame(Replayable):
         return holdings + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
 
     def _values(self) -> list[Value]:
-        """Returns the values needed by the living handles, in the order of their making."""
+        """Returns the values that living handles need, in the order of their making."""
         handles = [handle for reference in self.handles if (handle := reference()) is not None]
         return sorted(values_below([handle.value for handle in handles]), key=_number)
 
@@ -456,7 +455,7 @@ class RecordedFrame(Replayable):
         return [child for reference in self._children if (child := reference()) is not None]
 
     def replay_for(self, key: int) -> Replay:
-        """Returns the replay of a scope. Makes a missing replay, and replays for the frames inside, which will ask it."""
+        """Returns the replay of a scope; if there is none, makes replays for this frame and for frames inside."""
         replay: Replay | None = self.passes.get(key)
         if replay is not None:
             return replay
@@ -470,7 +469,7 @@ class RecordedFrame(Replayable):
                 order.append(frame)
                 todo += frame._living_children()
         for frame in reversed(order):
-            # Kept tensors need no replay, which would hold them until their last request.
+            # Without handles of kept tensors, which a replay would hold until their last request.
             handles = [
                 handle
                 for reference in frame.handles
@@ -490,7 +489,7 @@ class RecordedFrame(Replayable):
         """Returns the tensor of a handle; the caller holds the tape's lock."""
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
-        if key == -1:  # outside of a backward nothing tells when values may go
+        if key == -1:  # outside of a backward: nothing tells when to drop values
             return self.alone(handle.value)
         if self.is_split:
             return self._bring_back_in_parts(handle)
@@ -526,9 +525,9 @@ class RecordedFrame(Replayable):
             todo += frame._living_children()
 
     def for_function(self, handle: TapeHandle, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory."""
+        """Returns a tensor for the backward of a custom function: a copy if a replay or a policy still needs the memory."""
         saved = handle.value.saved
-        if not is_plain(tensor):  # whose memory no kernel gets
+        if not is_plain(tensor):  # no kernel can write to its memory
             return tensor
         if saved is not None and not saved.is_packed:
             in_memory = sum(reference() is not None for reference in handle.value.store.held or ())
@@ -548,7 +547,7 @@ class RecordedFrame(Replayable):
         return False
 
     def alone(self, value: Value) -> torch.Tensor:
-        """Returns the tensor of a value by a replay for this call alone."""
+        """Returns the tensor of a value, by a replay for this call."""
         return take(Replay(self, (value,), None), value)
 
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
@@ -562,15 +561,16 @@ class RecordedFrame(Replayable):
 
 
 def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
-    """Warns, once, of a policy inside of a plain region, whose rerun runs again what the policy keeps."""
+    """Warns, once, of a policy inside of a plain region, whose rerun computes kept tensors again."""
     global has_warned
     while around is not None and around.kind != "function":
         around = around.parent
     if around is not None and policy is not nothing_saveable:
         has_warned = True
         warn_user(
-            f"The policy {policy!r} of region {name!r} spares nothing: region {around.path[0]!r} around it is a plain one, "
-            "whose recompute runs all of it again. Make that one recorded: `recorded=True`, or `with checkpoint_region():`."
+            f"The policy {policy!r} of region {name!r} spares nothing: region {around.path[0]!r} around it is a plain region, "
+            "whose recompute runs everything again. Make the outer region recorded, by `recorded=True` or `with "
+            "checkpoint_region():`."
         )
 
 

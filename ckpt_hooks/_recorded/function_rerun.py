@@ -1,8 +1,8 @@
 """Custom autograd functions as operators of a tape: the arguments of a call, and the rerun of forward.
 
-A function's kernels may write by pointer, so its operators do not tell its effects. Its results are what it returned, what it
-saved, and what it wrote of its arguments; a replay which needs any of them runs ``forward`` as a whole. Attributes of ``ctx``
-besides saved tensors stay with the node made by forward.
+A function's kernels may write by pointer, so its operators do not show its effects. Its results are the tensors that it
+returned, saved or wrote to; a replay that needs any of these runs ``forward`` as a whole. Attributes of ``ctx`` besides saved
+tensors stay with forward's node.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ckpt_hooks.errors import DeterminismError
 from .replay import ReplayContext
 from .values import ANEW
 
-#: A result: the number of its value, whether it was saved, its place among what was saved or returned, its shape and dtype.
+#: A result: the number of its value, whether it was saved, its place among saved or returned tensors, its shape and dtype.
 Result = tuple[int, bool, int, torch.Size, torch.dtype]
 
-#: The noted states of the draws of a forward, in order, None for a call which drew nothing; or :data:`ANEW`.
+#: The states of the draws of a forward, in order, None for a call that drew nothing; or :data:`ANEW`.
 Draws = Any
 
 
@@ -78,7 +78,7 @@ class _DrawsAgain(QuietDispatchMode):
         except StopIteration:
             raise self._facts.error(self._frame, "fewer random draws", f"another draw by {func}") from None
         if state is None or (self._facts.sources is not None and device_of(args, kwargs).type != "cpu"):
-            return func(*args, **kwargs)  # on a device whose random source is where forward's was
+            return func(*args, **kwargs)  # on a device, whose random source has been set
         return draw_again(func, list(args), kwargs, state)
 
 
@@ -87,8 +87,8 @@ _MOST_PARTS = 1000
 
 
 def parts_of(values: Iterable[Any]) -> list[Any] | None:
-    """Returns all that objects consist of, in the order of a walk; None where they may change unseen, or lead to a graph."""
-    # What is held leads to no graph that holds it: the garbage collector cannot see a ring through autograd.
+    """Returns all parts of objects, in the order of a walk; None if they may change unseen or lead to a graph."""
+    # Not to a graph, which may hold these objects: the garbage collector sees no cycle through autograd.
     todo, seen, parts = list(values), set[int](), list[Any]()
     while todo:
         value = todo.pop()
@@ -119,7 +119,7 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
 
 
 def is_without_state(function: types.FunctionType) -> bool:
-    """Whether nothing that a function has may change, its globals left aside."""
+    """Whether a function has nothing that may change, except for globals."""
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
 
 
@@ -131,7 +131,7 @@ _lending = threading.RLock()
 
 
 class _Lending:
-    """Puts contents in place of those of some tensors, for a while; no version tells."""
+    """Gives some tensors other contents in a ``with`` block, without a change of their versions."""
 
     def __init__(self, lent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._lent = lent
@@ -158,7 +158,7 @@ def _same(part: Any, other: Any) -> bool:
 
 
 class FunctionFacts(OpFacts):
-    """One call of a custom function, in the place of an operator's facts. The arguments of the ``Op`` are its tensors."""
+    """A call of a custom function in place of an operator's facts; its tensors are the arguments of the ``Op``."""
 
     __slots__ = (
         "args",
@@ -198,14 +198,14 @@ class FunctionFacts(OpFacts):
     def __init__(self, function: Any) -> None:
         self.operator = function
         self.written: tuple[Written, ...] = ()
-        self.objects: list[Any] = []  # arguments which are neither tensors nor taken apart
-        self.parts: list[Any] = []  # what these consisted of
-        self.memory: list[tuple[int | None, int]] = []  # of the tensors among these
-        self.lent: list[int] = []  # places of tensors from outside to which forward wrote, and each rerun does
+        self.objects: list[Any] = []  # arguments that are neither tensors nor taken apart
+        self.parts: list[Any] = []  # the parts of objects in forward
+        self.memory: list[tuple[int | None, int]] = []  # storages and versions of tensors among the parts
+        self.lent: list[int] = []  # places of tensors from outside to which forward and reruns write
         self.results: list[Result] = []  # the results on the tape, in order of noting
-        # Random generators before forward, other than the CPU's, which unseen draws moved; None where none did.
+        # States before forward of random sources other than the CPU's; None if forward did not move them.
         self.sources: random.RandomStates | None = None
-        self.fake_mode: Any = None  # the mode of fake tensors among the arguments; None for others
+        self.fake_mode: Any = None  # the mode of fake tensors among the arguments, if any
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -222,8 +222,8 @@ class FunctionFacts(OpFacts):
     ) -> list[Any]:
         """Runs forward again; returns the results in the order of :attr:`results`."""
         if self.objects and not self.are_as_noted():
-            raise self.error(frame, "the objects of then among its arguments", "objects which have been changed since")
-        # Behind the arguments come tensors in objects, which the objects have themselves.
+            raise self.error(frame, "the objects unchanged", "objects among its arguments that have changed")
+        # The last tensors are parts of objects.
         inputs = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
         inside = [part for part in self.parts if isinstance(part, torch.Tensor)]
         first, lent = len(inputs) - len(inside), []
@@ -280,7 +280,7 @@ class FunctionFacts(OpFacts):
         return tensor.detach() if tensor.requires_grad else tensor
 
     def are_as_noted(self) -> bool:
-        """Whether the objects consist of what they consisted of."""
+        """Whether the objects have the same parts as in forward."""
         parts = parts_of(self.objects)
         if parts is None or len(parts) != len(self.parts) or not all(map(_same, parts, self.parts)):
             return False
@@ -293,9 +293,9 @@ class FunctionFacts(OpFacts):
     def error(self, frame: Frame, expected: str, other: str) -> DeterminismError:
         region = format_path(frame.path)
         return DeterminismError(
-            f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` runs again for backward, where it "
-            f"came to {other}; in the first run it had {expected}. Its results must depend on its arguments, on random numbers "
-            "of torch, and on nothing that changes between forward and backward. Pass what changes as an argument.",
+            f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` ran again for backward, with "
+            f"{other}, while the first run had {expected}. Its results must depend on its arguments, on random numbers of "
+            "torch, and on nothing that changes between forward and backward. Pass values that change as arguments.",
             region=region,
             index=-1,
             expected=expected,
@@ -304,7 +304,7 @@ class FunctionFacts(OpFacts):
 
 
 def _as_forward(tensor: torch.Tensor, grad: bool) -> torch.Tensor:
-    """Returns a tensor which requires grad as forward's did; forward may ask."""
+    """Returns a tensor with the ``requires_grad`` of forward, which the function may read."""
     if tensor.requires_grad == grad:
         return tensor
     return tensor.detach().requires_grad_(grad)

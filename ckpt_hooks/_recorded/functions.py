@@ -1,13 +1,12 @@
-"""The recording of a call of a custom autograd function: arguments, operators, results, and the memory written to.
+"""The recording of a call of a custom autograd function: arguments, operators, results, and written memory.
 
-Kernels launched by pointer write unseen, so each call follows the same rule, whatever the function is made of. It is taken to
-write to its arguments which require grad, are no leaves, and were made in the innermost region: a replay then runs it before
-anybody reads these again, which costs nothing where nothing was written. Memory from outside of the region, and arguments
-without gradients, are compared before and after. A write to memory from outside could not be repeated, so the results are kept
-instead; so are the results of a function which does what no replay should do again.
+Kernels launched by pointer write unseen, so all functions follow the same rule. A call counts as a write to the arguments that
+require grad, are no leaves, and were made in the innermost region: a replay then runs the function before later reads, which
+costs nothing if nothing was written. Memory from outside of the region, and arguments without gradients, are compared before
+and after the call. A replay must not repeat a write to memory from outside, or other effects, so then the results are kept.
 
-The alternative not taken: to look for calls into foreign modules (``sys.setprofile``) in the first call of each function, and
-to record the operators of a function without any. A kernel behind a branch of a later call fools it.
+The alternative not taken: to watch the first call of each function for calls into foreign modules (``sys.setprofile``), and to
+record operators if there are none. It fails for a kernel behind a branch that only a later call takes.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from .function_rerun import FunctionFacts, is_without_state, memory_of, parts_of
 from .tape import Tape, decide
 from .values import ANEW, Op, Store, Value, counter_in, counter_of, new_store, new_value
 
-#: The size in bytes up to which arguments from outside without a history (weights, tables) are compared. Kernels do not write
-#: to weights, and to look at so many bytes twice takes some 0.2 ms.
+#: Bytes up to which arguments from outside without a history (weights, tables) are compared, which takes some 0.2 ms. Kernels
+#: do not write to larger weights.
 MOST_COMPARED = 1 << 20
 
 
@@ -76,7 +75,7 @@ def taken_apart(
             capture = capture or Capture(tensors)
             needs += [isinstance(argument, torch.Tensor) and argument.requires_grad for argument in kwargs.values()]
             kwargs = {name: capture.value(argument, "") for name, argument in kwargs.items()}
-    except TypeError:  # from an iterator, at whatever depth
+    except TypeError:  # raised by :class:`Capture` for an iterator
         tensors += [argument for argument in args[len(arguments) :] if isinstance(argument, torch.Tensor)]
         return [], {}, tensors, (), [], "has an iterator among its arguments, which can be read once"
     objects = []
@@ -87,7 +86,7 @@ def taken_apart(
 
 
 def is_compared(tensor: torch.Tensor, store: Store) -> bool:
-    """Whether an argument is compared: not a large weight or table, and nothing without contents."""
+    """Whether an argument is compared: it has contents, and is no large weight or table."""
     if type(tensor) is FAKE or not is_dense(tensor) or tensor.is_meta or not tensor.numel() or is_freed(tensor):
         return False
     is_weight = store.external and (not tensor.requires_grad or is_kept_anyway(tensor))
@@ -95,8 +94,8 @@ def is_compared(tensor: torch.Tensor, store: Store) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an argument is safe to hold for a rerun: a value without parts, or a function or class which is there anyway."""
-    # An object with parts may lead to the graph, by ways which the garbage collector cannot see: a leak for ever.
+    """Whether an argument is safe to hold for a rerun: a value without parts, or a plain function or class."""
+    # An object with parts may lead to the graph through autograd, where the garbage collector sees no cycle: a leak.
     if isinstance(value, torch.Generator):
         return False
     if isinstance(value, types.FunctionType):
@@ -124,11 +123,11 @@ _written_at = functools.cache(functools.partial(Written, name="", counted=False,
 
 
 def _pack_saved(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Packs a tensor which a custom function saved; ``pack`` may be the hook of another tape around, which has to know."""
+    """Packs a tensor that a custom function saved; a ``pack`` of another tape recognizes this caller."""
     return pack(tensor)
 
 
-# Who calls the pack hook for what a custom function saved, and not an operator in it.
+# The callers of a pack hook for a tensor that the function itself saved, not an operator in it.
 _CALLERS = (APPLY_CODE, _pack_saved.__code__)
 
 
@@ -137,7 +136,7 @@ def _packing(call: FunctionCall, pack: Callable[[Tensor], Any]) -> tuple[Callabl
     open_call: FunctionCall | None = call
 
     def pack_in_call(tensor: Tensor) -> Any:
-        if open_call is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
+        if open_call is None or sys._getframe(1).f_code not in _CALLERS:  # an operator in the function saves
             return pack(tensor)
         return open_call.pack(tensor, pack)
 
@@ -160,18 +159,17 @@ class FunctionCall:
         facts = self._facts = FunctionFacts(function)
         self._op = Op()
         self._draws: list[Any] = []
-        self._states = NotedStates()  # a rerun draws in forward's order, so each call has a series
+        self._states = NotedStates()  # of this call alone: its rerun draws in forward's order
         self._born: set[int] = set()  # addresses of storages made in the function
         self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
-        self._written: dict[int, Store] = {}  # storages taken as written to, by identity
-        self._lent: dict[int, int] = {}  # places of arguments from outside to which a rerun writes, by identity of the storage
+        self._written: dict[int, Store] = {}  # storages that count as written to, by identity
+        self._lent: dict[int, int] = {}  # places of arguments from outside to which reruns write, by identity of the storage
         self._looked: list[tuple[Tensor, Store, Image]] = []  # arguments to compare
         self._decisions: dict[int, int] = {}  # of the policy, on results of operators inside, by address
         self._made: list[Value] = []
-        # Whether the policy keeps all results, also those that kernels have made.
+        # Whether the policy keeps all results, including results of kernels.
         policy = None if tape.decisions is None or self._task != tape.task else tape.decisions.policy
         self._keeps = policy is not None and policy.for_function(function)
-        # With the tensors in objects among the arguments.
         facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, facts.objects, reason = taken_apart(args, kwargs)
         if facts.objects:
             parts = parts_of(facts.objects)
@@ -220,7 +218,7 @@ class FunctionCall:
                 born.add(address)
                 if decision != RECOMPUTE:
                     self._decisions[address] = decision
-                elif self._decisions and (not facts.written or facts.replaces_storage):  # the address was of another storage
+                elif self._decisions and (not facts.written or facts.replaces_storage):  # a new storage at a reused address
                     self._decisions.pop(address, None)
         return out
 
@@ -250,7 +248,7 @@ class FunctionCall:
         elif torch.is_grad_enabled():
             self.keep("runs a backward" if self._task != graph_task_id() else "records a graph of its own")
         elif func is _LIFT_FRESH:
-            self._born.add(storage_of(args[0]) or 0)  # which the operator returns
+            self._born.add(storage_of(args[0]) or 0)  # the operator returns its argument
         else:
             for position in facts.tensors[len(args)]:
                 self._look_at_read(args[position])
@@ -265,7 +263,7 @@ class FunctionCall:
                 self.keep("reads a tensor which is not among its arguments, or which no operator made")
 
     def _is_foreign(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
-        """Whether an operator writes to anything besides memory made in the function; notes a write to an argument."""
+        """Whether a write goes beyond memory that the function or the innermost region made; notes writes to arguments."""
         targets = [args[0]] if facts.is_inplace_view else [tensor for tensor, _ in writes.targets_of(facts, args, kwargs)]
         for target in targets:
             address = storage_of(target)
@@ -287,13 +285,13 @@ class FunctionCall:
         return False
 
     def _lend(self, store: Store, *, is_seen: bool) -> None:
-        """Lets a rerun write to memory from outside, which it finds with forward's contents; else has the results kept."""
+        """Lets reruns write to forward's contents of memory from outside, if that is possible; else keeps the results."""
         if id(store) in self._lent:
             return
         looked = [(tensor, image) for tensor, other, image in self._looked if other is store]
         places = [place for place, tensor in enumerate(self._tensors) if storage_of(tensor) == store.address]
         if store.external and not store.birth and len(looked) == len(places) == 1 and not looked[0][0].requires_grad:
-            differing = is_seen and differs(*looked[0])  # by a kernel, before the write that is seen
+            differing = is_seen and differs(*looked[0])  # whether a kernel wrote before the operator
             if isinstance(differing, Tensor):
                 self._tape.unseen.append((differing, self._facts.name))
             if looked[0][0] is self._tensors[places[0]] and differing is not True:
@@ -302,11 +300,11 @@ class FunctionCall:
         self.keep("writes to memory from outside of the region")
 
     def _is_inside(self, store: Store) -> bool:
-        """Whether the innermost region made a memory: a replay of the region alone may write there."""
+        """Whether the innermost region made a storage, so that its replay may write there."""
         return not store.external and store.birth > self._tape.start
 
     def _look_at_arguments(self) -> None:
-        """Puts the arguments on the tape, and notes the contents of those to be compared."""
+        """Puts the arguments on the tape, and notes the contents that will be compared."""
         tape, facts, op, stores = self._tape, self._facts, self._op, self._stores
         get, start, written = tape.tables.known.get, tape.start, self._written
         values, grads, others = [], [], []
@@ -331,7 +329,7 @@ class FunctionCall:
             elif not tensor.is_cpu and not tensor.is_meta and is_capturing(tensor.device.type):
                 self._is_capturing = True
             if store.external and store.birth:
-                # What is in unfilled memory is left to chance, and so is whether a write changes it.
+                # Unfilled memory has any contents, so a comparison may miss a write.
                 self.keep("got memory made in the region that operators had not filled, or that was kept before")
                 written[id(store)] = store
             elif grad and not store.external and store.birth > start:
@@ -345,7 +343,7 @@ class FunctionCall:
         if self._is_capturing:
             self._take_as_written(others)
         else:
-            if self.reason is not None:  # nothing will run again: what was made in the region is compared too, on the host
+            if self.reason is not None:  # results are kept, so memory made in the region is compared too, on the host
                 for tensor, value in zip(self._tensors, values, strict=True):
                     if tensor.is_cpu and not value.store.external and written.pop(id(value.store), None) is not None:
                         others.append((tensor, value.store))
@@ -359,7 +357,7 @@ class FunctionCall:
                 writes.copy_held(tape, (store,))
 
     def _take_as_written(self, others: list[tuple[Tensor, Store]]) -> None:
-        """Takes arguments as written to while a graph is captured, when no comparison can be waited for."""
+        """Counts arguments as written to while a graph is captured, when a comparison cannot wait for the device."""
         for tensor, store in others:
             if tensor.requires_grad and not is_kept_anyway(tensor):
                 self.keep("got memory from outside of the region while a graph was captured")
@@ -378,7 +376,7 @@ class FunctionCall:
                     pop_saved_tensors_hooks()
             self._finish(out)
         except BaseException:
-            if not self._is_settled:  # it may have written to some of its arguments
+            if not self._is_settled:  # it may have written to arguments
                 self.keep("raised")
                 self._settle()
             raise
@@ -403,7 +401,7 @@ class FunctionCall:
         return packed
 
     def _look_at_others(self, tensor: Tensor, store: Store) -> None:
-        """Notes the contents of other kept tensors in a storage: a kernel may write to a part, and a replay read all."""
+        """Notes the contents of other kept tensors in the storage, to which a kernel may write as well."""
         for reference in store.held or ():
             value = reference()
             saved = None if value is None or value.saved is None else value.saved.tensor
@@ -411,7 +409,7 @@ class FunctionCall:
                 self._looked.append((saved, store, image_of(saved)))
 
     def _look_at_held(self, store: Store) -> None:
-        """Looks whether a policy kept memory at a moment which was written to before: a replay could not write to both."""
+        """Keeps the results of a write to memory that a policy kept after an earlier write: no replay could repeat both."""
         if store.written and any(holder() is not None for holder in store.held or ()):
             self.keep("writes to memory which a policy kept and which was written to before")
 
@@ -430,7 +428,7 @@ class FunctionCall:
             self._tape.cut(self._op, self._made)
 
     def _settle(self) -> None:
-        """Finds what the function wrote to, once its forward has run."""
+        """Determines the memory that the function wrote to, after its forward."""
         self._is_settled = True
         tape, op, facts, written = self._tape, self._op, self._facts, self._written
         bumped = []
@@ -497,7 +495,7 @@ class FunctionCall:
         is_lent = store is not None and id(store) in self._lent
         if not is_born and (self.reason is not None or store is None or is_lent or type(tensor) not in PLAIN_OR_FAKE):
             on_tape = tables.stores.get(address or 0)
-            if on_tape is None or on_tape.external or not on_tape.is_alive():  # memory on the tape has other faces there
+            if on_tape is None or on_tape.external or not on_tape.is_alive():  # else the tape has values in this memory
                 reason = self.reason or f"from {self._facts.name}, in memory which no operator of it made"
                 tape.note_external(tensor, reason)
             return

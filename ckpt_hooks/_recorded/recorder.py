@@ -1,8 +1,7 @@
-"""The dispatch mode which records the operators of a region, below autograd.
+"""The dispatch mode that records the operators of a region, below autograd.
 
-Most operators take tensors and return a tensor. For these, all code is in :meth:`Recorder.__torch_dispatch__`, written out,
-since each operator of each step of a program pays for it. Other operators go through the methods below, and writing operators
-through :mod:`.writes`.
+Most operators take tensors and return a tensor. Their code is written out in :meth:`Recorder.__torch_dispatch__`, since each
+operator of a program pays for it. Other operators go through the methods below, and writing operators through :mod:`.writes`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _NO_KWARGS: dict[str, Any] = {}
 _CAST = OpKind.CAST
 
 _INDUCTOR = "torch._inductor"
-#: The recorders at work on any thread, and whether compiled code was an operator before the first of them.
+#: The active recorders of all threads, and whether modes saw compiled code as operators before the first recorder.
 _recorders: set[weakref.ref[Recorder]] = set()
 _was_seen = False
 
@@ -51,8 +50,8 @@ _was_seen = False
 class Recorder(SelectiveCheckpointContext):
     """Records for the outermost region of a thread, and for regions directly within it (Rule 14)."""
 
-    # Of the instructions of a small block's step, it saves a fifth that most operators do not come by way of :meth:`_record`, 3
-    # to 5% that :meth:`Tape.put` is written out, and 5% under a policy that :meth:`_save` is.
+    # Fast paths, by the instructions of a small block's step: to bypass :meth:`_record` saves a fifth, to write out
+    # :meth:`Tape.put` 3 to 5%, and to write it out in :meth:`_save` under a policy 5%.
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class Recorder(SelectiveCheckpointContext):
 
     def __enter__(self) -> Self:
         global _was_seen
-        if _INDUCTOR in sys.modules:  # which ``torch.compile`` has loaded; to look costs 1% of a chain's step less
+        if _INDUCTOR in sys.modules:  # else there is no compiled code; the check saves 1% of a chain's step
             if not _recorders:
                 _was_seen = is_seen_by_modes()
             _recorders.add(weakref.ref(self, _recorders.discard))
@@ -93,7 +92,7 @@ class Recorder(SelectiveCheckpointContext):
 
     def _be_in(self, surroundings: Surroundings) -> None:
         if surroundings not in self._seen:
-            # Without the latest ones, gradients off and on in a region cost 13% of a small step.
+            # To reuse the latest ones saves 13% of a small step that turns gradients off and on.
             self._seen = [surroundings, *self._seen[:3]]
         self._tape.surroundings = surroundings
         self._check = surroundings.switches.guard.check
@@ -102,7 +101,7 @@ class Recorder(SelectiveCheckpointContext):
         self._without_grad = not surroundings.grad
 
     def _look_closely(self, *, at_all: bool) -> None:
-        """Notes the surroundings for operators which depend on switches that change without notice."""
+        """Notes the surroundings for operators that depend on switches that change without notice."""
         surroundings = self._tape.surroundings
         try:
             if at_all:
@@ -118,7 +117,7 @@ class Recorder(SelectiveCheckpointContext):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func)) or facts_of(func)
         if self.paused:
-            if self._call is not None and self.paused == 1:  # no pause, but a custom function
+            if self._call is not None and self.paused == 1:  # not a pause but a custom function
                 return self._call.run_operator(func, facts, args, kwargs or _NO_KWARGS, self._record)
             out = facts.call(*args, **(kwargs or _NO_KWARGS))
             count_writes(func, args)
@@ -157,7 +156,7 @@ class Recorder(SelectiveCheckpointContext):
         for position in present:
             tensor = recorded[position]
             value = get(id(tensor))
-            if value is None or storage_address(tensor) != value.store.address:  # given other memory (``tensor.data = other``)
+            if value is None or storage_address(tensor) != value.store.address:  # after ``tensor.data = other``
                 if not isinstance(tensor, Tensor):
                     present = tuple(other for other in present if other != position)
                     if tensor is not None:
@@ -171,7 +170,7 @@ class Recorder(SelectiveCheckpointContext):
         elif call is None:
             call = facts.find_call(count)
         out = call(*args, **kwargs) if kwargs else call(*args)
-        op = Op()  # attributes in turn, here and below: half the cost of an ``__init__``
+        op = Op()  # setting attributes here and below takes half the time of an ``__init__``
         op.facts = facts
         op.call = call
         op.args = recorded
@@ -182,10 +181,10 @@ class Recorder(SelectiveCheckpointContext):
         if not facts.single or type(out) is not Tensor:
             tape.note(op, values, out)
             return out
-        # As ``put`` does it.
+        # As in :meth:`Tape.put`.
         try:
             address = storage_address(out)
-        except NotImplementedError:  # it has none
+        except NotImplementedError:  # it has no storage
             return out
         tables.number = op.number = number = tables.number + 1
         value = Value()
@@ -237,7 +236,7 @@ class Recorder(SelectiveCheckpointContext):
         return writes.run_unseen(self._tape, writer, args, call)
 
     def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Runs an operator which is no view, and keeps its results, without the arguments."""
+        """Runs an operator that is no view, and keeps its results without its arguments."""
         out = facts.call(*args, **kwargs)
         tape, tables = self._tape, self._tables
         for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):
@@ -269,17 +268,17 @@ class Recorder(SelectiveCheckpointContext):
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         tape, arguments = self._tape, args
         if facts.is_compiled and self._call is None:
-            if graph_task_id() != tape.task:  # a backward, which may overwrite what was saved for it
+            if graph_task_id() != tape.task:  # a compiled backward, which may overwrite its saved tensors
                 return facts.call(*args, **kwargs)
             arguments = facts.arguments_of(args)
         elif self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and not facts.written and graph_task_id() != tape.task:
-            # A backward in the middle of forward. It adds to gradients that it finds there, in the rerun of the frame around
-            # maybe and in forward not, so what it reads must not be handed to that frame.
+            # A backward within forward. It adds to existing gradients, which may exist in the function frame's rerun and not in
+            # forward, so the tensors that it reads must not go to that frame.
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and facts.kind is _CAST and is_kept_anyway(args[0]):
-            # Autocast makes this cast once and keeps it for a while, so a rerun may find it there already.
+            # Autocast caches this cast, so it may not run in a rerun.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
             self._look_closely(at_all=facts.looks_at_all_switches)
@@ -304,7 +303,7 @@ class Recorder(SelectiveCheckpointContext):
         if decision != RECOMPUTE:
             if facts.has_effect or facts.is_compiled:
                 for value in made:
-                    if value.saved is None:  # another face of an argument: to have that again, the operator would run again
+                    if value.saved is None:  # a view of an argument, which only a second run of the operator would bring back
                         tape.tables.make_external(value.store, f"returned by {func}, which is not to run again")
                         tape.tables.known.pop(id(value.tensor()), None)
             tape.cut(op, made)

@@ -1,14 +1,14 @@
 """Replays of a tape: bring back values of a frame for a backward, each operator at most once (Rule 13).
 
-The plan of a replay says which values backward needs, how many readers each has, and whether the order of requests matters. A
-lasting plan holds numbers, not values, which would stay alive after their handles, dropped by backward in turn. A replay
-drops a value after the last reader. A small region is replayed as a whole when backward asks for the first value, which is
-quicker. A larger region is replayed as far as the wanted value needs, which takes less memory. A region may choose between the
-two. A region which overwrites a value after an operator read it is replayed as a whole, in the order of recording.
+The plan of a replay has the values that backward needs, the number of readers of each, and whether all operators must run in
+the order of recording. It holds numbers, not values, so that values die with their handles, which backward drops in turn. A
+replay drops a value after its last reader. A small region is replayed as a whole when backward asks for the first value, which
+is faster; a larger region only as far as a wanted value needs, which takes less memory. An option chooses between the two. A
+region that overwrites a value after an operator has read it is replayed as a whole, in the order of recording.
 
-A frame which reads values of the frame around asks that frame's replay, and so on outwards. This is a loop, not a recursion:
-first each frame finds its needs of the next, then all run, from the outermost inwards. Memory that a framework frees is
-borrowed for a run of operators, each owner's from the first operator that reads it to the last.
+A frame that reads values of its outer frame asks the outer frame's replay, and so on outwards, in a loop, not a recursion:
+first each frame collects its needs, then all run, from the outermost inwards. Memory that a framework frees is borrowed from
+the first operator that reads it to the last.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ _NOTHING = nullcontext()  # to enter
 
 
 class Work:
-    """The steps which bring back some values."""
+    """The steps that bring back some values."""
 
     __slots__ = ("crossing", "leaves", "steps")
 
     def __init__(self) -> None:
-        # Operators to run and values after a write to note, by number, in the order of numbers.
+        # Operators to run and values after a write to note, by number.
         self.steps: dict[int, Op | Value] = {}
         self.leaves: list[Value] = []  # kept values
-        self.crossing: list[Value] = []  # values of the frame around
+        self.crossing: list[Value] = []  # values of the outer frame
 
 
 class ReplayPlan:
@@ -74,15 +74,14 @@ class ReplayPlan:
 
     def __init__(self) -> None:
         self.readers: dict[int, int] = {}  # the number of reads of each value, by operators and by backward
-        self.asked: set[int] = set()  # numbers of the values asked for in storages which operators write to
-        self.written: set[int] = set()  # identities of storages which operators write to
-        # Whether a later operator overwrites some value after a read, so that all operators have to run at once, in the order
-        # of recording.
+        self.asked: set[int] = set()  # numbers of wanted values in storages to which operators write
+        self.written: set[int] = set()  # identities of storages to which operators write
+        # Whether an operator overwrites a value after a read, so that all operators have to run in the order of recording.
         self.in_order = False
 
 
 def _more(op: Op) -> list[Value]:
-    """Returns the values an operator reads in lists and by name."""
+    """Returns the values that an operator reads in lists and keyword arguments."""
     args = op.args
     arguments = [*(args[position] for position in op.facts.lists if position < len(args)), *op.kwargs.values()]
     return [value for argument in arguments for value in values_on_tape(argument)]
@@ -91,9 +90,9 @@ def _more(op: Op) -> list[Value]:
 def plan_for(
     roots: Iterable[Value], start: int, *, nested: bool, present: Collection[int] = (), ran: Collection[int] = ()
 ) -> tuple[ReplayPlan, Work]:
-    """Returns the plan for some values, and the work to bring them back, past ``present`` values and operators that ``ran``."""
-    # Values before ``start`` belong to the frame around, if there is one (``nested``). It brings back tensors packed by hooks,
-    # so that the hooks are asked once. Each backward pays for this walk, so the step for each read value is written out.
+    """Returns the plan for some values and the work to bring them back, except ``present`` values and operators in ``ran``."""
+    # Values up to ``start`` belong to the outer frame, if there is any (``nested``), which also unpacks tensors packed by
+    # hooks, so that hooks run once. Each backward pays for this walk, so the step for a read value is written out.
     plan, work = ReplayPlan(), Work()
     steps, readers = work.steps, plan.readers
     stack: list[Value] = []
@@ -114,7 +113,7 @@ def plan_for(
             continue
         op, before = value.op, value.before
         assert op is not None
-        # A write may go to a storage older than the region: the frame around may hold views of it, and brings back the value.
+        # A value after a write to a storage older than the region: the outer frame, which may hold views, brings it back.
         if (op.number if before is None else value.store.birth) <= start:
             work.crossing.append(value)
             continue
@@ -157,7 +156,7 @@ def plan_for(
 
 
 def _read(op: Op) -> list[Value]:
-    """Returns the values whose contents an operator reads: not the base of a view, and not a target of a write."""
+    """Returns the values whose contents an operator reads: not the base of a view, nor the target of a write."""
     if op.facts.is_view or op.facts.is_inplace_view:
         return []
     if op.call is not None:
@@ -177,7 +176,7 @@ def _look_at_writes(plan: ReplayPlan, ops: list[Op], asked: list[Value]) -> None
             for value in values_on_tape(written.of(op.args, op.kwargs)):
                 made_by = value.op
                 if made_by is not None and made_by.facts.is_uninitialized and plan.readers[value.number] == 1:
-                    continue  # new memory in place of statistics, say, for this write alone
+                    continue  # new memory for this write alone, as in place of statistics
                 last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
     if not last:
         return
@@ -188,7 +187,7 @@ def _look_at_writes(plan: ReplayPlan, ops: list[Op], asked: list[Value]) -> None
 
 
 class Borrowing:
-    """Parts of a run, each with the memory that the part reads. Leaving the ``with`` block gives back the rest."""
+    """Parts of a run, each with the memory that it reads; the end of the ``with`` block gives back the rest."""
 
     __slots__ = ("_first", "_last", "_loans", "_steps")
 
@@ -208,7 +207,7 @@ class Borrowing:
                 key = id(value.store)
                 if key not in by_store:
                     tensor = tensors.get(value.number)
-                    if tensor is None:  # made in this run, from new memory or memory met already
+                    if tensor is None:  # made in this run, in new or known memory
                         continue
                     owner = owners.get(storage_of(tensor) or 0)
                     by_store[key] = owner if owner is not None and (is_freed(tensor) or is_lent(owner)) else None
@@ -226,7 +225,7 @@ class Borrowing:
             self._give_back(next(iter(self._loans)))
 
     def parts(self) -> Iterator[dict[int, Op | Value]]:
-        """Yields the steps part by part; the memory read by a part is there meanwhile."""
+        """Yields the steps in parts; the memory that a part reads is filled meanwhile."""
         part: dict[int, Op | Value] = {}
         for number, step in self._steps:
             if number in self._first:
@@ -257,14 +256,14 @@ def _turned(numbers: Mapping[Owner, int]) -> dict[int, list[Owner]]:
     return turned
 
 
-#: Bytes that a region saved up to which it is replayed as a whole, where it does not say: 3 to 10% of a small block's step.
+#: Saved bytes up to which a region is replayed as a whole by default: saves 3 to 10% of a small block's step.
 AT_ONCE = 1 << 20
 
 
 class ReplayContext:
-    """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around."""
+    """A context for replayed operators: below autograd, without frames, transforms, function modes or autocast."""
 
-    # Dispatch modes of the user's see these operators; dispatch modes of the package do not.
+    # The user's dispatch modes see these operators; the package's do not.
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -286,7 +285,7 @@ class ReplayContext:
         return self
 
     def under(self, surroundings: Surroundings, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Restores the surroundings of forward; undone at the end."""
+        """Restores the surroundings of forward until the context ends."""
         self._tensors = tensors
         if surroundings.current is not self._current:
             self._move(surroundings.current)
@@ -296,7 +295,7 @@ class ReplayContext:
             self._undo = undo
 
     def suspend(self) -> None:
-        """Runs what follows above autograd without gradients, with function modes, as custom functions run: until resumed."""
+        """Leaves the level below autograd until :meth:`resume`: custom functions run above, without gradients."""
         self._guard.__exit__(None, None, None)
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
@@ -312,7 +311,7 @@ class ReplayContext:
         self._guard.__enter__()
 
     def _move(self, current: Current | None) -> None:
-        """Makes other streams current, which wait for the operators before, and may read the present tensors."""
+        """Makes other streams current, which wait for earlier operators, and may read the present tensors."""
         if current is not None and self._current is not None and current != self._current:
             self._current.move(current, self._tensors.values())
         self._current = current or self._current
@@ -339,60 +338,57 @@ class Replayable(Frame):
 
     __slots__ = ("around_replays", "bytes", "lines", "outer", "start", "unseen", "whole")
 
-    around_replays: AbstractContextManager[Any] | None  # a context manager of the user's around each replay
+    around_replays: AbstractContextManager[Any] | None  # the user's context manager around each replay
     bytes: int  # the size of all tensors saved in the frame
     lines: OperatorLines | None  # the lines of operators, in debug mode; else None
-    outer: Replayable | None  # the recorded frame directly around, on the same tape
+    outer: Replayable | None  # the recorded frame directly outside, on the same tape
     start: int  # the number of the latest value when the frame began
-    # On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
+    # Names of custom functions, each with a tensor on a device: whether it wrote unseen to memory that no replay may write to.
     unseen: list[tuple[torch.Tensor, str]]
-    # Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to go by :attr:`bytes`.
+    # Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to decide by :attr:`bytes`.
     whole: bool | None
 
     @abc.abstractmethod
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """Returns the replays which bring back values of the frame around."""
+        """Returns the replays that bring back values of the outer frame."""
 
 
 class Replay:
-    """The tensors which a backward brings back of a frame."""
+    """The tensors of a frame that a backward brings back."""
 
     def __init__(self, frame: Replayable, roots: Iterable[Value], key: int | None) -> None:
         if frame.unseen:
             _check_unseen(frame)
-        self.frame = frame  # the frame
+        self.frame = frame
         self.key = key  # the key of the replay's scope, None without a scope
-        # Hands values to streams of devices; None where no accelerator was in use in forward.
         self.taken: set[int] = set()  # in a group of backwards, the indices of the used handles
         self.tensors: dict[int, torch.Tensor] = {}  # the present tensors, by the number of the value
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
         self.readers = self._plan.readers  # the number of remaining reads of each value
-        self.crossing = [weakref.ref(value) for value in work.crossing]  # the values read of the frame around, weakly
-        # The owners of memory which may be freed between two runs, by address of the storage.
-        self.owners: dict[int, Owner] = {}
+        self.crossing = [weakref.ref(value) for value in work.crossing]  # values of the outer frame, weakly
+        self.owners: dict[int, Owner] = {}  # owners of memory that may be freed between runs, by address of the storage
         whole = frame.bytes <= AT_ONCE if frame.whole is None else frame.whole
         self._whole: Work | None = work if whole or self._plan.in_order else None
         self._ran: set[int] = set()
-        # Copies of wanted tensors which were overwritten since, by the number of the value.
-        self.held: dict[int, torch.Tensor] = {}
+        self.held: dict[int, torch.Tensor] = {}  # copies of wanted tensors made before a write, by the number of the value
         self._cloned: Clones = {}
         self._replaced: ReplacedGenerators = {}
-        self.early: dict[int, torch.Tensor] = {}  # results of short draws which have not run yet, by number of the operator
+        self.early: dict[int, torch.Tensor] = {}  # results of short draws made ahead of time, by the number of the operator
 
     def has(self, value: Value) -> bool:
         return value.number in self.tensors or value.number in self.held
 
     def expects(self, value: Value) -> bool:
-        """Whether the tensor of a value is there, or will be."""
+        """Whether the replay has reads of a value left, and so has or will have its tensor."""
         return self.readers.get(value.number, 0) > 0
 
     def work(self, value: Value) -> Work:
-        """Returns the work, for :meth:`run`, which brings back a value."""
+        """Returns the work that brings back a value, for :meth:`run`."""
         whole, self._whole = self._whole, None
         if whole is not None:
             try:
                 self._fetch(whole)
-            except CheckpointError:  # something is not to be had any more, which need not be what is asked for
+            except CheckpointError:  # a kept tensor is lost, which the wanted value may not need
                 if self._plan.in_order:
                     raise
             else:
@@ -418,7 +414,7 @@ class Replay:
         return tensor
 
     def put(self, value: Value, tensor: torch.Tensor) -> None:
-        """Takes in a value from elsewhere, or its copy where an operator will write to the tensor."""
+        """Puts in the tensor of a value, or its copy if an operator will write to it."""
         if id(value.store) in self._plan.written:
             tensor = copy_in(tensor, self._cloned)
         self.tensors[value.number] = tensor
@@ -447,7 +443,7 @@ class Replay:
         return saved.get() if id(value.store) in self._plan.written else tensor
 
     def run(self, work: Work) -> None:
-        """Does some work, once the values of the frame around are there."""
+        """Runs work whose values of the outer frame are there."""
         self._fetch(work)
         if work.steps:
             run = self._run_on_loans if self.owners else self._run
@@ -478,12 +474,12 @@ class Replay:
                     self._let_go((op.before,))
                     continue
                 assert isinstance(op, Op)
-                # Operators in a row share an object, so most compare an identity and change nothing.
+                # Successive operators mostly share an object.
                 if op.surroundings is not surroundings:
                     surroundings = op.surroundings
                     context.under(surroundings, tensors)
                 facts = op.facts
-                if op.call is None:  # what is written out below saves 8% of a small block's step
+                if op.call is None:  # others are written out below, which saves 8% of a small block's step
                     self._run_any(op, context)
                     continue
                 args = op.args.copy()
@@ -506,7 +502,7 @@ class Replay:
                             tensors[number] = tensor
                         number += 1
                     tensor = None
-                del op, args, out  # which may be large
+                del op, args, out  # free before the next operator runs
 
     def _let_go(self, values: Iterable[Value]) -> None:
         readers, tensors = self.readers, self.tensors
@@ -522,7 +518,7 @@ class Replay:
         args = [rebuild(argument, tensors) for argument in op.args]
         kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
         values = read_by(op)
-        # ``squeeze_`` and the like change the tensor object itself, which earlier readers of the value have as it was.
+        # Operators such as ``squeeze_`` change the tensor itself, which is another value too.
         if facts.is_inplace_view:
             args[0] = args[0].detach()
         elif facts.written and self._plan.in_order:
@@ -539,7 +535,7 @@ class Replay:
             check_shapes(self.frame, op, out)
         self._ran.add(op.number)
         self._let_go(values)
-        for number, tensor in zip(facts.numbers(op.number), flatten(out)):  # noqa: B905 (of an operator, these count on)
+        for number, tensor in zip(facts.numbers(op.number), flatten(out)):  # noqa: B905 -- an operator's numbers are endless
             if number in self.readers:
                 tensors[number] = tensor
 
@@ -553,12 +549,12 @@ class Replay:
         return draw_again(operator, args, kwargs, draw, self._keep_early) if early is None else early
 
     def _keep_early(self, number: int, drawn: torch.Tensor) -> None:
-        """Takes what was drawn on the way to a later draw, where this replay will be asked for it."""
+        """Keeps the result of a draw made on the way to a later draw, if this replay needs it."""
         if self.readers.get(number) and number not in self._ran:
             self.early[number] = drawn
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Copies wanted tensors which are about to be overwritten."""
+        """Copies wanted tensors that are about to be overwritten."""
         targets = [tensor for written in facts.written for tensor in instances_in(written.of(args, kwargs), torch.Tensor)]
         addresses = set(map(storage_address, targets))
         for number in self._plan.asked:
@@ -568,7 +564,7 @@ class Replay:
 
 
 def _check_unseen(frame: Replayable) -> None:
-    """Raises if a custom function wrote unseen to memory from before the region; waits for the devices, once a tape."""
+    """Raises if a custom function wrote unseen to memory from before the region; waits for devices, once for a tape."""
     writers = [name for changed, name in frame.unseen if changed.item()]
     if not writers:
         frame.unseen.clear()
@@ -577,7 +573,7 @@ def _check_unseen(frame: Replayable) -> None:
 
 
 def bring_back(replay: Replay, value: Value) -> None:
-    """Brings back an expected, absent value, on the devices and streams on which the tape began."""
+    """Brings back an absent value on the devices and streams on which the tape began."""
     mark = mark_thread()
     try:
         run_on(replay.frame.current, _bring_back, replay, value)
@@ -611,7 +607,7 @@ def _bring_back(replay: Replay, value: Value) -> None:
             todo.append((current, None, work, sources))
             todo += [(source, crossing, None, []) for source, crossing in sources]
     except BaseException:
-        for broken in replays.values():  # of which some values are gone: whoever asks again gets new ones
+        for broken in replays.values():  # with values missing: the next request makes new replays
             if broken.key is not None:
                 broken.frame.passes.pop(broken.key, None)
         raise

@@ -1,8 +1,8 @@
-"""The tape of an open region: the values read and returned by its operators, and the tensors kept.
+"""The tape of an open region: the values that its operators read and return, and the kept tensors.
 
 The recorder (:mod:`.recorder`) puts operators on the tape. While the outermost region is open, the tape sees every write, and
-copies a needed tensor before a write. At the end the kept tensors are sealed: from then on versions tell of writes, as for
-tensors saved by autograd.
+copies a needed tensor before a write. At the end the kept tensors are sealed: from then on a changed version is an error, as
+for tensors that autograd saved.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class TensorsHeld:
     def __init__(self, frame: Frame | None) -> None:
         self.frame = frame  # the function frame around
         self._held: list[weakref.ref[Value]] = []
-        # Hooks have to get the same tensors in forward and in the rerun of a frame around. The set of live values depends on
-        # the garbage collector, so all are held up to the end of the region.
+        # Hooks must get the same tensors in forward and in a rerun of the function frame. The garbage collector decides which
+        # values are alive, so all are held up to the end of the region.
         self._for_frame: list[Value] = []
-        # Of each, how many tensors the innermost region had saved by then, and the operator and place that read it.
+        # For each: the number of tensors that the innermost region had saved before, and the operator and place that read it.
         self._reads: list[tuple[int, str, int]] = []
         self.handles: Sized = ()  # of the innermost region
         self._batch: Batch | None = None
@@ -76,7 +76,7 @@ class TensorsHeld:
         return len(self._held)
 
     def note(self, value: Value, reference: weakref.ref[Value], facts: OpFacts | None = None, place: int = -1) -> None:
-        """Notes a value, whose tensor is sealed at the end."""
+        """Notes a value whose tensor will be sealed at the end."""
         self._held.append(reference)
         if self.frame is not None:
             self._for_frame.append(value)
@@ -105,13 +105,13 @@ class TensorsHeld:
             references.append(reference)
 
     def note_version_later(self, value: Value) -> None:
-        """Notes the version of a kept tensor only at the end of the region, since the version moves without a write."""
+        """Notes the version of a kept tensor at the end of the region, since it moves without a write."""
         assert value.saved is not None
         value.saved.version = None
         self.note(value, _weakref(value))
 
     def _labels(self) -> Iterator[Label | None]:
-        """Yields what each value is for a frame around, in the order of keeping."""
+        """Yields a label of each value for the function frame, in the order of keeping."""
         for value, read in zip(self._for_frame, self._reads, strict=True):
             tensor = None if value.saved is None else value.saved.tensor
             if value.saved is None or tensor is None:
@@ -121,7 +121,7 @@ class TensorsHeld:
                 yield Label(value.saved.cause.reason, read, tensor.requires_grad, kind)
 
     def close(self, hooks: Hooks | None, path: RegionPath, *, respect_hooks: bool) -> None:
-        """Ends the recording: seals the kept tensors, by the hooks around if any."""
+        """Ends the recording: seals the kept tensors, with the hooks around if there are any."""
         references, self._held = self._held, []
         if self.frame is not None and hooks is not None and are_of_frame(hooks):
             places = self.frame.note_inside(list(self._labels()), path)
@@ -140,7 +140,7 @@ class TensorsHeld:
 
 
 def _is_cast_of_leaf(value: Value) -> bool:
-    """Whether a value is autocast's cast of a parameter, which autocast keeps until its block ends."""
+    """Whether a value is a cast of a parameter, which autocast caches until its block ends."""
     if value.op is None or value.op.facts.kind is not OpKind.CAST:
         return False
     source = value.op.args[0]
@@ -157,9 +157,9 @@ _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
 class Tape:
     """The recording of a thread's outermost region, and of the regions directly within."""
 
-    recorder: SelectiveCheckpointContext  # the dispatch mode which records; unset outside of the outermost region
+    recorder: SelectiveCheckpointContext  # the dispatch mode that records; unset outside of the outermost region
     surroundings: Surroundings  # the present surroundings of operators
-    current: Current | None  # devices and streams as the outermost region began; None where no accelerator was in use
+    current: Current | None  # devices and streams when the outermost region began; None if no accelerator was in use
 
     def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, frame: Frame | None) -> None:
         self.tables = Tables()  # the tables of tensors and storages
@@ -174,18 +174,16 @@ class Tape:
         self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
         self.states = NotedStates()  # before draws
         self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
-        # ``has_refilled``: whether an operator read memory which its owner frees and fills again; ``is_of_function``: whether
-        # the tensor being packed was saved by a custom function.
-        self.has_refilled = self.is_of_function = False
-        self.has_others = False  # whether an operator read a tensor of a class which may handle functions
+        self.has_refilled = False  # whether an operator read memory that its owner frees and fills again
+        self.is_of_function = False  # whether the tensor being packed was saved by a custom function
+        self.has_others = False  # whether an operator read a tensor of a class that may handle functions
         self.start = 0  # the number of the latest value when the innermost region began
-        # On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
-        self.unseen: list[tuple[torch.Tensor, str]] = []
+        self.unseen: list[tuple[torch.Tensor, str]] = []  # as :attr:`Replayable.unseen`
         self.users_modes: Sequence[str] = ()  # names of the user's dispatch modes around the outermost region
-        self.watched: Sequence[Watch] = ()  # the watches of frames which have ended
+        self.watched: Sequence[Watch] = ()  # the watches of frames that have ended
 
     def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
-        """Puts an output of a numbered operator on the tape; returns its value, or None."""
+        """Puts an output of a numbered operator on the tape; returns its value, None if it has none of its own."""
         facts = op.facts
         try:
             address = storage_address(tensor)
@@ -202,7 +200,7 @@ class Tape:
                 if tensor is other.tensor():  # an argument
                     return None
                 value.store = store
-                # A view counts writes with its base, the result of ``detach()`` too; that of ``.data`` does not.
+                # A view and ``detach()`` share the version counter of the base; ``.data`` does not.
                 shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
                 value.counter = other.counter if shares_counter else self.tables.another_counter(store)
                 if store.uninitialized:
@@ -211,7 +209,7 @@ class Tape:
                 store.members.append(reference)
                 break
         else:
-            # Memory which the tape has by another name, though the schema does not tell: no replay would know the content.
+            # The tape has this memory already, though the schema says that it is new: a replay may not get the content.
             if not facts.is_trusted and self.tables.is_taken(address):
                 self.note_external(tensor, f"returned by {facts.operator}")
                 return None
@@ -254,12 +252,12 @@ class Tape:
         self.held.keep(value, tensor, decision, self.path, cause)
 
     def cut(self, op: Op, made: list[Value]) -> None:
-        """Drops an operator's arguments if all results are kept, and no replay will run it."""
+        """Drops an operator's arguments if all results are kept, so that no replay runs it."""
         if all(value.saved is not None for value in made):
             op.args, op.kwargs, op.present, op.draw = [], {}, (), None
 
     def note_external(self, tensor: torch.Tensor, detail: str) -> None:
-        """Makes a tensor's storage an outside storage, since the tensor's operator cannot be replayed."""
+        """Turns a tensor's storage into an outside storage, since its operator cannot be replayed."""
         address = storage_of(tensor)
         if address is not None:
             store = self.tables.stores.get(address)
@@ -278,13 +276,13 @@ class Tape:
         self.tables.register(tensor, value)
 
     def value_of(self, tensor: torch.Tensor, facts: OpFacts | None, place: int = -1) -> Value:
-        """Returns the value of a tensor which is not in the table, read by an operator at a place."""
+        """Returns the value of a tensor that is not in the table, read by an operator at a place."""
         key, kind = id(tensor), type(tensor)
         if kind is _Parameter and (leaf := self._leaf(tensor, key)) is not None:
             return leaf
         if kind not in PLAIN_OR_FAKE:
             self.has_others = True
-        self.tables.known.pop(key, None)  # a tensor given another storage
+        self.tables.known.pop(key, None)  # the tensor has another storage than its value
         if self.tables.uninitialized and (uninitialized := self.tables.uninitialized.get(key)) is not None:
             if facts is not None and facts.is_view:
                 return uninitialized
@@ -292,7 +290,7 @@ class Tape:
         address, reference = storage_of(tensor), self.tables.inputs.get(key)
         if reference is not None:
             known = reference()
-            # Where the forward of a frame around meets the same tensor twice, its rerun may meet two tensors.
+            # Inside a function frame a tensor may occur twice where its rerun has two tensors.
             same = known is not None and known.saved is not None and known.saved.tensor is tensor
             same = same and (not self.is_in_frame or is_kept_anyway(tensor))
             if known is not None and same and known.store.address == (address or 0):
@@ -312,8 +310,8 @@ class Tape:
         return self.input_of(tensor, store, facts, place)
 
     def _leaf(self, parameter: torch.Tensor, key: int) -> Value | None:
-        """Returns the value of a parameter that the tape meets first, as other methods make it; None where these have to."""
-        # Written out: the parameters of a small block take 2% less of its step.
+        """Returns a new value for a plain parameter, as :meth:`input_of` makes it; None for other parameters."""
+        # Written out, which saves 2% of a small block's step.
         tables = self.tables
         is_leaf = parameter.requires_grad and not parameter._is_view() and parameter.is_leaf
         if not is_leaf or key in tables.inputs or tables.uninitialized or num_dispatch_modes():
@@ -322,7 +320,7 @@ class Tape:
             return None
         try:
             address, version = storage_address(parameter), parameter._version
-        except (NotImplementedError, RuntimeError):  # it has no storage, or counts no writes
+        except (NotImplementedError, RuntimeError):  # it has no storage or no version
             return None
         if address in tables.stores:
             return None
@@ -345,7 +343,7 @@ class Tape:
         return value
 
     def input_of(self, tensor: torch.Tensor, store: Store, facts: OpFacts | None = None, place: int = -1) -> Value:
-        """Returns a new value which keeps a tensor as it is."""
+        """Returns a new value that keeps a tensor as it is."""
         self.tables.number = number = self.tables.number + 1
         value = Value()
         value.number = number
@@ -376,7 +374,7 @@ class Tape:
         return value
 
     def shape_of(self, tensor: torch.Tensor) -> Any:
-        """Returns a value with the shape, strides and so on of a tensor, but uninitialised."""
+        """Returns an uninitialized value with the shape, strides, dtype and device of a tensor."""
         if not is_dense(tensor):
             return self.tables.known.get(id(tensor)) or self.value_of(tensor, None)
         value = self._uninitialized_like(tensor, 0)
@@ -402,12 +400,12 @@ class Tape:
         return [saved for saved in held_tensors if type(saved.tensor) is torch.nn.Parameter]
 
     def close(self) -> None:
-        """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
+        """Ends the recording: drops the tables, and seals the kept tensors."""
         for value, faces in self.tables.faces():
             assert value.saved is not None
             value.saved.faces = [(counted_detach(face), face._version) for face in faces]
         self.tables.clear()
-        if not self.has_refilled:  # else a replay asks which values are in one storage
+        if not self.has_refilled:  # else replays need to know which values share a storage
             slim(itertools.chain.from_iterable(self.handles))
         self.held.close(self.hooks, self.path, respect_hooks=self.respect_hooks)
 
@@ -428,24 +426,24 @@ def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 
 
 def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
-    """Returns the decision on an operator which has run; the policy is not asked in a backward inside the region."""
+    """Returns the decision on an operator that has run; in a backward inside the region the policy is not asked."""
     if tape.decisions is None or graph_task_id() != tape.task:
         decision = EITHER if facts.is_collective or facts.has_effect else RECOMPUTE
         if facts.drops_from_buffer(args, kwargs):
             decision = SAVE
     elif facts.kind is OpKind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
-        decision = RECOMPUTE  # autocast makes this cast once and keeps it for a while, so that only some runs have it
+        decision = RECOMPUTE  # autocast caches this cast, so that only some runs have it
     else:
         decision = tape.decisions.decide(tape.recorder, facts, args, kwargs, out)
     if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
-        return SAVE  # to run a collective again, all have to, at the same time
+        return SAVE  # a collective could run again only on all ranks at the same time
     return decision
 
 
 def op_of(
     tape: Tape, facts: OpFacts, args: Any, kwargs: Any, overwritten: frozenset[int] = frozenset(), unread: Sequence[int] = ()
 ) -> tuple[Op, list[Value]]:
-    """Returns an operator about to run, with values in place of tensors, and the values."""
+    """Returns an operator that is about to run, with values in place of tensors, and the values."""
     values: list[Value] = []
     record = partial(_recorded, tape, facts, overwritten, values)
     op = OpWithShapes() if facts.has_shape_from_data else Op()

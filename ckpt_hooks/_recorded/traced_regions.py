@@ -1,13 +1,13 @@
 """Recorded regions in functions that ``torch.compile`` traces.
 
-Dynamo marks the nodes of a region's block with a number (``torch.fx.traceback.annotate``). AOTAutograd hands the marks on to
-the operators of the joint graph of forward and backward. There a pass, the config ``joint_custom_pass`` of functorch, tells the
-partitioner which operators run again in backward, and which outputs the region's policy keeps. The partitioner keeps the
-tensors which go from region to region, as it does for ``torch.utils.checkpoint``.
+Dynamo marks the nodes of a region's block with a number (``torch.fx.traceback.annotate``). AOTAutograd passes the marks to the
+operators of the joint graph of forward and backward. There a pass, the config ``joint_custom_pass`` of functorch, tells the
+partitioner which operators run again in backward, and which outputs the region's policy keeps. The partitioner keeps tensors
+between regions, as for ``torch.utils.checkpoint``.
 
-The key of the compile cache knows neither of marks nor of the pass. So the places of regions in the graph, with their policies,
-go into the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and set back
-when that compilation ends.
+The key of the compile cache contains neither marks nor the pass. So the places of regions in the graph, with their policies,
+go into the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and reset when
+that compilation ends.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _REGION, _NAME = "ckpt_hooks_region", "ckpt_hooks_name"
 @dataclasses.dataclass
 class _TracedRegion:
     outermost: int  # the number of the outermost region around, or of this region
-    policy: Policy | None  # the policy; None keeps nothing
-    start: int  # the number of nodes of Dynamo's graph before the region
+    policy: Policy | None  # None keeps nothing
+    start: int  # how many nodes Dynamo's graph has before the region
 
 
 class _Compilation:
-    """The regions traced in the present compilation, and the configs as they were before."""
+    """The regions traced in the present compilation, and the configs from before."""
 
     def __init__(self) -> None:
         self.regions: dict[int, _TracedRegion] = {}
@@ -66,7 +66,7 @@ def traced_region(policy: Any, region: Callable[[], AbstractContextManager[Any]]
         with region():
             yield
         return
-    if torch.compiler.is_exporting():  # which keeps no activations
+    if torch.compiler.is_exporting():  # an exported program keeps no activations
         yield
         return
     number = _begin(policy)
@@ -78,7 +78,7 @@ def traced_region(policy: Any, region: Callable[[], AbstractContextManager[Any]]
 
 
 def traced_name(value: Any, name: str) -> Any:
-    """Returns a view of a tensor whose node has a name, or a container of such views; for Dynamo to trace."""
+    """Returns a view whose node has a name, or a container with views; for Dynamo to trace."""
 
     def named(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -94,7 +94,7 @@ def traced_name(value: Any, name: str) -> Any:
 
 @while_tracing
 def _begin(policy: Any) -> int:
-    """Notes a region, and sets the configs; returns the region's number."""
+    """Notes a region and sets the configs; returns the region's number."""
     number = _next_number()
     around = torch.fx.traceback.current_meta.get("custom", {}).get(_REGION)
     outermost = number if around not in _compilation.regions else _compilation.regions[around].outermost
@@ -122,14 +122,14 @@ def _restore() -> None:
 
 
 def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
-    """Says of each forward operator of a region whether backward computes it again; a pass on the joint graph."""
+    """Marks the forward operators of regions that backward computes again; a pass on the joint graph."""
     by_region: dict[int, Decisions] = {}
     for node in graph.graph.nodes:
         marks = node.meta.get("custom") or {}
         region = _compilation.regions.get(marks.get(_REGION, 0))
         if region is None or node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
-        if "ac_graph_id" in node.meta:  # of a function frame, which decides
+        if "ac_graph_id" in node.meta:  # a function region decides
             continue
         node.meta["ac_graph_id"] = region.outermost
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -147,24 +147,24 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
 
 
 def _is_kept(decisions: Decisions, node: Node) -> bool:
-    if node.target is operator.getitem:  # a part of a result is kept with the whole, which cannot be kept itself
+    if node.target is operator.getitem:  # an operator's tuple is kept by its items, since the graph cannot keep a tuple
         whole = node.args[0]
         return isinstance(whole, Node) and whole.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     if not isinstance(node.target, OVERLOAD):
         return False
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-    # Without gradients operators are taken for those of compiled code at work. A policy may ask for the node's modules.
+    # Operators without gradients count as operators of running compiled code. A policy may ask for the node's modules.
     with torch.enable_grad(), preserve_node_meta(), set_current_meta(node):
         facts, output = facts_of(node.target), node.meta.get("val")
         return decisions.decide(SelectiveCheckpointContext(), facts, args, kwargs, output) != RECOMPUTE
 
 
-#: What policies learn from the regions that ask them.
+#: Attributes that policies fill as regions ask them.
 _LEARNED = frozenset({"decisions", "expects", "looked_through", "tables"})
 
 
 def _key_of(value: Any) -> str:
-    """Returns text which differs for policies that differ; new text each time for policies with functions of the user's."""
+    """Returns text that differs for different policies; new text each time for a policy with a user's function."""
     if isinstance(value, (str, int, enum.Enum, type(None), *OPERATORS)):
         return str(value)
     if isinstance(value, (tuple, list)):
@@ -182,5 +182,5 @@ def _key_of(value: Any) -> str:
 def warn_of_instance() -> None:
     warn_user(
         "A checkpoint_region made outside of a function does nothing where torch.compile traces the function. Write `with "
-        "checkpoint_region(...):` in the function, or decorate a function with it."
+        "checkpoint_region(...):` in the function, or decorate the function with it."
     )

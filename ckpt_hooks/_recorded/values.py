@@ -1,15 +1,14 @@
-"""The parts of a tape: operators, the values they made, the storages of these, the tables that know them, and surroundings.
+"""The parts of a tape: operators, values, storages, tables and surroundings.
 
-A tape has no list of its parts. A handle in autograd's graph owns a value, a value the operator of its making, and an operator
-the values read. So values on which no live handle depends are gone, by reference counting alone (Rule 17), and there is no
-list to prune. While a region is open, a value is also owned by its tensor, through a table.
+A tape has no list of its parts. A handle in autograd's graph owns a value, a value owns the operator that made it, and an
+operator owns the values that it read. So a value on which no live handle depends dies by reference counting (Rule 17), and
+there is no list to prune. While a region is open, a table also owns the values of live tensors.
 
-Writes meet in a storage: a write through any view changes all views. So a write makes a new value of every live tensor in the
-storage: the old value, after the operator. A value is thus a tensor at a moment, and a read refers to the value of its moment
-(Rule 15).
+A write through any view of a storage changes all its views. So a write makes a new value of every live tensor in the storage:
+the old value, after the operator. A value is thus a tensor at a moment, and a read refers to the value of its moment (Rule 15).
 
-The tables go by the identity of tensors. An entry goes when the tensor dies, so no identity in a table is a dead tensor's.
-Tensors from outside are not owned by a table, but by the operators which read them, as long as these may be needed.
+The tables have the identities of tensors as keys. An entry is removed when its tensor dies, before another tensor can have the
+identity. Tensors from outside are not owned by a table, but by the operators that read them.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ class Surroundings:
     __slots__ = ("current", "grad", "switches")
 
     def __init__(self, current: Current | None, switches: SwitchValues) -> None:
-        self.switches = switches  # switches of the process
-        self.grad = torch.is_grad_enabled()  # whether gradients were enabled
-        # Current devices and streams; None where no accelerator was in use as the outermost region began.
-        self.current = current
+        self.switches = switches
+        self.grad = torch.is_grad_enabled()
+        self.current = current  # None if no accelerator was in use when the outermost region began
 
 
 class Store:
@@ -61,15 +59,15 @@ class Store:
     address: int  # the address of the storage object
     birth: int  # the number of the operator which made the storage; 0 for a storage from outside
     external: bool  # whether the contents come from outside: tensors in the storage are kept, not brought back
-    uninitialized: bool  # whether the storage is uninitialised
+    uninitialized: bool  # whether no operator has filled the storage yet
     written: bool  # whether an operator on the tape wrote to the storage
-    members: list[weakref.ref[torch.Tensor]]  # the tensors in the storage seen by the tape, weakly
+    members: list[weakref.ref[torch.Tensor]]  # the tensors in the storage that the tape has seen
     handles: list[weakref.ref[Any]] | None  # the handles of tensors in the storage, or None
     held: list[weakref.ref[Value]] | None  # the values in the storage whose tensor is kept, or None
-    cause: Cause  # the reason for holding tensors in the storage; unset for a storage made by an operator on the tape
+    cause: Cause  # the reason for holding tensors in the storage; unset if an operator on the tape made the storage
 
     def is_alive(self) -> bool:
-        """Whether a known tensor is still in the storage: then no other storage has the address."""
+        """Whether a known tensor is still in the storage, so that no other storage has the address."""
         if any(self.has(member()) for member in self.members):
             return True
         for reference in self.held or ():
@@ -85,7 +83,7 @@ class Store:
 
 FROM_OUTSIDE = Cause(Reason.INPUT)
 
-#: Stands for the state that an operator drew from, where a replay is to draw what comes next.
+#: In place of the state that an operator drew from: a replay draws new numbers.
 ANEW: Any = object()
 
 
@@ -93,17 +91,17 @@ class Op:
     __slots__ = ("args", "call", "draw", "facts", "kwargs", "number", "present", "surroundings")
 
     number: int  # the place on the tape, and the number of the first result
-    facts: OpFacts  # the facts of the operator
-    call: Callable[..., Any] | None  # with all tensors in ``present``; None for other operators
+    facts: OpFacts
+    call: Callable[..., Any] | None  # for an operator with all tensors in ``present``; else None
     args: list[Any]  # positional arguments, with values in place of tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
     present: tuple[int, ...]  # the positions of values among the positional arguments
     draw: Any  # the state of the generator before the draw, :data:`ANEW`, or None
-    surroundings: Any  # the surroundings of the operator
+    surroundings: Any
 
 
 class OpWithShapes(Op):
-    """An operator whose results have their shapes from data."""
+    """An operator whose results have data-dependent shapes."""
 
     __slots__ = ("shapes",)
 
@@ -113,23 +111,23 @@ class OpWithShapes(Op):
 class Value:
     """A tensor at a moment."""
 
-    # There are three kinds. A result is an output of an operator (``op``). A value after a write is what another value
-    # (``before``) has become by an operator (``op``). An input has neither; it is kept.
+    # There are three kinds. A result is an output of an operator (``op``). A value after a write is another value (``before``)
+    # after an operator (``op``). An input has neither; it is kept.
     __slots__ = ("__weakref__", "before", "counter", "number", "op", "saved", "store", "tensor")
 
     number: int  # larger than the number of any earlier value
-    op: Op | None  # what made it; None for an input
-    before: Value | None  # what it was before ``op`` wrote to it; None for a value that ``op`` returned
-    store: Store  # the storage that it is in
-    # Stands for its version counter: the same object for all tensors that have a version in common. One storage may have
-    # several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
+    op: Op | None  # the operator that made or wrote to it; None for an input
+    before: Value | None  # the value before ``op`` wrote to it; None for a result
+    store: Store
+    # Stands for the version counter: the same object for all tensors that share a version. A storage may have several, as for
+    # ``tensor.data`` and for parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
     counter: object
-    saved: HeldTensor | None  # the tensor, where it is kept
-    tensor: Callable[[], torch.Tensor | None]  # the tensor that it belongs to, as long as that is alive
+    saved: HeldTensor | None  # the kept tensor, if it is kept
+    tensor: Callable[[], torch.Tensor | None]  # the tensor, as long as it is alive
 
 
 def new_store(address: int, birth: int) -> Store:
-    """Returns a storage. Code which runs for each operator has this written out instead."""
+    """Returns a storage; code that runs for each operator has this written out."""
     store = Store()
     store.address, store.birth, store.cause = address, birth, FROM_OUTSIDE
     store.external = store.uninitialized = store.written = False
@@ -139,7 +137,7 @@ def new_store(address: int, birth: int) -> Store:
 
 
 def new_value(number: int, store: Store, counter: object, op: Op | None = None, before: Value | None = None) -> Value:
-    """Returns a value without a tensor yet. Code which runs for each operator has this written out instead."""
+    """Returns a value without a tensor yet; code that runs for each operator has this written out."""
     value = Value()
     value.number, value.op, value.before = number, op, before
     value.store, value.counter, value.saved = store, counter, None
@@ -152,12 +150,12 @@ def _holders(reference: weakref.ref[Any]) -> int:
 
 
 _probe = Value()
-# How many holders ``_holders`` counts of a value that has a single holder.
+# The count of ``_holders`` for a value with a single holder.
 _ONE_HOLDER = _holders(weakref.ref(_probe))
 
 
 def is_held_twice(reference: weakref.ref[Value], holders: int = 1) -> bool:
-    """Whether a value has other holders (operators that read it, handles) than some, of which the caller is none."""
+    """Whether a value has more than ``holders`` holders, such as operators that read it, and handles."""
     return _holders(reference) > _ONE_HOLDER - 1 + holders
 
 
@@ -180,7 +178,7 @@ def read_by(op: Op) -> list[Value]:
 
 
 def values_below(values: list[Value]) -> list[Value]:
-    """Returns ``values`` and all values below, each once."""
+    """Returns ``values`` and all values that they were made from, each once."""
     todo, reached = list(values), {}
     while todo:
         value = todo.pop()
@@ -212,21 +210,21 @@ class Tables:
 
     def __init__(self) -> None:
         self.number = 0  # the number of the latest value or operator
-        self.shared: list[Store] = []  # storages with tensors that count writes apart
+        self.shared: list[Store] = []  # storages with several version counters
         self.known: dict[int, Value] = {}  # values of tensors on the tape, by identity of the tensor
         self.uninitialized: dict[int, Value] = {}  # the same for uninitialised tensors
         self.inputs: dict[int, weakref.ref[Value]] = {}  # values of tensors from outside, by identity
         self.stores: dict[int, Store] = {}  # storages, by address
 
     def another_counter(self, store: Store) -> object:
-        """Returns what stands for another version counter of a storage."""
+        """Returns an object that stands for a further version counter of a storage."""
         self.shared.append(store)
         return object()
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
         """Gives a tensor a value, until the tensor dies."""
         key, table = id(tensor), self.uninitialized if value.store.uninitialized else self.known
-        # The weak reference calls ``pop`` with the key and with itself, which is the default for a missing key.
+        # The weak reference calls ``pop`` with the key and itself, the default for a missing key.
         value.tensor = _weakref(tensor, partial(table.pop, key))
         value.store.members.append(value.tensor)
         (self.known if value.store.uninitialized else self.uninitialized).pop(key, None)
@@ -237,7 +235,7 @@ class Tables:
         return store is not None and store.is_alive()
 
     def external_store(self, address: int | None) -> Store:
-        """Returns a new outside storage at ``address``, which is None for a tensor without a storage so far."""
+        """Returns a new outside storage at ``address``, which is None for a tensor without a storage."""
         store = new_store(address or 0, 0)
         store.external = True
         if address is not None:
@@ -245,7 +243,7 @@ class Tables:
         return store
 
     def make_external(self, store: Store, detail: str) -> None:
-        """Makes a storage, which cannot be replayed, an outside storage: from now on its tensors are kept where needed."""
+        """Turns a storage that cannot be replayed into an outside storage, whose tensors are kept if needed."""
         if not store.external:
             store.external = True
             store.uninitialized = False
@@ -263,13 +261,13 @@ class Tables:
         return self.known.get(id(tensor)) or self.uninitialized.get(id(tensor)) or self.input(tensor)
 
     def input(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value which keeps a tensor as it is at present, or None."""
+        """Returns the input value that keeps a tensor, or None."""
         reference = self.inputs.get(id(tensor))
         value = None if reference is None else reference()
         return value if value is not None and value.saved is not None and value.saved.tensor is tensor else None
 
     def store_of(self, tensor: torch.Tensor) -> Store:
-        """Returns the storage of a tensor; an outside storage, if unknown to the tape."""
+        """Returns the storage of a tensor; an outside storage if the tape does not know it."""
         value = self.value_now(tensor)
         address = storage_of(tensor)
         if value is not None and value.store.address == (address or 0):
@@ -287,7 +285,7 @@ class Tables:
         return iter(members.values())
 
     def faces(self) -> Iterator[tuple[Value, list[torch.Tensor]]]:
-        """Yields values kept as they are of whose memory living tensors count writes apart, with these tensors."""
+        """Yields kept values with the live tensors that share their memory but have another version counter."""
         for store in self.shared:
             for reference in store.held or ():
                 value = reference()
@@ -313,12 +311,12 @@ def _gone() -> None:
 
 
 _NOBODY: Any = ()  # takes the place of members
-#: Takes the place of storages of which nothing but the fate of the tensors will be asked.
+#: Replaces storages of which only the fate of the tensors will be asked.
 _MADE = new_store(0, 0)
 
 
 def slim(handles: Iterable[weakref.ref[Any]]) -> None:
-    """Drops what only the recording asks of saved values: two fifths of their bytes."""
+    """Drops attributes of saved values that only the recording needs: two fifths of their bytes."""
     for reference in handles:
         if (handle := reference()) is not None:
             value = handle.value
@@ -345,7 +343,7 @@ def _share_versions(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
-    """Returns the version counter of a tensor, from another tensor of the storage which shares it."""
+    """Returns the version counter of a tensor, taken from another tensor in the storage that shares it."""
     for member in tables.live_members(store):
         value = tables.value_now(member)
         if value is not None and _share_versions(tensor, member):
@@ -359,10 +357,10 @@ def counter_of(tables: Tables, tensor: torch.Tensor) -> object:
 
 
 def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, surroundings: Surroundings) -> Value | None:
-    """Returns the value of such an alias, as a view of another tensor in the storage; None if no tensor there will do."""
+    """Returns a value for an unknown tensor in a storage, as a view of a known tensor there; None if there is no fit."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return None
-    if type(tensor) not in PLAIN_OR_FAKE and handles_operators(tensor):  # a view of a plain tensor has other operators
+    if type(tensor) not in PLAIN_OR_FAKE and handles_operators(tensor):  # a plain view would miss its operators
         return None
     for member in tables.live_members(store):
         value = tables.known.get(id(member))

@@ -1,12 +1,11 @@
-"""Operators which write to their arguments, as recorded on a tape.
+"""Operators that write to their arguments, as recorded on a tape.
 
-Torch counts a write only when the operator has returned through autograd, so the tape follows writes by itself. Each write is
-an operator on the tape, after which every tensor in the storage is another value. Kept tensors which are still needed are
-copied before they are overwritten. A replay does not write to storages from outside again: tensors read after the write are
-kept.
+Torch moves the version only when the operator has returned through autograd, so the tape tracks writes itself. Each write is an
+operator on the tape, after which every tensor in the storage has another value. Kept tensors that are still needed are copied
+before they are overwritten. A replay does not write to storages from outside again: tensors read after the write are kept.
 
-A tensor saved before a write is worthless afterwards if it shares a version with the target. Plain autograd raises in backward,
-and so does the handle. Without a shared version plain autograd returns the written content, and so does the handle (Rule 15).
+If a saved tensor shares a version with the target of a later write, plain autograd raises in backward, and so does the handle.
+Without a shared version plain autograd returns the written content, and so does the handle (Rule 15).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Value, counter_of, is_held_twice, new_value
 
-# How many hold a value that a table and a variable have, as ``getrefcount`` counts.
+# The result of ``getrefcount`` for a value that a table and a local variable hold.
 _IN_TABLE = 3
 
 
@@ -65,14 +64,14 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         value = _alone(tape, facts, args[0])
         if value is not None:
             return _run_writing_alone(tape, value, func, facts, args, kwargs)
-        if _is_unmet(tape, args[0]):  # a counter of batches
+        if _is_unmet(tape, args[0]):  # such as a counter of batches
             store = tape.tables.store_of(args[0])
             store.written = True
             return facts.call(*args, **kwargs)
     targets = targets_of(facts, args, kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
-    # The version counters that the write moves, looked up before the tape forgets tensors of storages that become outside ones.
+    # The version counters that the write moves, looked up before the tape forgets tensors whose storages become external.
     bumped = [counter_of(tape.tables, tensor) for tensor, written in targets if written.counted]
     overwritten = set()
     inside: dict[int, Store] = {}
@@ -85,10 +84,10 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
             else:
                 tape.tables.make_external(store, "memory that was written to in part")
         (external if store.external else inside)[id(store)] = store
-    # Where all is kept that it writes, nobody will ask for the write to be done again.
+    # If all written tensors are kept, no replay repeats the write.
     keeps = wanted in (SAVE, OFFLOAD) and not any(store.handles for store in inside.values())
     for key, store in list(inside.items()):
-        # A replay could not write to all faces of a memory of which some are kept and others are not.
+        # If some tensors in a storage are kept and others are not, a replay cannot write to all of them.
         if not keeps and not store.uninitialized and any(holder() is not None for holder in store.held or ()):
             tape.tables.make_external(store, "kept by the policy, and written to since")
             external[key] = inside.pop(key)
@@ -97,7 +96,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         copy_held(tape, external.values())
         try:
             out = facts.call(*args, **kwargs)
-        finally:  # it may have written to some, and then raised
+        finally:  # it may have written before it raised
             after_external(tape, external.values(), quiet)
         count_writes(func, args)
         return out
@@ -124,7 +123,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 
 def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
     """Returns a tensor's value if no other tensor shares its memory and no operator has read it; None otherwise."""
-    # A nested region brings such a value back by itself, so that no other replay has the memory that it writes to.
+    # Only a value of the innermost region, whose replay writes to memory that no other replay has.
     tables, key = tape.tables, id(target)
     value = tables.known.get(key) or tables.uninitialized.get(key)
     if value is None or sys.getrefcount(value) > _IN_TABLE:
@@ -137,7 +136,7 @@ def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
 
 
 def _is_unmet(tape: Tape, target: torch.Tensor) -> bool:
-    """Whether a tensor is in memory of which the tape has no tensor."""
+    """Whether the tape has no tensor in the memory of a tensor."""
     tables = tape.tables
     if type(target) not in PLAIN_OR_FAKE or id(target) in tables.inputs or tables.value_now(target) is not None:
         return False
@@ -168,7 +167,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
     if out is target:
         value = new_value(op.number, store, before.counter, op)
         value.tensor = before.tensor
-    else:  # from the handler of another argument's class, which returns a tensor of that class
+    else:  # returned by ``__torch_function__`` or ``__torch_dispatch__`` of another argument
         op.facts, op.call = facts, None
         value = _after(tape, op, before)
     store.written = True
@@ -181,7 +180,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
 
 
 def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
-    """Copies the kept tensors of storages about to be written to, where a holder besides the tape's table needs them."""
+    """Copies the kept tensors of storages about to be written to, if a holder besides the tape's table needs them."""
     for store in stores:
         if store.uninitialized:  # there is nothing to copy yet
             continue
@@ -205,7 +204,7 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
 
 
 def _forget_views(tape: Tape, store: Store) -> None:
-    """Forgets views of memory from outside which nothing needs: the target of a write, say, that reads all of a bank."""
+    """Forgets unneeded views of memory from outside, such as the view through which a write goes."""
     known = tape.tables.known
     for member in reversed(store.members):  # a view of a view first
         if (tensor := member()) is None or (value := known.get(id(tensor))) is None:
@@ -214,14 +213,14 @@ def _forget_views(tape: Tape, store: Store) -> None:
             del known[id(tensor)]
 
 
-#: Bytes from which it is asked whether the results of a tensor's readers are smaller than its copy.
+#: Bytes above which the results of a tensor's readers may be kept in place of its copy.
 _SMALL = 1 << 12
 _READ_BEFORE = Cause(Reason.INPUT, "read from memory that was overwritten since")
 
 
 def _readers_of(tape: Tape, reference: weakref.ref[Value], others: int, most: int) -> Sequence[tuple[Value, torch.Tensor]]:
-    """Returns the results of all that reads a value, if these take less memory than its copy: to keep them will do."""
-    # A bank of which forward reads some rows, before it overwrites others.
+    """Returns the results of all readers of a value, to keep in place of its copy; none if they are not smaller."""
+    # As for a memory bank, from which forward reads a few rows before it overwrites others.
     value, results, nbytes, reads = reference(), [], 0, 0
     for result in tape.tables.known.values():
         op = result.op
@@ -238,7 +237,7 @@ def _readers_of(tape: Tape, reference: weakref.ref[Value], others: int, most: in
 
 
 def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], name: str, path: RegionPath) -> None:
-    """Puts copies in the place of kept tensors of a storage which was written to unseen."""
+    """Replaces kept tensors of a storage that was written to unseen by copies."""
     references, store.held = store.held, None
     for reference in references or ():
         value = reference()
@@ -280,13 +279,13 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
         if was_uninitialized:
             known.pop(id(tensor))
             tables.register(tensor, value)
-        else:  # the weak reference takes whatever value there is out of the table
+        else:  # the tensor's weak reference removes any value from the table
             known[id(tensor)] = value
             store.members.append(member)
         made.append(value)
         if decision != RECOMPUTE:
             tape.keep(value, tensor, decision, Cause(Reason.POLICY, f"as written by {facts.full_name}"))
-    # What autograd saved without a version in common is what was written, now.
+    # A tensor saved without a shared version now has the written content.
     store.handles = None
     for handle in quiet:
         tensor = handle.value.tensor()
@@ -314,7 +313,7 @@ def _overwritten(value: Value, name: str, path: Any) -> Value:
 
 
 def _handed_over(handle: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
-    """Returns the value of a handle whose tensor goes to saved-tensor hooks, as in plain autograd when it saves the tensor."""
+    """Returns the value of a handle whose tensor goes through saved-tensor hooks, as plain autograd passes saved tensors."""
     value = new_value(handle.value.number, handle.value.store, handle.value.counter)
     value.tensor = handle.value.tensor
     value.saved = HeldByHooks(tensor, hooks, handle.frame.path, handle.value.store.cause)
@@ -324,9 +323,9 @@ def _handed_over(handle: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
 def look_at_handles(
     tape: Tape, stores: Iterable[Store], bumped: list[object], name: str, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
-    """Finds the handles of tensors in outside storages which are about to be written to."""
-    # Handles whose version counts the write are lost. Handles of regions inside the user's saved-tensor hooks are given to
-    # these hooks, which may copy. The other handles are returned, with their tensors.
+    """Returns the handles in outside storages that stay valid after a write, with their tensors."""
+    # Handles that share a version with the target become errors. Tensors of regions inside the user's saved-tensor hooks go
+    # through these hooks, which may copy.
     quiet = []
     for store in stores:
         handles, store.handles = store.handles, None
@@ -351,7 +350,7 @@ def look_at_handles(
 
 
 def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> torch.Tensor | None:
-    """Returns a view of a storage at the place of a dead tensor, known by a copy; None if the place is unclear."""
+    """Returns a view of a storage with the layout of a dead tensor, taken from its copy; None if there is no fit."""
     if storage_address(tensor) == store.address:
         return tensor
     for face in faces:
@@ -361,7 +360,7 @@ def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> t
 
 
 def after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
-    """Forgets the tensors of written storages from outside."""
+    """Forgets the tensors of outside storages after a write; ``quiet`` handles get values of the written content."""
     for store in stores:
         store.written = True
         tape.tables.forget_members(store)
@@ -371,14 +370,14 @@ def after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, t
 
 
 def may_run_again(args: Any, kwargs: Any) -> bool:
-    """Whether a run of code of Inductor's can be repeated: it writes to no input, and draws on a single device at most."""
+    """Whether a run of Inductor's code can be repeated: it writes to no input, and draws on a single device at most."""
     code = facts_of_code(args[0])
     devices = {device_of(args, kwargs), *code.devices, *(source.device for source in args[1] if isinstance(source, Tensor))}
     return code.written == frozenset() and len(devices) == 1
 
 
 def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs an operator with unknown effects: any of its arguments may be written to, and its results are kept."""
+    """Runs an operator with unknown effects, which may write to any argument; its results are kept."""
     arguments = facts.arguments_of(args)
     inputs = tensors = tensors_in((arguments, kwargs))
     if facts.is_compiled and (places := facts_of_code(args[0]).written) is not None:
@@ -389,7 +388,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
     else:
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
-        decide(tape, facts, arguments, kwargs, out)  # which changes nothing: it is kept in any case
+        decide(tape, facts, arguments, kwargs, out)  # only for the policy to hear of it: results are kept in any case
     for tensor in instances_in(out, Tensor):
         if not (facts.is_compiled and any(tensor is source for source in inputs)):
             tape.note_external(tensor, f"returned by {func}")
@@ -397,7 +396,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
 
 
 def _run_opaque(tape: Tape, name: str, tensors: list[torch.Tensor], stores: Collection[Store], call: Callable[[], Any]) -> Any:
-    # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
+    # It is unknown which tensors are written to, so none counts as modified: saved tensors have the content after the call.
     quiet = look_at_handles(tape, stores, [], name, tensors)
     copy_held(tape, stores)
     try:
@@ -409,14 +408,14 @@ def _run_opaque(tape: Tape, name: str, tensors: list[torch.Tensor], stores: Coll
 
 
 def run_unseen(tape: Tape, writer: str, args: Any, call: Callable[[], Any]) -> Any:
-    """Runs a call outside of operators which may write to its arguments; they are tensors from outside from then on."""
+    """Runs a call that writes without operators; its arguments are tensors from outside from then on."""
     tensors = tensors_in(args)
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
     return _run_opaque(tape, writer, tensors, stores.values(), call)
 
 
 def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs an operator which marks a stream as a tensor's user; a replay runs it before later reads of the tensor."""
+    """Runs an operator that marks a stream as a tensor's user; a replay runs it before later reads of the tensor."""
     target: torch.Tensor = args[0]
     out = facts.call(*args, **kwargs)
     before = tape.tables.known.get(id(target))
@@ -429,7 +428,7 @@ def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
 
 
 def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs and records an operator which turns a tensor into another view of the same memory."""
+    """Runs and records an operator that turns a tensor into another view of the same memory."""
     target: torch.Tensor = args[0]
     store = tape.tables.store_of(target)
     before = op.args[0]
@@ -438,7 +437,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     bumped = [counter_of(tape.tables, target)]
     out = facts.call(*args, **kwargs)
     if tape.decisions is not None:
-        decide(tape, facts, args, kwargs, out)  # which changes nothing: a view is never kept
+        decide(tape, facts, args, kwargs, out)  # only for the policy to hear of it: a view is never kept
     for holder in store.held or ():
         value = holder()
         if value is not None and value.saved is not None and value.saved.version is not None:
@@ -450,7 +449,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     tape.tables.number = op.number = tape.tables.number + 1
     store.written = store.written or not store.external
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
-    # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
+    # After ``set_`` this tensor may write to the other storage while the tape knows no tensor there.
     if storage_of(target) != store.address:
         tape.note_external(target, f"given to another tensor by {facts.operator}")
     return out

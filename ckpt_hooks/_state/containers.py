@@ -1,6 +1,6 @@
-"""Containers: how their entries are read, and put back; and arguments taken apart, with a stand-in for each tensor.
+"""Reads and refills containers, and takes arguments apart, with a stand-in for each tensor.
 
-Methods of builtin classes read and write: no code of a subclass runs.
+Calls only methods of builtin classes, so no code of a subclass runs.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ import torch
 #: Types whose values neither are nor hold tensors.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 
-#: Values by name, key or slot, or in order.
+#: The values in a place: a dict by name, key or slot, or a list.
 Content = Any
 
 
 class Part(NamedTuple):
-    """A place: how its content is read, and put back."""
+    """A kind of place in an object: functions that read and replace its content."""
 
-    read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
-    put: Callable[[Any, int, Content, Content], object]  # replaces such a content by another
-    size: Callable[[Any], int] | None = None  # of entries alone
-    has_end: bool = False  # whether of a long container the length is noted, and what is added
-    is_rebuilt: bool = False  # whether a rerun gets a container of its own where forward had it as an argument
+    read: Callable[[Any, int], Content]  # returns the content after the first ``base`` entries; None if there are fewer
+    put: Callable[[Any, int, Content, Content], object]  # replaces the current content after ``base`` entries
+    size: Callable[[Any], int] | None = None  # returns the number of entries of a container
+    has_end: bool = False  # whether a long container is noted by its length and the entries added later
+    is_rebuilt: bool = False  # whether a rerun gets a new container where an argument was one
 
 
 def _at_once(*steps: partial[Any]) -> None:
-    """Calls functions with no Python code in between, where another thread would see what is half done."""
+    """Calls functions with no bytecode in between, so that no other thread sees a half-filled container."""
     deque(map(partial.__call__, steps), 0)
 
 
 def put_keyed(owner: Any, current: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """Replaces some entries of a dictionary; at once, and at their places, where others have to come or go."""
+    """Replaces entries of a dictionary: all at once and in order if the keys differ."""
     kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     if len(current) == len(content) and all(map(is_, current, content)):
         for key, value in content.items():
             if current[key] is not value:
                 kind.__setitem__(owner, key, value)
         return
-    everything = {**{key: other for key, other in kind.items(owner) if key not in current}, **content}
+    everything = {**{key: value for key, value in kind.items(owner) if key not in current}, **content}
     _at_once(partial(kind.clear, owner), partial(kind.update, owner, everything))
 
 
@@ -72,7 +72,7 @@ def put_nothing(owner: Any, _: int, current: Content, content: Content) -> None:
     """Leaves a place alone."""
 
 
-#: The kinds of containers, by the builtin class from which a container's class derives: for a new kind, add a row.
+#: How to read and replace entries, by the builtin base class of a container: for a new kind, add a row.
 CONTAINERS: dict[type, Part] = {
     dict: Part(
         read_dict,
@@ -96,11 +96,11 @@ CONTAINERS: dict[type, Part] = {
 
 
 def _entries_of(kind: type[Any]) -> Part | None:
-    """Returns the place of the entries of a class's instances; None for a class of other objects than containers."""
+    """Returns how to read and replace entries of a class's instances; None if they are no containers."""
     return next((part for base, part in CONTAINERS.items() if issubclass(kind, base)), None)
 
 
-# Some programs make classes anew all the time.
+# Bounded, since some programs make new classes all the time.
 entries_of: Callable[[Any], Part | None] = lru_cache(10_000)(_entries_of)
 
 
@@ -110,7 +110,7 @@ def slots_of(kind: type[Any]) -> list[Any]:
 
 
 def new_frozen(kind: Any, content: list[Any]) -> Any:
-    """Returns a tuple or frozenset of a kind, past constructors of subclasses."""
+    """Returns a tuple or frozenset of class ``kind``, without calling a subclass's constructor."""
     if hasattr(kind, "n_sequence_fields"):  # torch's named results take a sequence
         return kind(content)
     return frozenset.__new__(kind, content) if issubclass(kind, frozenset) else tuple.__new__(kind, content)
@@ -122,7 +122,7 @@ def builtin_of(kind: type[Any]) -> type[Any]:
 
 
 def new(kind: Any, maxlen: int | None = None) -> Any:
-    """Returns an empty instance, made by the builtin base class of a subclass; of a deque, with its largest length."""
+    """Returns an empty instance of class ``kind``, made by its builtin base class; ``maxlen`` is for a deque."""
     make: Any = builtin_of(kind).__new__
     made = make(kind)
     if maxlen is not None:
@@ -143,7 +143,7 @@ class TensorAt:
 
 
 class Container:
-    """Stands for a container or dataclass with its content of forward: no rerun sees a later change to the original."""
+    """Stands for a container or dataclass, with its content in forward: reruns see no later change."""
 
     __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "slots", "variables")
 
@@ -154,8 +154,7 @@ class Container:
         # Captured attributes in slots, by their descriptors, and in ``__dict__``, by name.
         self.slots: list[tuple[Any, Any]] = []
         self.variables: list[tuple[str, Any]] = []
-        # A dict which is its own ``__dict__``.
-        self.is_namespace = False
+        self.is_namespace = False  # whether it is a dict that is its own ``__dict__``
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
         if self.identity in built:
@@ -165,7 +164,7 @@ class Container:
         if issubclass(kind, tuple):
             made = built[self.identity] = new_frozen(kind, [build(entry, tensors, built) for entry in entries])
         else:
-            # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
+            # Not by a subclass's ``__new__``, which may require arguments: the attributes that it sets are captured.
             made = built[self.identity] = new(kind)
             if type(entries) is dict:
                 entries = {key: build(entry, tensors, built) for key, entry in entries.items()}
@@ -208,13 +207,13 @@ class Capture:
         self._containers: list[Container] = []
 
     def finish(self) -> list[int]:
-        """Drops the walked containers, which keep their ids until then; returns these ids."""
+        """Drops the originals, whose ids were unique as long as they lived; returns the ids."""
         for container in self._containers:
             container.original = None
         return [container.identity for container in self._containers]
 
     def value(self, value: Any, path: str) -> Any:
-        """Returns the stand-in for a value at ``path``, a place in the notation of users."""
+        """Returns the stand-in for a value; errors name its place by ``path``, as in ``args[0]['x']``."""
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             self.paths.append(path)
@@ -236,7 +235,7 @@ class Capture:
                 container.entries = [self.value(entry, f"{path}[{index}]") for index, entry in enumerate(content)]
             self._with_attributes(container, path)
             return self._unless_empty(container) if part.put is put_nothing else container
-        # A dataclass which is also a number, a set or an exception has more state than attributes.
+        # A dataclass that is also a number, a set or an exception has state besides its attributes.
         if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and builtin_of(kind) is object:
             return self._unless_empty(self._with_attributes(self._container(value), path))
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and kind is not weakref.ProxyType:
@@ -271,7 +270,7 @@ class Capture:
         return container
 
     def _unless_empty(self, container: Container) -> Any:
-        """Returns the original if it is immutable, and nothing in it is rebuilt; else the container."""
+        """Returns the original if it is immutable and a rerun replaces nothing in it; else the container."""
         parts = (*(container.entries or ()), *(captured for _, captured in (*container.slots, *container.variables)))
         parameters = getattr(container.kind, "__dataclass_params__", None)
         is_mutable = parameters is not None and not parameters.frozen

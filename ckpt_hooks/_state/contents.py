@@ -1,9 +1,9 @@
-"""What forwards write to: the content of tensors, copied when a forward begins, put back for a rerun, restored after it.
+"""The contents of tensors to which forwards write: copied when forward begins, put back for a rerun, restored after it.
 
-A tensor that forward may write to is copied before: a small tensor without gradients (:data:`SMALL`) always; a large, and a
-parameter, in the first forward that meets it, and in later ones if that wrote to it. A forward counts as the first again after
-a change of a flag or a hook. A tensor without a copy is held to its version: a write is an error, and from then on there are
-copies. No version tells of writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents.
+A small tensor without gradients (:data:`SMALL`) is copied in each forward. A large tensor or a parameter is copied in the first
+forward that meets it, and in later forwards if the first wrote to it. After a change of a flag or a hook the next forward is a
+first forward. For a tensor without a copy the version is noted: a write is an error, and further forwards copy the tensor.
+Kernels of batch norm and writes to ``.data`` do not change the version, so the first forward also compares contents.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versio
 
 from .notes import SMALL, TensorNote, Use
 
-#: Bytes up to which tensors which no module owns are copied. A larger tensor is a batch of data, more often than state.
+#: Bytes up to which tensors that no module owns are copied. A larger tensor is more often a batch of data than state.
 _MOST_OUTSIDE = 1 << 20
-#: Bytes of parameters, all of a region together, that are copied in a first forward: most are weights of a large model.
+#: Bytes of all parameters of a region that a first forward copies: more are the weights of a large model.
 _MOST_PARAMETERS = 1 << 24
 
 WRITES = (Use.WRITTEN, Use.UNSEEN)
 
-#: Returns an error for a tensor with a changed content, and its version before.
+#: Returns an error for a changed tensor and its earlier version.
 Complain = Callable[[torch.Tensor, int], BaseException]
 #: A tensor, its version, its content, and nothing, for :func:`fill_all`.
 _Before = tuple[torch.Tensor, int, torch.Tensor, None]
@@ -52,9 +52,9 @@ def is_small_on_host(note: TensorNote) -> bool:
 
 
 class Group:
-    """Small tensors of one tree on the host, whose memory is read and written as one string of bytes."""
+    """Small tensors of a tree on the host, read and written as a single string of bytes."""
 
-    # The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do.
+    # A batch norm has three small tensors, and an operator on each costs more than copying the bytes.
 
     def __init__(self, notes: Sequence[TensorNote]) -> None:
         self.notes = notes
@@ -62,10 +62,10 @@ class Group:
         self._addresses = list(map(_address, self.tensors))
         self._memory = [(ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self.tensors]
         self.storages = frozenset(map(storage_of, self.tensors))
-        self.content = b""  # as the latest forward found it, for regions to share
+        self.content = b""  # before the latest forward, shared by regions with the same content
 
     def read(self) -> bytes | None:
-        """Returns the content; None if a tensor has no memory, or other memory, as after ``resize_``."""
+        """Returns the content; None if the memory of a tensor is gone or another, as after ``resize_``."""
         return b"".join(self._memory) if list(map(_address, self.tensors)) == self._addresses else None
 
     def versions(self) -> list[int]:
@@ -101,7 +101,7 @@ class _Small:
         self.is_written = self.after != self.before or self.group.read() != self.content
 
     def difference(self, before: bytes, versions: Sequence[int]) -> tuple[torch.Tensor, int]:
-        """Returns the first tensor that differs from an earlier content or version, and that version."""
+        """Returns the first tensor with another content or version than earlier, and the earlier version."""
         rows = list(zip(self.group.tensors, self.group.pieces(before), versions, strict=True))
         return next(((new, was) for new, old, was in rows if new._version != was or not same_bits(new, old)), rows[0][::2])
 
@@ -110,24 +110,24 @@ class _Small:
 
 
 def answers_at_once(tensor: torch.Tensor) -> bool:
-    """Whether contents are compared without waiting for a device."""
+    """Whether comparing contents needs no wait for a device."""
     return tensor.device.type == "cpu"
 
 
 def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
-    """Whether a tensor of unchanged version may differ from its copy. A device is not made to wait: its answer may be wrong."""
+    """Whether a tensor of unchanged version may differ from its copy; on a device a guess by ``use``, to avoid a wait."""
     if not (same_layout(tensor, copy) and has_storage(tensor)):
         return True
     return not same_bits(tensor, copy) if answers_at_once(tensor) else use not in (Use.READ, Use.WRITTEN)
 
 
 def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor; the latest copy for a module if that is still good."""
+    """Returns a copy of a tensor: the latest copy if it is still equal."""
     latest: torch.Tensor | None = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
     if latest is not None and not _has_changed(tensor, latest, note.use):
         return latest
     copy = copy_of(tensor)
-    # A device cannot tell whether its content is that of the step before, so its small copies stay from step to step.
+    # On a device nothing tells at once whether the content has changed, so a small copy lives from step to step.
     stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
     note.latest = tensor._version, (lambda: copy) if stays and note.owner >= 0 else weakref.ref(copy)
     return copy
@@ -140,12 +140,12 @@ class _Copied:
         self.after = self.before
 
     def settle(self, *, failed: bool, may_wait: bool) -> None:
-        """Notes the version at the end of forward, and what forward did."""
+        """Notes the version at the end of forward, and whether forward wrote."""
         tensor, note, before = self.tensor, self.note, self.use
         self.after = tensor._version
         if self.after != self.before and before is not Use.UNSEEN:
             self.use = Use.WRITTEN
-        elif before is Use.UNKNOWN and has_storage(tensor):  # else a framework frees it, and fills it anew
+        elif before is Use.UNKNOWN and has_storage(tensor):  # else a framework has freed it and will refill it
             if answers_at_once(tensor) or may_wait:
                 is_same = same_layout(tensor, self.copy) and same_bits(tensor, self.copy)
                 self.use = Use.READ if is_same else Use.UNSEEN
@@ -160,7 +160,7 @@ class Contents:
         self._is_settled = self._may_wait = False
         self._small: list[_Small] = []
         self._copied: list[_Copied] = []
-        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # a rerun that reads a modified tensor ends
+        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # with the versions before
         self._empty: list[torch.Tensor] = []
         self.freed: Sequence[torch.Tensor] = ()  # without memory when the latest rerun began
         self.seen: set[int] = set()  # the numbers of tensors added
@@ -175,13 +175,13 @@ class Contents:
             self.seen.update([note.number for note in group.notes])
 
     def add(self, note: TensorNote, tensor: torch.Tensor | None, *, may_wait: bool = False) -> None:
-        """Adds a tensor: itself, or an alias with the same version counter."""
+        """Adds a tensor, or an alias with its version counter."""
         if tensor is None or note.number in self.seen or note.has_history or tensor.is_meta or version_of(tensor) < 0:
             return
         self.seen.add(note.number)
         self._may_wait = self._may_wait or may_wait
         is_strided = is_dense(tensor)
-        if is_strided and not has_storage(tensor):  # the function fills it
+        if is_strided and not has_storage(tensor):  # the function will fill it
             self._empty.append(tensor)
         elif is_strided and (
             tensor.nbytes <= SMALL or (note.use is not Use.READ and (note.owner >= 0 or tensor.nbytes <= _MOST_OUTSIDE))
@@ -191,8 +191,8 @@ class Contents:
             self._uncopied.append((note, tensor, tensor._version))
 
     def add_parameters(self, parameters: Iterable[tuple[TensorNote, torch.Tensor]], *, may_wait: bool) -> None:
-        """Adds parameters to which forwards write, or may write: of unknown ones the smallest, as many as may be copied."""
-        left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # sizes are tensors then
+        """Adds parameters to which forwards write, and unknown parameters, smallest first, as far as the limit allows."""
+        left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # while TorchScript traces, sizes are tensors
         for note, parameter in sorted(parameters, key=lambda pair: pair[1].nbytes):
             left -= 0 if note.use in WRITES else parameter.nbytes
             if note.use in WRITES or (note.use is Use.UNKNOWN and left >= 0 and is_copied(parameter)):
@@ -202,7 +202,7 @@ class Contents:
         return any(copied.use in WRITES for copied in self._copied) or any(small.is_written for small in self._small)
 
     def settle(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
-        """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
+        """Ends forward; returns the first tensor that this forward wrote to without a copy, and its version before."""
         for small in self._small:
             small.settle()
         for copied in self._copied:
@@ -216,7 +216,7 @@ class Contents:
                 copied.use = note.use = Use.UNSEEN
                 continue
             self._copied.remove(copied)
-            if not issubclass(note.kind, torch.nn.Parameter):  # whose versions the journal has, and memory nobody
+            if not issubclass(note.kind, torch.nn.Parameter):  # the journal has their versions; to hold them holds their memory
                 self._uncopied.append((note, copied.tensor, copied.before))
         self._is_settled = True
         late = () if failed else self.changed()
@@ -228,7 +228,7 @@ class Contents:
         )
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
-        """Returns tensors without a copy which were written to since forward began, with their versions then."""
+        """Returns tensors without a copy that were written to since forward began, with their versions then."""
         freed = [(tensor, tensor._version) for tensor in self.freed if not has_storage(tensor)]
         return freed + [(tensor, version) for _, tensor, version in self._uncopied if tensor._version != version]
 
@@ -246,28 +246,28 @@ class Contents:
         return frozenset(map(storage_of, tensors)).union(*(small.group.storages for small in self._small))
 
     def rewind(self, undo: Undo) -> None:
-        """Puts back the contents from before forward; ``undo`` gets the data for its ``restore``, whatever happens."""
-        # Versions count on from before forward as far as they have moved since its end: what a rerun saves of a tensor that
-        # somebody else modified counts as modified, as in plain autograd.
+        """Puts back the contents from before forward; ``undo`` gets the data for its ``restore``, even in case of an error."""
+        # The version is the one before forward plus the writes since its end: a tensor that a rerun saves, and that other code
+        # has modified since forward, counts as modified, as in plain autograd.
         stale: list[_Before] = []
         for copied in self._copied:
             tensor = copied.tensor
             if tensor._version != copied.before or _has_changed(tensor, copied.copy, copied.use):
-                after = copied.after if self._is_settled else tensor._version  # the latter for a backward inside of forward
+                after = copied.after if self._is_settled else tensor._version  # unsettled: a backward inside of forward
                 stale.append((tensor, copied.before + tensor._version - after, copied.copy, None))
             else:
                 undo.others.append((tensor, tensor._version, copied.copy, None))
         for _, tensor, version in self._uncopied:
             if is_dense(tensor) and not has_storage(tensor):
                 undo.freed.append(tensor)
-            # Reads of plain tensors are watched in the rerun of an ended forward.
+            # If forward has ended, the rerun watches reads of plain tensors instead (``WatchReads``).
             elif tensor._version != version and not (self._is_settled and is_copied(tensor)):
                 raise undo.complain(tensor, version)
             else:
                 undo.uncopied.append((tensor, tensor._version))
         undo.freed += [tensor for tensor in self._empty if not has_storage(tensor)]
         undo.exchange(tensor for tensor, *_ in stale)
-        # All is read before the first is written: two groups have a tensor in common where a module is part of two.
+        # All groups are read before any is written: groups of two trees that share a module share its tensors.
         writes = []
         for small in self._small:
             current, versions = small.group.read(), small.group.versions()
@@ -287,18 +287,18 @@ class Contents:
 
 
 class Undo:
-    """Contents before a rerun, put back when it ends: of exchanged tensors, and of tensors written by the rerun alone."""
+    """Contents before a rerun, restored after it: of exchanged tensors, and of others to which the rerun writes."""
 
     def __init__(self, complain: Complain) -> None:
         self.complain = complain
-        self._exchanged: list[_Before] = []  # with another content in the rerun
-        self.freed: list[torch.Tensor] = []  # some get their content for the rerun; the function fills the others
-        self.others: list[_Before] = []  # with the same content in the rerun
+        self._exchanged: list[_Before] = []  # tensors with another content in the rerun
+        self.freed: list[torch.Tensor] = []  # tensors without memory: the rerun or the function fills them
+        self.others: list[_Before] = []  # tensors with the same content in the rerun
         self.small: list[tuple[_Small, bytes, list[int], bool]] = []
         self.uncopied: list[tuple[torch.Tensor, int]] = []
 
     def exchange(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes tensors that are about to get another content, and such as have no memory at present."""
+        """Notes tensors that are about to get another content, or have no memory at present."""
         for tensor in tensors:
             if has_storage(tensor):
                 self._exchanged.append((tensor, tensor._version, copy_of(tensor), None))

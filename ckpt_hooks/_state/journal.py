@@ -1,8 +1,8 @@
-"""The journal of a region: what its function reaches besides arguments, noted in forward, lent to a rerun, put back after it.
+"""The journal of a region: notes of all that its function reaches besides arguments, lent to reruns.
 
-A rerun sees each place as forward saw it, and afterwards each place has what it had before. What modules bind is looked at
-when forward begins, when a rerun begins, and when it ends: a list to which forward appends may be cleared before backward, and
-only a look after the rerun tells of what that appended.
+A rerun sees each place as forward saw it; after the rerun the place has its former content again. Values bound by modules are
+compared when forward begins, when a rerun begins, and when the rerun ends: if a list to which forward appends is cleared before
+backward, only the last comparison shows that the rerun has appended.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _hooks_now() -> list[Content]:
 def _are_modules_called_elsewhere() -> bool:
     """Whether another thread is inside a module's forward, which hooks for all modules would meet."""
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # which would refer to itself
+    del frames[threading.get_ident()]  # this frame, whose variable would refer to the frame itself
     code = Module._call_impl.__code__
     return any(frame.f_code is code for thread_frame in frames.values() for frame, _ in traceback.walk_stack(thread_frame))
 
 
-#: What journals without trees share, which nobody changes.
+#: Empty values, which journals without trees share.
 _NO_TREES: tuple[list[Any], ...] = ([], [], [], [], [])
 _NO_STORAGES: dict[Tree, list[torch.UntypedStorage]] = {}
 
@@ -95,19 +95,18 @@ class Journal:
             parameters = bound.parameters
             self.trees.append(tree)
             self.bound.append(bound)
-            # Forward's may be bound nowhere else by then. Tensors without gradients are not held, for the sake of frameworks.
+            # Held, for by a rerun nothing else may hold them. Tensors without gradients are not: frameworks free them.
             self.held.append(parameters if tree.holds_parameters else tree.get_held(bound.flat))
             self._versions.append(list(map(_version, parameters)))
             history = tree.history
-            # While forward runs, in which ``.data =`` may drop a storage: in a first forward, and where some have done so.
+            # Held while forward runs, which may drop a storage by ``.data =``: a first forward, and any if an earlier one did.
             if not history.num_forwards or history.exchanges:
                 self._storages = {**self._storages, tree: list(map(_storage, parameters))}
             self.tensors.append(tree.tensors)
             if tree.generators:
                 self.generators = [*self.generators, *tree.generators]
             has_contents = has_contents or tree.has_contents()
-        # Storages that forward has exchanged.
-        self.kept: Sequence[Any] = ()
+        self.kept: Sequence[Any] = ()  # storages that forward has exchanged, and parameters that it has unbound
         self.emptied: Collection[int] = ()
         self._steps = fused_steps.count
         self.roots: Sequence[tuple[Any, Note]] = ()
@@ -152,17 +151,17 @@ class Journal:
             history, parameters = tree.history, bound.parameters
             if not history.num_forwards or list(map(_version, parameters)) != versions:
                 tree.note_writes(parameters, versions)
-            if tree in self._storages:  # else a rerun finds that a storage is gone, and ends
+            if tree in self._storages:  # else a rerun raises if a storage is gone
                 self._note_exchanged(tree, parameters)
             history.num_forwards += not failed
-            if tree.has_frozen:  # forward's own may be bound no more
+            if tree.has_frozen:  # the journal holds no frozen parameters, and forward may have unbound some
                 self.kept = [*self.kept, *tree.unbound(parameters)]
             bound.let_go()
         self._storages = _NO_STORAGES
         return late
 
     def _note_exchanged(self, tree: Tree, parameters: Sequence[torch.Tensor]) -> None:
-        """Keeps the storages of parameters which have other storages by now."""
+        """Keeps the former storages of parameters that have others now."""
         storages = self._storages[tree]
         if not any(map(is_not, storages, map(_storage, parameters))):
             return
@@ -174,11 +173,11 @@ class Journal:
             if parameter.numel():
                 kept.append(storage)
             else:
-                emptied.add(id(parameter))  # by a framework, which fills it before a rerun reads it
+                emptied.add(id(parameter))  # a framework emptied it, and fills it before a rerun reads it
         self.kept, self.emptied = kept, emptied
 
     def changed(self, loan: JournalLoan) -> _ChangedTensors:
-        """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
+        """Returns tensors and parameters without a copy that were written to since forward began, with their versions then."""
         steps = self._steps if self._steps != fused_steps.count else None
         pairs = [*self._outside]
         for tree, versions, bound in zip(self.trees, self._versions, loan.bound, strict=True):
@@ -199,7 +198,7 @@ class Journal:
         return changed if self.contents is None else changed + self.contents.changed()
 
     def note_written(self, tensor: torch.Tensor) -> bool:
-        """Has later forwards copy a tensor, after a write to it; returns whether they will."""
+        """Makes later forwards copy a tensor; returns whether they will."""
         notes = [note for tree in self.trees for note in tree.parameters if note.number == id(tensor)]
         if any(note.use in WRITES for note in notes):
             return True
@@ -232,8 +231,8 @@ def _is_dull(function: Any) -> bool:
 def journal_of(
     function: Any, objects: Sequence[Any], *, preserve_buffers: bool, is_needed: bool = False
 ) -> Journal | Literal[False] | None:
-    """Notes all that a call reaches; None if there is nothing, False if a lazy module has no parameters yet."""
-    # The first forward of a lazy module changes the module for good, and cannot be done twice.
+    """Returns notes of all that a call reaches; None if there is nothing, False if a lazy module has no parameters yet."""
+    # The first forward of a lazy module makes its parameters, so it cannot run twice.
     has_hooks = any(_GLOBAL_HOOKS)
     if objects or has_hooks:
         pass
@@ -249,7 +248,7 @@ def journal_of(
     trees = list(map(tree_of, walk.modules))
     if any(tree.is_lazy for tree, _ in trees):
         return False
-    # Modules to which these functions lead are left out: a hook may be a method of the whole model.
+    # Modules reached only from these functions get no trees: a hook may be a method of the whole model.
     functions = [called for tree, bound in trees for called in tree.functions(bound.flat)]
     for called in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
         if called is not True:
@@ -278,7 +277,7 @@ def _wait(loan: JournalLoan) -> None:
 class JournalLoan:
     """A journal lent to a rerun, from :meth:`begin` to :meth:`end`."""
 
-    # Of two reruns on different threads that want other contents of a place, one waits for the other, and none otherwise.
+    # A rerun waits for a rerun on another thread only if the two want different contents of a place.
 
     def __init__(self, journal: Journal, stand_ins: dict[int, torch.Tensor], complain: Complain) -> None:
         self.journal, self.stand_ins, self._complain = journal, stand_ins, complain
@@ -286,17 +285,17 @@ class JournalLoan:
         self.made: dict[int, Any] = {}
         self.met: dict[int, Any] = {}
         self.changed: _ChangedTensors = []
-        self.lost: _ChangedTensors = []  # parameters which stand in the places of forward's, which are gone
-        self.names: list[str] = []  # for which forward's parameter is gone, and nothing stands in its place
-        self.storages: frozenset[int | None] = frozenset()  # with another content in the rerun
+        self.lost: _ChangedTensors = []  # present parameters, where forward's parameters or their contents are gone
+        self.names: list[str] = []  # names of parameters that are gone without a successor
+        self.storages: frozenset[int | None] = frozenset()  # storages with another content in the rerun
         self.bound: list[Bound | None] = []
-        self._is_quiet = False  # whether all is as noted
+        self._is_quiet = False  # whether everything is as noted
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that need what this loan lends
         self._undo: Undo | None = None
         self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
-        # Tensors with their present memory, and whether they require grad at present.
+        # Tensors with the memory and ``requires_grad`` to put back.
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         self.lent: set[int] = set()  # the numbers of tensors that have other memory in the rerun
 
@@ -343,7 +342,7 @@ class JournalLoan:
         conflicting = [loan for loan in others if (lends or loan.lends()) and not places.isdisjoint(loan.places())]
         if lends or not all(loan._is_as_noted() and all(tree.holds() for tree in loan.journal.trees) for loan in conflicting):
             return bool(conflicting)
-        for loan in conflicting:  # they lend what this loan needs, have not changed it, and lend it until this loan ends
+        for loan in conflicting:  # they lend the contents that this loan needs, and wait for its end
             loan._users.add(id(self))
         return False
 
@@ -380,7 +379,7 @@ class JournalLoan:
             part.put(owner, base, current, content)
 
     def parameter(self, name: str, note: Any, current: Any) -> Any:
-        """Returns the tensor to bind under a name in a rerun; the loan itself if there is none."""
+        """Returns the tensor to bind under a name in a rerun; the loan itself stands for no tensor."""
         if type(note) not in (Held, TensorNote):
             return note
         tensor = self.held.get(note.number)
@@ -397,7 +396,7 @@ class JournalLoan:
             return current
 
     def exchange(self, memory: Memory, tensor: torch.Tensor, requires_grad: bool) -> None:
-        """Gives a leaf the noted memory for the rerun, and what it says of grad."""
+        """Gives a leaf the noted memory and ``requires_grad`` for the rerun."""
         if is_of_framework(tensor) or is_theirs(tensor, memory.layout):
             return
         content = memory.tensor()
@@ -408,7 +407,7 @@ class JournalLoan:
                     tree.history.exchanges = True
             return
         self.note_memory(tensor)
-        # The tensor itself, which has attributes and hooks, and which functions know: no alias of it.
+        # The tensor itself, not an alias: it has attributes and hooks, and functions refer to it.
         if tensor.requires_grad is not requires_grad:
             tensor.requires_grad_(requires_grad)
         if content is not None and not memory.holds(tensor):
@@ -420,7 +419,7 @@ class JournalLoan:
             self._exchanged.append((tensor, data_of(tensor), tensor.requires_grad))
 
     def has_swapped(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has become what another noted tensor was, by ``torch.utils.swap_tensors``, and is no alias."""
+        """Whether ``torch.utils.swap_tensors`` has exchanged a tensor with another noted tensor."""
         if self._by_address is None:
             notes = [inner for _, note in self.journal.notes() for inner in notes_in([note]) if type(inner) is TensorNote]
             self._by_address = {note.address: note.alias for note in notes}
@@ -428,12 +427,12 @@ class JournalLoan:
         return alias is not None and version_of(alias) >= 0 and have_one_counter(alias, tensor)
 
     def value(self, note: Note) -> Any:
-        """Returns a noted value to which nothing else may lead: with containers that something else leads to."""
+        """Returns a noted value that other notes need not contain, with the containers that it shares with them."""
         self.by_identity((note.number,))
         return note.present(self)
 
     def by_identity(self, identities: Iterable[int]) -> dict[int, Any]:
-        """Returns the containers and objects of the rerun, by the ``id`` of the noted ones, which are noted whole."""
+        """Returns the rerun's containers and objects that are noted whole, by the ``id`` of the noted object."""
         for value, note in self.journal.notes() if self._is_quiet and identities else ():
             _collect(value, note, self.made)
         return {identity: self.made[identity] for identity in identities if identity in self.made}
@@ -460,7 +459,7 @@ class JournalLoan:
                 bound = self.bound
                 self._look()
                 if not self._is_quiet:
-                    self.made = {}  # which has what was there, for arguments
+                    self.made = {}  # values of the arguments, which :meth:`by_identity` has collected
                     self._fill()
                     for tree in journal.trees:
                         tree.history.changes = True

@@ -1,7 +1,7 @@
-"""Notes: what was bound in a place when forward began, for a rerun to find the same there.
+"""Notes of values that were bound when forward began, so that a rerun finds the same values.
 
-A note must not keep a graph alive, which may own the frame with the note (Rule 9): a tensor is noted by a detached alias, an
-object by a weak reference, and a container by its identity and content, for itself it would hold all its later entries.
+A note must not hold a graph, which may own the note's frame (Rule 9). So a tensor is noted by a detached alias, an object by a
+weak reference, and a container by its identity and content: the container itself would hold its later entries.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from ckpt_hooks._torch.tensors import (
 from .containers import Content, Part, new, new_frozen
 from .places import keys_of, num_same, same
 
-#: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy
-#: of each mask of 64 KiB was five times what the regions of a small GPT hold besides.
+#: Bytes up to which tensors are small. Copies of small buffers take less than an activation of their layer. Copies of masks of
+#: 64 KiB took five times the bytes that regions of a small GPT hold besides.
 SMALL = 1 << 14
 #: A tensor with a history, in an attribute of a module, is copied up to this size: a sum to which forward adds in place.
 _MOST_COPIED = 1 << 16
 
 
 class GoneError(Exception):
-    """A noted value is gone for good; the present value stays."""
+    """A noted value no longer exists; the present value stays."""
 
 
 class Weak(weakref.ref[Any]):
-    """Notes an object whose content is its own business."""
+    """Notes an object whose content is not put back."""
 
     __slots__ = ()
 
@@ -73,7 +73,7 @@ class Weak(weakref.ref[Any]):
 
 
 class Passing(weakref.ref[Any]):
-    """Notes a tensor without holding it; in place of a dead tensor a rerun gets an empty shape."""
+    """Notes a tensor without holding it; in place of a dead tensor a rerun gets a meta tensor."""
 
     __slots__ = ("_like",)
 
@@ -90,7 +90,7 @@ class Passing(weakref.ref[Any]):
 
 
 class Held:
-    """Notes a value by its identity; tables of modules keep the note, journals hold what a module itself binds."""
+    """Notes a value by its identity, in a tree, which must not hold it; a journal holds the value."""
 
     __slots__ = ("number",)
 
@@ -107,13 +107,13 @@ class Held:
 
 
 class Use(Enum):
-    """What forwards were seen to do to the content of a tensor: unseen writes are such as no version tells of."""
+    """How forwards use the content of a tensor; ``UNSEEN`` stands for writes that do not change the version."""
 
     UNKNOWN, READ, WRITTEN, UNSEEN = range(4)
 
 
 class _WeakStorage:
-    """Refers weakly to the storage of parameters, with hashes of what was there when modules gave them other memory."""
+    """A weak reference to a storage of parameters, with hashes of their contents at a conversion of their module."""
 
     __slots__ = ("hashes", "reference")
 
@@ -121,7 +121,7 @@ class _WeakStorage:
         self.reference, self.hashes = weak_storage(tensor), dict[Layout, tuple[torch.device, int]]()
 
 
-#: By the addresses of the storages, which no other storage takes before that storage is gone. Some are dead.
+#: By the address of the storage, which is unique while the storage is weakly referred to. Some storages are dead.
 _weak_storages: dict[int, _WeakStorage] = {}
 
 
@@ -142,8 +142,8 @@ def _watch_conversions() -> None:
 
 
 def _note_contents(module: torch.nn.Module) -> None:
-    # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory. What forward saw is to be known
-    # by then, and neither a copy nor a hash of each parameter is to be had in each forward.
+    # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory. The hashes taken here tell that
+    # they are the same: copies or hashes of all parameters in each forward would cost too much.
     for parameter in module._parameters.values():
         if parameter is None or not is_plain(parameter) or parameter.is_meta or not has_storage(parameter):
             continue
@@ -159,7 +159,7 @@ def _hash_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 class Memory:
-    """Where the content of a dense tensor is: the storage, referred to weakly or held, and the layout in it."""
+    """The place of a dense tensor's content: the storage, held or weakly referred to, and the layout."""
 
     __slots__ = ("_is_inference", "_storage", "_weak", "address", "layout")
 
@@ -173,37 +173,37 @@ class Memory:
         return storage_of(tensor) == self.address and layout_of(tensor) == self.layout
 
     def has_same_content(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor in other memory holds what was here when a conversion of a module took it away."""
+        """Whether a tensor in other memory has the content that was here before a conversion of its module."""
         noted_hash = None if self._weak is None else self._weak.hashes.get(self.layout)
         return noted_hash is not None and layout_of(tensor)[1:] == self.layout[1:] and _hash_of(tensor) == noted_hash
 
     def tensor(self) -> torch.Tensor | None:
-        """Returns a tensor there, without history; None if the memory is gone."""
+        """Returns a tensor without history in this memory; None if the memory is gone."""
         return tensor_in(self._storage, self.layout, is_inference=self._is_inference)
 
 
 def has_history(tensor: torch.Tensor) -> bool:
-    """Whether an operator recorded by autograd made a tensor; views that require grad are not asked."""
+    """Whether an operator recorded by autograd made a tensor; any view that requires grad counts."""
     try:
         return tensor.requires_grad and not is_kept_anyway(tensor)
-    except (RuntimeError, ValueError):  # a multi-output view of a modified base, which has lost its graph; a lazy parameter
+    except (RuntimeError, ValueError):  # a multi-output view whose base was modified has no graph; a lazy parameter
         return False
 
 
 class TensorNote:
-    """A noted tensor: its identity, memory, layout, and whether it requires grad; with a history the version too."""
+    """A noted tensor: its identity, memory, layout, ``requires_grad``, and, if it has a history, its version."""
 
-    # No weak reference, since ``torch.utils.swap_tensors`` refuses tensors that have some, but to tensors with a history or
-    # whose memory cannot be told. An alias holds the memory; of a parameter nothing does, for frameworks free parameters.
+    # Weak references only to tensors with a history or of unknown memory, since ``torch.utils.swap_tensors`` refuses tensors
+    # with weak references. An alias holds the memory. Parameters' memory is not held, for frameworks free it.
 
     def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
-        self.address: int = tensor._cdata  # of what is behind the object, which ``torch.utils.swap_tensors`` exchanges
+        self.address: int = tensor._cdata  # of the C++ tensor, which ``torch.utils.swap_tensors`` exchanges
         self.has_history = has_history(tensor)
         self.requires_grad = self.has_history or tensor.requires_grad
         self.version = tensor._version if self.has_history and not tensor.is_inference() else -1
         self.use = Use.UNKNOWN
-        self.latest: Any = None  # of copies, for a table of modules
+        self.latest: Any = None  # version and latest copy, in the note of a tree
         is_told = is_dense(tensor)
         is_held = (is_told and tensor.is_inference()) or (self.requires_grad and not self.has_history)
         self.leaf = tensor if is_held and owner < 0 else None
@@ -227,7 +227,7 @@ class TensorNote:
         return self.memory.holds(tensor)
 
     def _is_same(self, tensor: torch.Tensor, loan: Any) -> bool:
-        """Whether a tensor of the noted number is the noted tensor, and not a later object in the same memory."""
+        """Whether a tensor with the noted ``id`` is the noted tensor, and not a later object with a reused ``id``."""
         if self.alias is None or self.number in loan.held or tensor is self.leaf:
             return True
         counts, is_counting = version_of(self.alias) >= 0, version_of(tensor) >= 0
@@ -236,12 +236,12 @@ class TensorNote:
         return have_one_counter(self.alias, tensor) or loan.has_swapped(tensor)
 
     def tensor(self) -> torch.Tensor | None:
-        """Returns the tensor where there is a reference, else an alias with its version counter."""
+        """Returns the tensor if a reference leads to it, else an alias with its version counter."""
         tensor: torch.Tensor | None = None if self._reference is None else self._reference()
         return self.alias if tensor is None else tensor
 
     def present(self, loan: Any) -> torch.Tensor:
-        """Returns the tensor to bind in a rerun, in the noted memory; an alias if the tensor is gone, or has a history now."""
+        """Returns the tensor to bind in a rerun, in the noted memory; an alias if the tensor is gone or now has a history."""
         number = self.number
         if number in loan.stand_ins or number in loan.made:
             return loan.stand_ins.get(number, loan.made.get(number))  # type: ignore[no-any-return]
@@ -297,11 +297,11 @@ class Note:
     def __init__(self, value: Any) -> None:
         self.kind, self.number, self.has_history = type(value), id(value), False
         self._maxlen = value.maxlen if isinstance(value, deque) else None
-        # For each place: how many entries are not looked at, the content, and the keys of notes in it.
+        # For each place: the number of entries before the content, the content, and the keys under which it has notes.
         self.rows: list[tuple[Part, int, Content, Sequence[Any]]] = []
         try:
             self.reference: Any = weakref.ref(value)
-        except TypeError:  # a list, say
+        except TypeError:  # as for a list
             self.reference = None
 
     def is_of(self, value: Any) -> bool:
@@ -312,7 +312,7 @@ class Note:
     def holds(self, value: Any) -> bool:
         if not self.is_of(value):
             return False
-        for part, base, content, keys in self.rows:  # without generators: a third of what a rerun of a trainer's method costs
+        for part, base, content, keys in self.rows:  # ``all`` of a generator costs a third of rerunning a trainer's method
             current = part.read(value, base)
             if current is None or num_same(content, current) != len(content) - len(keys):
                 return False
@@ -334,7 +334,7 @@ class Note:
             if current is None or not same(part.read(current, 0), values):
                 current = new_frozen(self.kind, values)
         elif current is None:
-            if any(base for _, base, *_ in self.rows):  # a long container, of which not all is known
+            if any(base for _, base, *_ in self.rows):  # a long container, whose first entries are unknown
                 raise GoneError
             current = new(self.kind, self._maxlen)
         self.fill(current, loan)
@@ -353,7 +353,7 @@ class Note:
 
 
 class Again:
-    """Notes the second place of a container or object that is noted elsewhere; a list may be in itself."""
+    """Notes another place of a container or object that has a note; a list may contain itself."""
 
     __slots__ = ("note",)
 
@@ -368,7 +368,7 @@ class Again:
 
 
 def filled(content: Content, keys: Sequence[Any], current: Content, loan: Any) -> Content:
-    """Returns a noted content with values in place of notes; present values stay where noted ones are gone."""
+    """Returns a noted content with values in place of notes; where a noted value is gone, the present value stays."""
     values = content.copy() if keys else content
     for key in keys:
         try:

@@ -1,6 +1,6 @@
-"""Kinds of places: how the content of an object is read, and put back in place.
+"""Kinds of places in objects: variables, slots, cells, globals, dictionaries of modules, positions of iterators.
 
-Methods of builtin classes read and write: no code of a subclass runs.
+Calls only methods of builtin classes, so no code of a subclass runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.nn import Module
 
 from .containers import CONTAINERS, Content, Part, entries_of, put_keyed, put_nothing, read_dict, slots_of
 
-#: Stands for the content of an unassigned variable.
+#: The content of an unassigned variable.
 ABSENT: Any = object()
 
-#: Types of values without a content to change.
+#: Types whose instances hold nothing that can change.
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice, type, types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType}
@@ -31,12 +31,12 @@ ATOMS = frozenset(
     | {type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)}
 )
 
-#: Numbers and strings, of which instances of subclasses are values too.
+#: Numbers and strings: instances of their subclasses are immutable values too.
 VALUES = (int, float, complex, str, bytes)
 
 
 def is_atom(value: Any) -> bool:
-    """Whether a value is its own note: an immutable value with nothing mutable inside."""
+    """Whether a value is immutable with nothing mutable inside, and so needs no note."""
     kind = type(value)
     if kind in ATOMS or isinstance(value, enum.Enum):
         return True
@@ -46,23 +46,23 @@ def is_atom(value: Any) -> bool:
 
 
 def has_plain_defaults(function: types.FunctionType) -> bool:
-    """Whether a function has no attributes, and nothing to change among its defaults."""
+    """Whether a function has no attributes and only immutable defaults."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return not function.__dict__ and all(map(is_atom, defaults))
 
 
 def class_attribute(kind: type, name: str) -> Any:
-    """Returns what a class has under a name, which for an access makes another object maybe, such as a ``partialmethod``."""
+    """Returns an attribute as a class stores it, without calling a descriptor, such as ``partialmethod``."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 def num_same(first: Content, other: Content) -> int:
-    """Returns how many values of two contents are the same objects; -1 where not all keys are."""
+    """Returns how many values of two contents are the same objects; -1 if the keys are not."""
     if len(first) != len(other):
         return -1
     if type(first) is not dict:
         return sum(map(is_, first, other))
-    return sum(map(is_, first.values(), other.values())) if all(map(is_, first, other)) else -1  # which may have any ``__eq__``
+    return sum(map(is_, first.values(), other.values())) if all(map(is_, first, other)) else -1  # not by ``==`` of keys
 
 
 def same(first: Content, other: Content) -> bool:
@@ -90,12 +90,13 @@ def _vars(owner: Any) -> dict[str, Any]:
 
 
 VARIABLES = Part(lambda owner, _: dict.copy(_vars(owner)), lambda owner, _, now, values: put_keyed(_vars(owner), now, values))
-# Tables of modules outlive regions, and must not hold keys which hold the module.
+
+# Notes of a module outlive regions, so they must not hold dictionary keys through which they would hold the module.
 
 
 def _holds_nothing(key: Any) -> bool:
-    """Whether a key is a value, or a leaf, with nothing inside that leads to a module."""
-    if isinstance(key, torch.Tensor):  # not referred to weakly: ``torch.utils.swap_tensors`` refuses tensors that are
+    """Whether a key is a value or a leaf through which no module is held."""
+    if isinstance(key, torch.Tensor):  # not by a weak reference, with which ``torch.utils.swap_tensors`` would refuse it
         has_more = key.__dict__ or key._backward_hooks or key._post_accumulate_grad_hooks
         return type(key) in (torch.Tensor, torch.nn.Parameter) and key.is_leaf and not has_more
     if is_atom(key):
@@ -109,7 +110,7 @@ def _can_be_noted(key: Any) -> bool:
 
 
 def _read_weakly(owner: Any, base: int) -> Content:
-    # Two plain references to an object are the same reference, so that references are compared as keys are.
+    # ``weakref.ref`` returns the same reference each time, so that references can be compared by identity, as keys are.
     content = read_dict(owner, base)
     if content is None:
         return None
@@ -127,7 +128,7 @@ _WEAKLY_KEYED = Part(_read_weakly, _put_weakly, dict.__len__, has_end=True)
 
 
 def parts_for_tables(value: dict[Any, Any], parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Returns places of a dict that hold no key which may hold a module; none where there are no such places."""
+    """Returns the places of a dict for a module's note, which holds keys weakly; none if some key allows neither."""
     keys = list(dict.keys(value))
     if all(map(is_atom, keys)):
         return parts
@@ -135,7 +136,7 @@ def parts_for_tables(value: dict[Any, Any], parts: tuple[Part, ...]) -> tuple[Pa
 
 
 def keys_of(content: Content) -> list[Any]:
-    """Returns the keys of a content that refers to its keys weakly."""
+    """Returns the keys to which a content refers weakly."""
     return [key() for key in content if type(key) is weakref.ref] if type(content) is dict else []
 
 
@@ -175,17 +176,17 @@ def globals_part(names: tuple[str, ...]) -> Part:
     return Part(read, put)
 
 
-#: Left alone: what saving and loading goes by, which forward does not.
+#: Left alone, since only saving and loading use them.
 _LEFT_ALONE = frozenset(name for name in vars(Module()) if "state_dict" in name or name == "_non_persistent_buffers_set")
-#: Dictionaries of a module, filled in place: a handle of a hook refers to its dictionary weakly.
+#: Dictionaries of a module. They are refilled, not replaced, since handles of hooks refer to them weakly.
 DICTS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in _LEFT_ALONE)
-#: Names in ``vars(module)`` that are no attributes.
+#: Names in ``vars(module)`` that are not a user's attributes.
 MACHINERY = frozenset((*DICTS, *_LEFT_ALONE))
 
 
 def _read_class(module: Module, _: int) -> Content:
     kind = type(module)
-    variables = vars(kind) if kind.__module__ == "torch.nn.utils.parametrize" else {}  # a class of this module's own
+    variables = vars(kind) if kind.__module__ == "torch.nn.utils.parametrize" else {}  # a class made for this module alone
     return {"": kind, **{name: attribute for name, attribute in variables.items() if type(attribute) is property}}
 
 
@@ -215,10 +216,10 @@ MODULE_DICTS = {name: _part_of_module(name) for name in DICTS}
 # ------------------------------------------------------------------------------------------------------------------- objects
 
 _KIND = Part(lambda owner, _: [type(owner)], lambda owner, _, now, content: object.__setattr__(owner, "__class__", content[0]))
-_HEAP_TYPE = 1 << 9  # of ``type.__flags__``: made by a ``class`` statement
-#: Libraries whose objects go on in a rerun, and objects of classes that derive from theirs: modes, locks, loggers, observers.
+_HEAP_TYPE = 1 << 9  # the flag in ``type.__flags__`` of a class made by a ``class`` statement
+#: Libraries whose objects are not put back, nor objects of derived classes: modes, locks, loggers, observers.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "ckpt_hooks"}
-#: Modules of Python's library with classes of which objects hold values, and nothing else.
+# But not modules of Python's library whose objects only hold values.
 _LIBRARIES -= {"abc", "argparse", "builtins", "collections", "types", "typing"}
 
 
@@ -228,7 +229,7 @@ def is_of_library(kind: type) -> bool:
 
 def _read_position(iterator: Any, _: int) -> Content:
     state = iterator.__reduce__()
-    return [state[2] if len(state) > 2 else ABSENT]  # at the end it has let go of what it iterates over
+    return [state[2] if len(state) > 2 else ABSENT]  # an exhausted iterator has dropped its items and has no position
 
 
 def _put_position(iterator: Any, _: int, current: Content, content: Content) -> None:
@@ -245,14 +246,14 @@ _INNER = Part(lambda iterator, _: list(iterator.__reduce__()[1]), put_nothing)
 
 
 def _attributes_of(kind: Any) -> tuple[Part, ...]:
-    """Returns the places of instances of a class with their attributes, whatever the class."""
+    """Returns the places of attributes in instances of a class, a library's included."""
     slots = slots_of(kind)
     parts = [VARIABLES] if kind.__dictoffset__ and not issubclass(kind, type) else []
     return (*parts, *([Part(partial(_read_slots, slots), _put_slots)] if slots else []))
 
 
 def _parts_of(kind: Any) -> tuple[Part, ...]:
-    """Returns the places of instances of a class; none for objects whose content is their own business."""
+    """Returns the places in instances of a class; none if their content is not put back."""
     if issubclass(kind, (torch.Tensor, Module, type, BaseException, *VALUES)):
         return ()
     if kind in _ITERATORS:
@@ -266,6 +267,6 @@ def _parts_of(kind: Any) -> tuple[Part, ...]:
     return (*([] if entries is None else [entries]), *([_KIND] if is_of_user else []), *attributes_of(kind))
 
 
-# Some programs make classes anew all the time.
+# Bounded, since some programs make new classes all the time.
 attributes_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_attributes_of)
 parts_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_parts_of)

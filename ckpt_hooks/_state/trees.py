@@ -1,6 +1,6 @@
-"""What modules bind: noted for a root module and all modules inside, and compared from forward to forward.
+"""Trees: notes of everything that a root module and its submodules bind, reused from forward to forward.
 
-A look compares all that a tree binds as one string of pointers (:func:`pointers`). Only what differs is noted anew.
+A look compares all bound values by a single string of pointers (:func:`pointers`). Only changed modules are noted again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .notes import Held, Note, TensorNote, Use, filled, notes_in
 from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, class_attribute
 from .walk import LEVELS, Walk, has_state, is_internal, modules_of, named_functions
 
-#: Without the dictionaries which list a hook of another dictionary again.
+#: The other dictionaries list hooks a second time.
 _LOOKED_AT = [name for name in DICTS if not name.endswith(("_with_kwargs", "_always_called"))]
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial, RemovableHandle)
 _NOTED = (Note, TensorNote, weakref.ref)
@@ -43,27 +43,27 @@ _strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _has_name: Callable[[dict[str, Any], str], bool] = dict.__contains__
 _flatten = chain.from_iterable
 
-#: Where torch's own wrappers of modules are defined, which note the progress of a step in attributes: left alone.
+#: Packages with torch's wrappers of modules. These track a step's progress in their attributes, which are left alone.
 _FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
-#: Where classes are that FSDP makes out of a user's.
+#: The package with classes that FSDP derives from a user's class.
 _MADE_FROM_USERS = "torch.distributed.fsdp._fully_shard"
 _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
 
 def _values_of(*objects: Any) -> list[Any]:
-    # From Python 3.13 on the collector shows the values of an object's attributes with that object alone, and not with another
-    # object which shares the dictionary, as a module made a region does.
+    # Since Python 3.13 the collector lists the values of a ``__dict__`` for its first owner only, not for a second object with
+    # the same dictionary, such as a checkpointed module.
     return [*_flatten(value.values() if type(value) is dict else (type(value),) for value in objects)]
 
 
 class Bound:
-    """All that a tree binds at one moment; a journal keeps where it is bound, and lets go of the rest when forward ends."""
+    """All values that a tree binds at a moment; after forward a journal keeps only the places (``where``)."""
 
     __slots__ = ("flat", "named", "parameters", "where")
 
     def __init__(self, where: list[Any], named: Sequence[dict[str, Any]] = ()) -> None:
-        self.where = where  # modules and functions, and dictionaries of theirs
-        self.named = named  # the dictionaries of which a name is looked for
+        self.where = where  # modules, functions, and their dictionaries
+        self.named = named  # dictionaries whose last name is checked
         self.flat: Sequence[Any] = ()
         self.parameters: Sequence[Any] = ()
 
@@ -77,7 +77,7 @@ def _is_left_alone(module: Module) -> bool:
 
 
 def is_of_framework(tensor: Any) -> bool:
-    """Whether a framework may exchange a parameter, as FSDP and DeepSpeed do with shards and what they gather of shards."""
+    """Whether a framework may exchange a parameter, as FSDP and DeepSpeed exchange shards and gathered tensors."""
     if not isinstance(tensor, torch.Tensor):
         return False
     return is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id")
@@ -121,7 +121,7 @@ class ModuleNote(Note):
                 continue
             else:
                 values = filled(content, keys, current, loan)
-            if part is ATTRIBUTES:  # a framework may have a parameter's name bound to what it gathered
+            if part is ATTRIBUTES:  # a framework may bind a parameter's name to the gathered tensor
                 parameters, bound = value.__dict__["_parameters"], self.bound("_parameters")
                 values = {key: attribute for key, attribute in values.items() if not is_of_framework(parameters.get(key))}
                 theirs = [
@@ -131,14 +131,14 @@ class ModuleNote(Note):
             loan.put(value, part, base, current, values)
 
     def holds(self, value: Any) -> bool:
-        # Where a function is gone, another function may be at its address.
+        # If a function is gone, another function may be at its address.
         return super().holds(value) and None not in [refer() for refer in self.functions]
 
     def bound(self, name: str) -> Content:
-        return self.rows[2 + DICTS.index(name)][2]  # behind the class and the attributes
+        return self.rows[2 + DICTS.index(name)][2]  # after the class and the attributes
 
     def flags(self) -> list[Any]:
-        """Returns names, flags and the like; of a number, which may count steps, whether it is zero."""
+        """Returns names and flags; for a number, which may count steps, whether it is zero."""
         return [self.modules, *(list(row[2]) for row in self.rows), *_flags_in(self.rows[1][2].values())]
 
 
@@ -146,7 +146,7 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
     for note in notes:
         kind = type(note)
         if kind is Note:
-            if note.kind.__module__ in ("builtins", "collections"):  # not an object of a user's, such as a cache
+            if note.kind.__module__ in ("builtins", "collections"):  # not a user's object, such as a cache
                 for _, _, content, _ in note.rows:
                     yield from _flags_in(content.values() if type(content) is dict else content)
         elif kind in (int, float):
@@ -157,15 +157,15 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
 
 class History:
     def __init__(self, before: History | None, places: Places | None) -> None:
-        self.num_forwards = 0  # whole ones since the first, or since a change of flags
-        self.changes: bool = before is not None and before.changes  # whether they change what modules bind
+        self.num_forwards = 0  # completed since the last change of flags
+        self.changes: bool = before is not None and before.changes  # whether they bind other values
         self.writes_parameters: bool = before is not None and before.writes_parameters
         self.exchanges: bool = before is not None and before.exchanges  # whether they give parameters other storages
         self.places: Places = {} if places is None else places
 
 
 class Tree:
-    """All that a root module and the modules inside bind, at one moment. Refers to modules weakly, and never changes."""
+    """Immutable notes of everything that a root module and its submodules bind; refers to modules weakly."""
 
     def __init__(self, root: Module, notes: Sequence[ModuleNote], scripted: Sequence[Any], before: Tree | None) -> None:
         self.root = weakref.ref(root, partial(_forget, id(root)))
@@ -181,8 +181,8 @@ class Tree:
             functions.append(Note(function))
             walk.add(functions[-1], VARIABLES, 0, VARIABLES.read(function, 0), LEVELS - 1)
         self.modules, self.notes = notes, (*notes, *functions)
-        # Hooks are looked up by their places, and forwards by their classes: some have no weak references, a class may make a
-        # forward anew at each look, and a table that holds a hook may hold the root.
+        # Hooks are found again by their places and forwards by their classes. Some allow no weak references, a descriptor may
+        # make a new forward for each access, and to hold a hook may hold the root.
         self._kinds = [weakref.ref(kind) for kind, forward in forwards.items() if has_state(forward)]
         self._inside = [weakref.ref(called) for called in inside if has_state(called)]
         hooks = [hook for hook in hooks if has_state(hook)]
@@ -236,14 +236,14 @@ class Tree:
                 self._inner.append((position, note))
             if type(note) is Held or (is_tensor and note.requires_grad):
                 at["held"].append(position)
-        # Which of all that is bound: what forward's journal holds, hooks with state, the parameters, the other tensors.
+        # From all bound values: those that a journal holds, hooks with state, parameters, other tensors.
         self.get_held, self._get_hooks, self.get_parameters, self._get_others = map(_getter, at.values())
         self.holds_parameters = at["held"] == at["parameters"]
         held = [function for function in self.get_held(flat) if isinstance(function, _FUNCTIONS)]
         inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
         self._met_functions = [*map(weakref.ref, held), *inside]
         self._image, self._layouts = pointers(tuple(flat)), self.take_memory(bound)
-        if len(self.parameters) == 1:  # ``itemgetter`` of a single place returns no tuple, so it has the place twice
+        if len(self.parameters) == 1:  # as :func:`_getter` gets a single value twice
             self.parameters *= 2
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
 
@@ -271,8 +271,8 @@ class Tree:
         return [note for note in notes_in(contents) if type(note) is TensorNote]
 
     def bound(self, before: Bound | None = None) -> Bound:
-        """Returns all that is bound, classes and dictionaries included; at the places of before, if given."""
-        # The garbage collector goes through objects in C: in a quarter of the time of iterating.
+        """Returns all bound values, classes and dictionaries; in the places of ``before``, if given."""
+        # The garbage collector visits objects in C, in a quarter of the time of a loop.
         if before is not None:
             bound = Bound(before.where, before.named)
             bound.flat = self._referents(*bound.where)
@@ -289,8 +289,8 @@ class Tree:
         return bound
 
     def take_memory(self, bound: Bound) -> list[Any]:
-        """Takes the parameters; returns where tensors are, and what requires grad, and of others than parameters the layout."""
-        # By addresses: a freed storage's object gives its place to that of the next, and its address not, while it is noted.
+        """Sets ``bound.parameters``; returns addresses and ``requires_grad`` of tensors, and layouts of non-parameters."""
+        # By addresses, not by the ids of storage objects, which Python reuses: a noted storage keeps its address.
         bound.parameters = parameters = self.get_parameters(bound.flat)
         layout: list[Any] = [*map(storage_address, parameters), *map(_requires_grad, parameters)]
         if others := self._get_others(bound.flat):
@@ -298,15 +298,15 @@ class Tree:
         return layout
 
     def look(self, before: Bound | None = None) -> Bound | None:
-        """Returns all that is bound, at the places of before if given, if it is as noted; else None."""
+        """Returns all bound values, as :meth:`bound`, if they are as noted; else None."""
         try:
             bound = self.bound(before)
             if pointers(tuple(bound.flat)) != self._image or self.take_memory(bound) != self._layouts:
                 return None
-            # With a name that is gone, or another name last, a value would be elsewhere or the last name missing.
+            # The pointers have no names: if a dictionary has other names for the same values, its last name is gone.
             if not all(map(_has_name, bound.named, self._names)):
                 return None
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):  # a module or tensor is gone, say
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):  # as when a module or tensor is gone
             return None
         if self._met_functions and None in [refer() for refer in self._met_functions]:
             return None
@@ -315,7 +315,7 @@ class Tree:
         return bound
 
     def holds(self) -> bool:
-        """Whether all is as noted, though other pointers may lead to it."""
+        """Whether everything is as noted, by the notes, which allow other objects than the pointers do."""
         return all((value := note.reference()) is not None and note.holds(value) for note in self.notes)
 
     def note_writes(self, parameters: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -332,7 +332,7 @@ class Tree:
 
 
 def _getter(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that gets the values of keys, of a single key twice: ``itemgetter`` would return no tuple."""
+    """Returns a function that gets the values at keys: a single value twice, since ``itemgetter`` would return no tuple."""
     return itemgetter(*keys, *keys[: len(keys) == 1]) if keys else _nothing_of
 
 
@@ -347,7 +347,7 @@ def _pairs_of(note: Note, attrs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield from ((content[key], values[key]) for key in keys)
 
 
-#: The latest tree of each root module, by the ``id`` of the module, whose class may define equality as it likes.
+#: The latest tree of each root module, by the ``id`` of the module, whose class may define ``__eq__``.
 _trees: dict[int, Tree] = {}
 
 
@@ -357,13 +357,13 @@ def _forget(key: int, root: Any) -> None:
 
 
 def tree_of(root: Module) -> tuple[Tree, Bound]:
-    """Returns the tree of a module, a new tree if something has changed, and all that is bound."""
+    """Returns the tree of a module, a new tree if something has changed, and all bound values."""
     tree = _trees.get(id(root))
     if tree is not None and (bound := tree.look()) is not None:
         return tree, bound
     everything = modules_of(root)
     modules = [module for module in everything if isinstance(module._modules, dict)]
-    # What TorchScript made has its tensors elsewhere; they are taken as they are.
+    # Scripted modules have their tensors in C++, without notes.
     scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
     known = {} if tree is None else {note.number: note for note in tree.tensor_notes()}
     before = {} if tree is None else dict(enumerate(tree.modules))
@@ -371,7 +371,7 @@ def tree_of(root: Module) -> tuple[Tree, Bound]:
         note if (note := before.get(owner)) is not None and note.holds(module) else ModuleNote(module, owner, known)
         for owner, module in enumerate(modules)
     ]
-    # Made whole before anybody sees it: an exception on the way, such as Ctrl-C, leaves the tree from before.
+    # Stored when complete: an exception before, such as Ctrl-C, leaves the old tree.
     tree = _trees[id(root)] = Tree(root, notes, scripted, tree)
     bound = tree.bound()
     tree.take_memory(bound)
@@ -396,6 +396,6 @@ def _pointers_one_by_one(values: tuple[Any, ...]) -> bytes:
     return array("Q", map(id, values)).tobytes()
 
 
-# The identities of values as one string. Read out of the tuple's memory it takes a fiftieth of comparing values by ``is``: a
-# tenth of what a small transformer block costs. CPython lays tuples out so.
+# The identities of values as a single string. Read from the memory of a tuple, as CPython lays it out, it takes a fiftieth of
+# comparing values by ``is``, which would take a tenth of a small transformer block's step.
 pointers = _pointers if _pointers((None, _ITEMS)) == _pointers_one_by_one((None, _ITEMS)) else _pointers_one_by_one

@@ -1,7 +1,7 @@
 """The walk from a function to the places and tensors that it reaches besides tensor arguments.
 
-It looks at the module which is the function or has the method, closure cells, defaults, globals named by the function,
-arguments of a partial, entries of containers, and attributes and slots of objects; at no value twice.
+It visits a module or the module of a method, closure cells, defaults, globals that the function names, arguments of a partial,
+entries of containers, and attributes and slots of objects; each value once.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from .places import (
     parts_of,
 )
 
-# Limits that may be silent are in the README.
+# The README lists the limits beyond which a change goes unseen.
 
-#: Levels of closures, containers and objects that are opened: a cache, its layers, their list, an entry, its attributes.
+#: Levels of closures, containers and objects to open, as for a cache, its layers, their list, an entry, its attributes.
 LEVELS = 6
-#: Levels below an object of a library, whose content is not put back, in which modules and tensors are looked for.
+#: Levels to search for modules and tensors below an object of a library, whose own content is not put back.
 _LEVELS_OF_OTHERS = 3
-#: Values looked at in a walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
+#: Values to visit in a walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
 _MOST_LOOKS = 2000
-#: Entries up to which a container is structure. Of a longer list or dict only the length and what is added are noted: a copy of
-#: a log of 100,000 losses would take as long as a small block.
+#: Entries up to which a container is noted whole. For a longer list or dict only its length and additions are noted: a copy of
+#: a log of 100,000 losses takes as long as a small block.
 _MOST_ENTRIES = 1000
 
 _CONTAINERS = tuple(CONTAINERS)
-_EMPTY: dict[type, Any] = {dict: {}, list: []}  # contents, which notes share, and nobody changes
+_EMPTY: dict[type, Any] = {dict: {}, list: []}  # empty contents, which notes share
 
 
 class Walk:
-    """A walk, with its finds. Of a module's attributes alone if an owner is given, the module's number."""
+    """A walk and its results; ``owner`` is the number of a module if only attributes of that module are walked."""
 
     def __init__(self, known: dict[int, TensorNote] | None = None, owner: int = -1, *, passes: bool = False) -> None:
         self._known, self.owner, self._passes, self._in_library = known, owner, passes, False
@@ -65,12 +65,12 @@ class Walk:
         self._named: dict[int, Note] = {}
         self.modules: list[Module] = []  # whose insides are not searched
         self.generators: list[torch.Generator] = []
-        self.functions: list[Any] = []  # methods and partials, too
+        self.functions: list[Any] = []  # with methods and partials
         self.tensors: dict[int, TensorNote] = {}
-        self.roots: list[tuple[Any, Note]] = []  # owners to which no other noted value leads, and their notes
+        self.roots: list[tuple[Any, Note]] = []  # objects that no other note contains, and their notes
 
     def look(self, value: Any, levels: int = LEVELS) -> None:
-        """Looks at a value to which no noted value leads."""
+        """Visits a value that no note contains."""
         if self._in_library and isinstance(value, _CONTAINERS):
             part = parts_of(type(value))[0]
             if levels > 0 and part.size is not None and part.size(value) <= _MOST_ENTRIES:
@@ -79,17 +79,17 @@ class Walk:
                     self.look(inner, levels - 1)
             return
         if self._in_library and (type(value) in _INTO or parts_of(type(value))):
-            levels = LEVELS - 1  # out of the library, that is
+            levels = LEVELS - 1  # a user's object, which is opened as deep as elsewhere
         self.note_root(value, levels)
 
     def look_into(self, function: Any) -> None:
-        """Looks at a value that is called."""
+        """Visits a callable, and the ``__call__`` of its class."""
         self.look(function)
         if type(function) not in _INTO and not isinstance(function, Module):
             self.look(class_attribute(type(function), "__call__"))
 
     def note_root(self, value: Any, levels: int = LEVELS) -> Any:
-        """Returns a note of a value; a container or object is put back though nothing leads to it by then."""
+        """Returns a note of a value; a container or object becomes a root, put back even if unbound by then."""
         self._limit = len(self._seen) + _MOST_LOOKS
         note = self.note(value, levels)
         if self.owner < 0 and type(note) in (Note, Again):
@@ -100,7 +100,7 @@ class Walk:
         if not (isinstance(value, tuple) and note.has_history):
             self.roots.append((value, note))
             return
-        for part, base, content, keys in note.rows:  # the tuple itself would hold graphs
+        for part, base, content, keys in note.rows:  # a root is held, and such a tuple would hold graphs (Rule 9)
             current = part.read(value, base)
             for key in [key for key in keys if type(content[key]) is Note]:
                 self._add_root(current[key], content[key])
@@ -137,8 +137,8 @@ class Walk:
         return note
 
     def _refer(self, value: Any) -> Any:
-        """Returns a weak reference to an object. Where there are none, as to an iterator, tables note the identity alone."""
-        if isinstance(value, (*VALUES, RemovableHandle)):  # which hold nothing
+        """Returns a weak reference to an object; if it allows none, as an iterator, its identity or itself."""
+        if isinstance(value, (*VALUES, RemovableHandle)):  # holds nothing else
             return value
         try:
             return Weak(value)
@@ -169,7 +169,7 @@ class Walk:
                 self.add(note, part, base, content, levels)
 
     def add(self, note: Note, part: Part, base: int, content: Any, levels: int, opens: Any = None) -> None:
-        """Adds a place to a note; of the variables of a function, given which kinds to open, objects are held."""
+        """Adds a place to a note; ``opens`` tells which types of a function's variables to note, in notes of their own."""
         keys = []
         for key, value in list(content.items()) if type(content) is dict else enumerate(list(content)):
             if type(value) in ATOMS or value is ABSENT or (opens is not None and not opens(type(value))):
@@ -182,7 +182,7 @@ class Walk:
         note.rows.append((part, base, content or _EMPTY[type(content)], tuple(keys)))
 
     def _into_object(self, value: Any, levels: int) -> None:
-        """Looks for modules, tensors and objects of users in an object of a library, which is not put back itself."""
+        """Looks for modules, tensors and users' objects in an object of a library, whose own content is not put back."""
         for part in attributes_of(type(value)):
             for attribute in part.read(value, 0).values():
                 self.look(attribute, min(levels, _LEVELS_OF_OTHERS))
@@ -209,7 +209,7 @@ class Walk:
 
     def _into_function(self, function: types.FunctionType, levels: int) -> None:
         if function.__module__ == COMPOSABLE:
-            return  # a hook of the module, which holds the caller's contexts: they are around a rerun, and no part of it
+            return  # a hook of torch's composable ``checkpoint``, whose contexts are around a rerun, not part of it
         self.functions.append(function)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.look(value, levels)
@@ -218,14 +218,14 @@ class Walk:
         if function.__closure__:
             self.add(note, CELLS, 0, CELLS.read(function, 0), levels, lambda kind: True)
         if names:
-            # Functions that this function calls are not followed: their names are nearly all that a module of code defines.
+            # Names in called functions are not followed: they lead to nearly everything in a Python module.
             part = globals_part(names)
             self.add(note, part, 0, part.read(function, 0), levels, _is_followed)
         if is_library:
             return
         for named in (function, *named_functions(function)):
             if id(named) not in self._named:
-                # Also what functions have for attributes, ``gate.calls``.
+                # Attributes of functions are noted, as in ``gate.calls``.
                 named_note = self._named[id(named)] = note if named is function else Note(named)
                 self.add(named_note, VARIABLES, 0, VARIABLES.read(named, 0), LEVELS - 1)
                 self.roots.append((named, named_note))
@@ -247,7 +247,7 @@ _INTO: dict[type, Any] = {
 
 
 def walk_from(function: Any, objects: Sequence[Any] = ()) -> Walk:
-    """Walks from a function, module, method or other callable, and from other arguments than tensors and containers."""
+    """Walks from a callable, and from arguments that are neither tensors nor containers."""
     walk = Walk()
     walk.look_into(function)
     for value in objects:
@@ -270,11 +270,11 @@ def modules_of(root: Module) -> list[Module]:
         hooks = {id(hook): hook for hook in listed if not (id(hook) in attributes or _is_of_framework(hook))}
         for value in [candidate for number, candidate in (attributes | hooks).items() if number not in seen]:
             seen.add(id(value))
-            # Left out are modules around ``root`` (a trainer has the whole model) and lists with ``root`` among others (of all
-            # layers). Objects of torch's classes are not looked into: the state of FSDP has all modules of a model.
+            # Left out are modules around ``root``, as in a trainer, which has the whole model, and lists of ``root`` and its
+            # siblings. Objects of torch's classes are not opened: the state of FSDP has all modules of a model.
             entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             inner, within = [module for module in entries if isinstance(module, Module)], _modules_within(value)
-            if id(value) in hooks:  # a tool that hooks all layers leads to others, maybe of what is inside of ``root``
+            if id(value) in hooks:  # a tool that hooks all layers leads to layers outside of ``root``
                 kinds = {type(module) for module in within if module in inside}
                 is_tool = any(has_root(module) or (type(module) in kinds and module not in inside) for module in within)
                 inner = [] if is_tool else within
@@ -304,9 +304,9 @@ def _modules_within(value: Any) -> list[Module]:
 
 
 def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any]], list[Any]]:
-    """Returns context variables with their values; notes of containers and objects of users, and what the notes need."""
-    # Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held them
-    # would be in a cycle (Rule 9). Long lists, of which not all is noted, are held, and returned besides.
+    """Returns rows of a context variable, its value or a note, and objects the note needs; and the values to walk from."""
+    # Containers and objects are noted, not held: Transformers collects the hidden states of all layers in a list in a context
+    # variable, and a frame that held the list would be in a cycle (Rule 9). Long lists are held, as notes lack their beginning.
     variables: list[tuple[ContextVar[Any], Any, Any]] = []
     others = []
     for variable, value in context.items():
@@ -318,27 +318,27 @@ def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any
             variables.append((variable, value, None))
             others.append(value)
         else:
-            variables.append((variable, note, [weak() for weak in inside if type(weak) is Weak]))  # which cannot be made again
+            variables.append((variable, note, [weak() for weak in inside if type(weak) is Weak]))  # no note can rebuild these
     return variables, others
 
 
 # ------------------------------------------------------------------------------------------------------------- facts of code
 
 _BUILTINS = frozenset(vars(builtins))
-#: Types of most values of global names.
+#: Types of global values that are code, without state.
 _CODE = frozenset({types.FunctionType, types.ModuleType, types.BuiltinFunctionType, type})
 _NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _facts: dict[int, tuple[weakref.ref[types.CodeType], tuple[tuple[str, ...], bool]]] = {}
 
 
 def facts_of_code(function: types.FunctionType) -> tuple[tuple[str, ...], bool]:
-    """Returns the names of global variables, and whether a function is torch's or this package's own."""
+    """Returns the global names that a function uses, and whether the function is torch's or this package's."""
     code = function.__code__
     key = id(code)
     known = _facts.get(key)
     if known is None:
         variables = function.__globals__
-        # By its instructions: ``co_names`` lists the names of attributes too. A built-in's name counts where the file binds it.
+        # From the instructions, since ``co_names`` has attributes too. A built-in's name counts if the module binds it.
         named = dict.fromkeys(str(step.argval) for step in _steps_in(code) if step.opname in _NAMING)
         names = tuple(name for name in named if name in variables or name not in _BUILTINS)
         facts = names, is_internal(function)
@@ -363,12 +363,12 @@ def named_functions(function: types.FunctionType) -> list[types.FunctionType]:
     return [value for value in values if type(value) is types.FunctionType and not is_internal(value)]
 
 
-#: What ``functools.update_wrapper`` sets.
+#: Attributes that ``functools.update_wrapper`` sets.
 _OF_WRAPPERS = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__"})
 
 
 def has_state(function: Any) -> bool:
-    """Whether a user's function, or another callable, leads to more than modules and code: by closures, by global names."""
+    """Whether a user's callable leads to more than modules and code: by closures, defaults, global names."""
     if isinstance(function, types.MethodType):
         return not isinstance(function.__self__, (Module, type)) or has_state(function.__func__)
     if type(function) is functools.partial:
