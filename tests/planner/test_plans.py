@@ -508,7 +508,7 @@ def test_a_plan_from_a_file_gets_a_profile_from_a_step():
     first = plan_memory(model, step, 0.3, blocks=blocks, cost="operations")
     written = Plan.from_json(first.to_json())
     for method in (written.guard, written.pareto, lambda: written.replan(0.5)):
-        with pytest.raises(ValueError, match=r"the plan comes from a file\. To profile a step, write `plan = plan\.replan\("):
+        with pytest.raises(ValueError, match=r"it comes from a file\. To profile a step, write `plan = plan\.replan\("):
             method()
     with pytest.raises(ValueError, match=r"Pass a model: `plan\.replan\(budget, step, model\)`"):
         written.replan(0.5, step)
