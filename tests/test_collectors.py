@@ -75,7 +75,7 @@ def test_a_rerun_reads_what_forward_read(read, form, is_held):
         with pytest.raises(RuntimeError) as caught:
             run(form)
         if sys.version_info >= (3, 11):
-            assert "a tensor that a context variable named" in caught.value.__notes__[0]
+            assert "a tensor in a context variable" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("way", ["closure", "argument", "attribute"])
