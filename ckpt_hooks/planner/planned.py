@@ -214,9 +214,12 @@ class PlannedRunner(RegionRunner):
         while isinstance(function, functools.partial):  # Transformers puts the keywords of a layer into a partial
             args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
             function = function.func
-        if isinstance(function, FunctionType) and args and isinstance(args[0], Module):  # a layer's forward, since 5.24
-            function, args = MethodType(function, args[0]), args[1:]
-        runner = self._runner(getattr(function, "__self__", None), args, kwargs)
+        root = getattr(function, "__self__", None)
+        if isinstance(function, FunctionType) and args and not torch.compiler.is_dynamo_compiling():
+            root = args[0]  # a layer, whose forward Transformers calls since 5.24
+            if isinstance(root, Module):
+                function, args = MethodType(function, root), args[1:]
+        runner = self._runner(root, args, kwargs)
         return function(*args, **kwargs) if runner is None else runner._run(function, args, kwargs)
 
     def region_of(self, root: Any, function: Any, args: Any, kwargs: dict[str, Any]) -> checkpoint_region | None:
