@@ -372,8 +372,6 @@ class Program:
         changes: Changes of Python state between the two.
         around: Headers of blocks around both of them.
         steps: How many times the two run.
-        failure: Where the first step raises, and at which place that may, or None.
-        optimizer: A constructor for what steps once a step, of parameters and a rate, or nothing.
     """
 
     seed: int
@@ -384,8 +382,6 @@ class Program:
     changes: list[Node] = dataclasses.field(default_factory=list)
     around: list[str] = dataclasses.field(default_factory=list)
     steps: int = 1
-    failure: tuple[str, int] | None = None
-    optimizer: str = ""
 
     def source(self) -> str:
         setup = [line for node in self.setup for line in node.render()]
@@ -406,16 +402,6 @@ class Program:
         body = [line for node in [*self.body, *self.after] for line in node.render()]
         looks += [f"see_variable({name!r}, locals(), see)" for name in dict.fromkeys(_VARIABLE.findall("\n".join(body)))]
         body += [line for node in self.changes for line in node.render()] + self.ending.render(leaves, modules)
-        parameters = f"[{', '.join([*leaves, *(f'*{name}.parameters()' for name in bound if name.startswith('m'))])}]"
-        if self.failure is not None:
-            setup.append("shown = see")
-            failing = f"with contextlib.nullcontext() if step else Failing{(*self.failure, ...)}:".replace(
-                "Ellipsis", parameters
-            )
-            body = ["see = shown if step else unseen", "torch.manual_seed(step)", *under([failing], body)]
-        if self.optimizer and leaves:
-            setup.append(f"optimizer = {self.optimizer.format(parameters)}")
-            body += ["optimizer.step()", "optimizer.zero_grad()"]
         if self.steps > 1:
             body = under([f"for step in range({self.steps}):"], body)
         body = under(self.around, body)
