@@ -88,9 +88,10 @@ class Logits:
 
     def _compute(self, request: Request) -> torch.Tensor:
         now = self._head.read(self._hidden)
-        if not self._is_sharded and any(a is not b for (a, _), (b, _) in zip(now, self._read, strict=True)):
+        are_others = any(a is not b for (a, _), (b, _) in zip(now, self._read, strict=True))
+        if are_others and not self._is_sharded:
             self._read, self._is_sharded = now, True  # the head is a unit of FSDP2, gathered for each call
-        if any(a is not b or m != n for (a, m), (b, n) in zip(now, self._read, strict=True)):
+        elif are_others or any(m != n for (_, m), (_, n) in zip(now, self._read, strict=True)):
             raise RuntimeError(
                 "chunked_loss: logits are computed when they are looked at, but hidden states or weights of the head were "
                 "written to since forward. Look at logits before the optimizer's step, or leave out chunked_loss."
@@ -161,10 +162,9 @@ class ChunkedHead:
         return [(tensor, tensor._version) for tensor in (hidden, *self._head.parameters())]
 
     def answer(self, request: Request, by_call: bool = False) -> torch.Tensor:
-        result: torch.Tensor = (
-            self._head(request) if by_call else request.compute(partial(_logits_of, self._forward, request.steps))
-        )
-        return result
+        if by_call:
+            return self._head(request)  # type: ignore[no-any-return]
+        return request.compute(partial(_logits_of, self._forward, request.steps))
 
     def warn(self) -> None:
         if not self.has_loss and not self._has_warned:
