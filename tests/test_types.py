@@ -18,6 +18,12 @@ from tests.test_examples import ROOT, SNIPPETS
 USES = ROOT / "tests" / "types_of_uses.py"
 LINES = USES.read_text().split("\n")
 WRONG = [number for number, line in enumerate(LINES, 1) if line.endswith("# wrong")]
+#: The examples; those that draw pictures only beside the extra that they import.
+EXAMPLES = [
+    str(path)
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if importlib.util.find_spec("matplotlib") or "matplotlib" not in path.read_text()
+]
 STRICT = ["--strict", "--allow-untyped-defs", "--no-incremental"]  # README's functions have no types
 
 
@@ -35,7 +41,7 @@ def test_wrong_uses_raise_and_right_ones_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checker", "options"), [("mypy", STRICT), ("pyright", ["--pythonpath", sys.executable, "examples"])])
+@pytest.mark.parametrize(("checker", "options"), [("mypy", STRICT), ("pyright", ["--pythonpath", sys.executable, *EXAMPLES])])
 def test_type_checkers_refuse_wrong_uses_alone(checker, options, tmp_path):
     """And nothing in README's snippets and the examples, of which mypy reads the latter in each run."""
     pytest.importorskip(checker)
