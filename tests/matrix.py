@@ -1,7 +1,9 @@
 """Which tests notice that a mechanism is off: mutants of the package against its tests, and against random programs.
 
-A mutant is one branch that is always or never taken, one part of a condition left out, one statement dropped, or one call that
-returns its first argument. A sample of them is drawn among lines that tests run, from each room in proportion to its lines::
+A mutant is one branch that is always or never taken, one part of a condition left out, one statement or context manager
+dropped, one call that returns its first argument, one function that returns None, one operator swapped, one ``not`` left out,
+or one number off by one. A sample is drawn among lines that tests run: from each room in proportion to its lines, and evenly
+from the kinds::
 
     python -m tests.matrix --results /tmp/before              # needs coverage, in an environment of your own
     python -m tests.matrix --results /tmp/after --sample /tmp/before/sample.json   # the same mutants, whatever has moved
@@ -48,6 +50,12 @@ PACKAGE = Path(ckpt_hooks.__file__).parent
 
 #: Modules of words: what they do wrong is read, and changes no result.
 WORDS = ("advice", "errors", "explaining", "misuse", "mutation", "pictures", "words")
+
+_PAIRS = [
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+    *((ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv)),
+]
+SWAPPED = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 FUZZERS = [("ours", "all"), ("ours-varied", "core"), ("ours-mixed", "core"), ("ours-kept", "core"), ("aliasing", "ours-region")]
 PROGRAMS = 30  # of each
@@ -97,6 +105,36 @@ def _changes_of(body: list[Any], index: int, statement: ast.AST) -> Iterator[tup
         yield "without", lambda: body.__setitem__(index, ast.Pass())
     elif isinstance(statement, (ast.Assign, ast.Return)) and isinstance(value, ast.Call) and _takes_one(value):
         yield "no call", lambda: setattr(statement, "value", value.args[0])
+    if isinstance(statement, ast.Return) and value is not None and not isinstance(value, ast.Constant):
+        yield "None", lambda: setattr(statement, "value", None)
+    if isinstance(statement, ast.With) and all(item.optional_vars is None for item in statement.items):
+        yield "without", lambda: body.__setitem__(slice(index, index + 1), statement.body)
+    if not isinstance(statement, (ast.Raise, ast.Assert, ast.FunctionDef, ast.ClassDef)):
+        for child in ast.iter_child_nodes(statement):
+            yield from _changes_inside(child)
+
+
+def _changes_inside(node: ast.AST) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields the changes of an expression, but for words and types."""
+    if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case, ast.JoinedStr)):
+        return
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
+        yield f"swapped {ast.unparse(node)[:40]}", lambda: node.ops.__setitem__(0, SWAPPED[type(node.ops[0])]())
+    elif isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in SWAPPED:
+        yield f"swapped {ast.unparse(node)[:40]}", lambda: setattr(node, "op", SWAPPED[type(node.op)]())
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        yield f"one more than {node.value}", lambda: setattr(node, "value", node.value + 1)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield f"without not {ast.unparse(node)[:40]}", lambda: vars(node).update(op=ast.Not(), operand=_negated(node.operand))
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "slice") or isinstance(node, ast.Subscript):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _changes_inside(child)
+
+
+def _negated(node: ast.expr) -> ast.expr:
+    return ast.UnaryOp(ast.Not(), node)
 
 
 def _takes_one(call: ast.Call) -> bool:
@@ -129,7 +167,8 @@ def switch(functions: dict[types.CodeType, list[types.FunctionType]], path: str,
 
 def draw(number: int, seed: int, lines: dict[str, dict[str, list[str]]]) -> list[str]:
     """Returns mutants of lines that tests run, no two of one function: rooms in proportion to their lines."""
-    draws, rooms, sizes = random.Random(seed), defaultdict(list), Counter()
+    draws, sizes = random.Random(seed), Counter()
+    rooms: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(PACKAGE.rglob("*.py")):
         path = str(file.relative_to(PACKAGE))
         room, text = path.partition("/")[0], file.read_text()
@@ -137,11 +176,13 @@ def draw(number: int, seed: int, lines: dict[str, dict[str, list[str]]]) -> list
         if not any(word in path for word in WORDS):
             for name, line, _ in changes_in(ast.parse(text)):
                 if lines.get(path, {}).get(str(line)):
-                    rooms[room].append(f"{path}: {name}")
+                    kind = name.split(": ")[1].split()[0]
+                    rooms[room][kind].append(f"{path}: {name}")
     sample: dict[str, str] = {}
     sizes = Counter({room: size for room, size in sizes.items() if rooms[room]})
     for _ in range(100 * number):
-        mutant = draws.choice(rooms[draws.choices(list(sizes), list(sizes.values()))[0]])
+        room = rooms[draws.choices(list(sizes), list(sizes.values()))[0]]
+        mutant = draws.choice(room[draws.choice(sorted(room))])
         sample.setdefault(":".join(mutant.split(":")[:2]), mutant)
         if len(sample) == number:
             break
