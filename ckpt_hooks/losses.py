@@ -173,7 +173,9 @@ def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:
         raise wrong(bias, "bias", f"a tensor [{words}], for the rows of weight", "Pass the bias of the same head.", ValueError)
     if labels.shape != hidden.shape[:-1]:
         wanted = f"a tensor {[*hidden.shape[:-1]]}, a label for each row of hidden"
-        raise wrong(labels, "labels", wanted, "Shift labels by one and fill with ignore_index, not hidden.", ValueError)
+        raise wrong(
+            labels, "labels", wanted, "To shift, shift labels, not hidden, and fill the end with ignore_index.", ValueError
+        )
     for name, value in {"weight": weight, "bias": bias}.items():
         if value is not None and value.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
             wanted = f"of the dtype of hidden, {hidden.dtype}"

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 from ckpt_hooks import _options
+from ckpt_hooks._checkpoint import region
 from ckpt_hooks._core import callables
 from ckpt_hooks._function import words
 from ckpt_hooks._recorded import frame as recorded
@@ -85,6 +86,7 @@ def _seeded() -> Iterator[None]:
     assert torch._C._get_graph_exec_group() is None
     assert not torch._C._is_any_autocast_enabled()
     assert torch.is_grad_enabled()
+    assert not region._entered.open
 
 
 @pytest.fixture

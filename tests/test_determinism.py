@@ -201,6 +201,13 @@ def test_differences_that_cancel_each_other_out_in_two_rows_are_seen():
     assert hash_of(other) != hash_of(tensor)
 
 
+@pytest.mark.parametrize("shape", [(5,), (4, 8), (4, 3, 8), (40_000, 2), (3, 1 << 20)], ids=str)
+def test_rows_in_another_order_are_seen(shape):
+    """As a batch that a function shuffles by a source of its own."""
+    tensor = torch.rand(shape)
+    assert hash_of(tensor.roll(1, 0)) != hash_of(tensor) != hash_of(tensor.flip(0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex128], ids=str)
 def test_hashes_of_a_dimension_of_one_with_any_stride(dtype):
     """Which is dense whatever that stride is."""

@@ -98,6 +98,6 @@ def leave(undo: Ambient | list[Any]) -> None:
     while undo:
         state, before = _STATES[len(undo) - 1], undo[-1]
         if state is AUTOCAST:
-            undo[-1] = None  # autocast counts levels: undone once, even if an exception repeats this call
+            undo[-1] = None  # autocast counts levels: None keeps a call repeated after an exception from leaving twice
         state.leave(before)
         undo.pop()

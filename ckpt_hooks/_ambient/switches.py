@@ -29,8 +29,8 @@ class Compared(enum.Enum):
     BY_OTHERS = enum.auto()  # not compared: a changed default shows in the switches which inherit it
 
 
-# Parts of the names of operators which choose among kernels, and of operators with further switches. Which switch decides
-# depends on device, dtype and build, so a recorded region compares all switches of ``_KERNELS`` for each such operator.
+# Parts of operators' names. An operator with a part in ``_KERNELS`` chooses among kernels, by switches that depend on device,
+# dtype and build. A recorded region therefore compares all switches with ``heeded_by=_KERNELS``; ``_LAYERS`` heed more.
 _KERNELS = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 _LAYERS = ("conv", "gru", "lstm", "rnn")
 
@@ -109,7 +109,7 @@ def _reduced_precision(dtype: str) -> Switch:
 
 
 def _set_num_threads(count: int) -> None:
-    # On the main thread alone: part of this setting belongs to the whole process.
+    # Only on the main thread: another thread would change it for the whole process.
     if threading.get_ident() == threading.main_thread().ident:
         torch.set_num_threads(count)
 

@@ -54,7 +54,7 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         yield
 
 
-# An overload for each option, since a signature with ``P.args`` cannot have keyword-only parameters.
+# ``P.args`` rules out keyword-only parameters, so instead each overload requires one option.
 @overload
 def checkpoint(
     function: Callable[..., R],

@@ -290,7 +290,7 @@ def checked_bytes(value: Any, name: str, or_part: str = "") -> int:
 def checked_part(value: Any, name: str, advice: str, *, is_below: bool = False) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= 1 or (is_below and value == 1):
-        raise wrong(value, name, f"a part from 0.0 {'up to' if is_below else 'to'} 1.0", advice, ValueError)
+        raise wrong(value, name, f"a fraction from 0.0 to {'below ' if is_below else ''}1.0", advice, ValueError)
     return float(value)
 
 

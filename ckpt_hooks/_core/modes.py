@@ -114,7 +114,7 @@ def is_compiled_code_running() -> bool:
         if caller is None:
             return False
         frame = caller
-        # Torch has no flag for this. In 2.11 to 2.15 a caller is in a module of Inductor.
+        # Torch has no flag for compiled code. In 2.11 to 2.15 a caller is in a module of Inductor.
         if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
             return True
     return False

@@ -20,7 +20,7 @@ from .descriptions import RegionPath, format_path
 from .holdings import Cause, Reason, Saved, size_of
 
 #: The number of a function frame's first saved tensor. Python shares small integers, so their reference counts tell nothing;
-#: from here on each sum is a new object.
+#: from here on each number is an object of its own.
 FIRST_NUMBER = 1 << 20
 
 _PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)

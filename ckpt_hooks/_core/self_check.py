@@ -22,7 +22,7 @@ _LEVELS: dict[str, Level] = {"error": "error", "warn": "warn", "0": False}
 LATE = 64
 #: The most places of a function whose closures differ in numbers or strings; further closures share a place.
 _MOST_PLACES = 64
-#: So many first passes are all compared in a place that many modules share.
+#: The number of first passes compared in a place that many modules share: passes 1, 2, 4, ... alone might skip a module.
 _ALL_OF_SHARED = 16
 
 

@@ -43,9 +43,9 @@ _HARMLESS = frozenset({OpKind.VIEW, OpKind.IGNORED, OpKind.ALIASES, OpKind.FACTO
 class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
 
-    # A region may reach changed parameters without reading them: an optimizer that steps during backward has changed later
-    # layers. So a rerun ends when an operator is about to read a changed tensor, since later values would be wrong. (And it
-    # might never end, if a backward inside of the function comes to the node that waits for this rerun.)
+    # A region may use modules without reading the parameters that have changed: an optimizer that steps during backward has
+    # changed later layers. A rerun therefore ends only when an operator is about to read a changed tensor, since later values
+    # would be wrong. (It might never end, if a backward inside the function reaches the node that waits for this rerun.)
 
     def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:
         super().__init__()

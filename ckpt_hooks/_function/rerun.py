@@ -230,7 +230,7 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
         watch = _draw_watch()
         rerun(frame, wanted, probe=watch)
     if watch.unknown is not None or moved & watch.devices:
-        raise draws_error(region, f" The region runs {watch.unknown or watch.first_draw}.")
+        raise draws_error(region, f" In the region, {watch.unknown or f'{watch.first_draw} draws'}.")
     # The doubtful rerun itself may have drawn, and filled a cache that the probe only read.
     positions = frame.positions or {}
     begin, where = positions.get(-1), position_of_generators()

@@ -151,8 +151,8 @@ def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator
 def _refuse_capture(operator: Any, device: torch.device) -> None:
     if device.type != "cpu" and is_capturing(device.type):
         raise RuntimeError(
-            f"{operator} was to draw random numbers in a checkpoint_region with preserve_rng_state=True while a CUDA graph is "
-            "being captured, when torch forbids reading the state of the device's generator. Pass preserve_rng_state=False to "
+            f"{operator} draws random numbers in a checkpoint_region with preserve_rng_state=True, but while a CUDA graph is "
+            "captured, torch forbids reading the state of the device's generator. Pass preserve_rng_state=False to "
             "the region if its replays may draw other numbers; if not, leave the region out of the graph."
         )
 
@@ -381,18 +381,18 @@ class DrawWatch(WatchesUnseen):
         kwargs = kwargs or {}
         may_draw = not (self.paused or facts_of(func).may_be_left_out or drops_nothing(func, args, kwargs))
         if may_draw and _signature_of(func) is _NO_DRAW:
-            self.unknown = f"{func}, which may draw"
+            self.unknown = f"{func} may draw"
         elif may_draw and _explicit_generator(func, args, kwargs) is None:
             self.devices.add(default_generator(device_of(args, kwargs)).device)
             self.first_draw = self.first_draw or str(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
-        self.unknown = f"the custom function {function.__qualname__}, whose kernels may draw"
+        self.unknown = f"kernels of the custom function {function.__qualname__} may draw"
         return super().run_function(around, function, *args, **kwargs)
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
-        self.unknown = f"the kernel {writer}, which may draw"
+        self.unknown = f"the kernel {writer} may draw"
         return super().run_unseen(writer, args, call)
 
     def run_sharing(self, receiver: str, args: Any, call: Callable[[], Any]) -> Any:

@@ -448,7 +448,7 @@ _CHOICES = frozenset(
 )
 #: Choose among values in overloads which return indices too (``max.dim``).
 _CHOICES_WITH_INDICES = frozenset({"cummax", "cummin", "max", "median", "min", "nanmedian"})
-#: Have a tag for shapes from data, and take no part in routing. ``index`` reads rows by indices or masks made by the others.
+#: Operators that torch tags with shapes from data, but that choose nothing: ``index`` reads rows that other operators chose.
 _NO_CHOICES = frozenset({"_ctc_loss", "index", "linalg_lstsq"})
 #: Turn numbers into truth values.
 _COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})

@@ -81,7 +81,7 @@ class OperatorLog(QuietDispatchMode):
         # ``count`` is called as each operator begins, for ``Entry.mark``; it must not keep a frame alive.
         super().__init__()
         self.entries: list[Entry] = []
-        self.error: type[BaseException] | None = None  # which ended the run
+        self.error: type[BaseException] | None = None  # the error that ended the run
         self._count = count
         self._task = graph_task_id()
 

@@ -219,7 +219,7 @@ class ComparedValues:
         task = graph_task_id()
         if is_on_host(tensor) or task == -1:
             self._settle()
-        elif task != self._task:  # compare when the backward ends, to wait for the device once; not if the backward fails
+        elif task != self._task:  # compare once, when the backward has succeeded: the device is waited for once
             self._task = task
             queue_callback(self._settle)
 

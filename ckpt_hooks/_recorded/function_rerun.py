@@ -294,8 +294,8 @@ class FunctionFacts(OpFacts):
         region = format_path(frame.path)
         return DeterminismError(
             f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` ran again for backward, with "
-            f"{other}, while the first run had {expected}. Its results must depend on its arguments, on random numbers of "
-            "torch, and on nothing that changes between forward and backward. Pass values that change as arguments.",
+            f"{other}, while the first run had {expected}. Its results may depend only on its arguments, torch's random "
+            "numbers and values that stay the same until backward. Pass values that change as arguments.",
             region=region,
             index=-1,
             expected=expected,

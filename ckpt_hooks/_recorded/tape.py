@@ -172,7 +172,7 @@ class Tape:
         self.path: RegionPath = ("", None)  # the path of the innermost region
         self.lock = threading.RLock()  # held by a running replay of this tape
         self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
-        self.states = NotedStates()  # before draws
+        self.states = NotedStates()  # of generators, before each operator that draws
         self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
         self.has_refilled = False  # whether an operator read memory that its owner frees and fills again
         self.is_of_function = False  # whether the tensor being packed was saved by a custom function

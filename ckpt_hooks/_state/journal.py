@@ -248,7 +248,7 @@ def journal_of(
     trees = list(map(tree_of, walk.modules))
     if any(tree.is_lazy for tree, _ in trees):
         return False
-    # Modules reached only from these functions get no trees: a hook may be a method of the whole model.
+    # Modules that only functions reach get no trees: the ``self`` of a hook may be the whole model.
     functions = [called for tree, bound in trees for called in tree.functions(bound.flat)]
     for called in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
         if called is not True:

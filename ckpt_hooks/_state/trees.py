@@ -157,7 +157,7 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
 
 class History:
     def __init__(self, before: History | None, places: Places | None) -> None:
-        self.num_forwards = 0  # completed since the last change of flags
+        self.num_forwards = 0  # completed since the names or flags in the tree changed
         self.changes: bool = before is not None and before.changes  # whether they bind other values
         self.writes_parameters: bool = before is not None and before.writes_parameters
         self.exchanges: bool = before is not None and before.exchanges  # whether they give parameters other storages

@@ -92,20 +92,25 @@ def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
 _ODD = 0x100000001B3
 
 
-def _hash_of_rows(integers: torch.Tensor) -> torch.Tensor:
+def _hash_of_rows(integers: torch.Tensor, after: int = 0) -> torch.Tensor:
+    """Returns a hash of rows, after which so many others come."""
     if integers.dtype is torch.int64:  # as pairs of int32: round float64s end in zeros, and their sums overflow
         if not integers.dim() or integers.stride(-1) != 1:
             integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
         integers = integers.view(torch.int32)
     # Added up in the width of the integers, since a wider sum would copy them. Many equal numbers lose bits in this sum, so
     # the last number of each row is added once more with a factor.
+    if integers.dim() < 2 and integers.numel() <= _ROW:  # such as labels: a number is a row
+        integers = integers.unsqueeze(-1)
     last = integers.select(-1, -1) if integers.dim() else integers
     rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), last, alpha=_ODD)
-    # ``s * (2 * s + 1)`` differs for any two sums ``s``: a number moved from row to row is seen.
-    return torch.addcmul(rows, rows, rows, value=2).sum()
+    # The square shows a number that has moved to another row. Sums of sums weigh each row by its place, which shows rows in
+    # another order, such as those of a batch that is shuffled again.
+    sums = torch.addcmul(rows, rows, rows, value=2).flatten().cumsum(0)
+    return torch.add(sums.sum(), sums[-1], alpha=after)
 
 
-_ROWS = 1 << 16  # each takes 24 bytes while they are added up
+_ROWS = 1 << 16  # each takes 32 bytes while they are added up
 _ROW = 1 << 12  # bytes of a row, where the last dimension is too long or too short
 _COPIED = 1 << 19  # bytes copied at once
 
@@ -129,11 +134,13 @@ def hash_of(tensor: torch.Tensor) -> Any:
     else:
         row = _ROW // width
     total: Any = 0
+    after = count // row
     for piece in _pieces(tensor.detach(), _COPIED // (row * width) * row):
         whole = len(piece) // row * row
         for rows in (piece[:whole].view(-1, row), piece[whole:]):
             if rows.numel():
-                total = total + _hash_of_rows(bits_of(rows).flatten(-2) if rows.is_complex() else bits_of(rows))
+                after = after - len(rows) if rows.dim() == 2 else 0
+                total = total + _hash_of_rows(bits_of(rows).flatten(-2) if rows.is_complex() else bits_of(rows), after)
     return total
 
 

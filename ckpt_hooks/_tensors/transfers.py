@@ -460,9 +460,6 @@ class Shared:
 _inputs = Shared()
 
 
-# Inputs of regions
-
-
 def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Hooks:
     """Returns saved-tensor hooks for the inputs of a region (``offload_inputs=True``), which are a batch."""
     batch = Batch(watch)

@@ -71,7 +71,7 @@ def num_traced_nodes() -> int:
 
 def set_compile_configs(joint_pass: Callable[[Any, Any], Any] | None, tag: str) -> tuple[Any, str]:
     """Sets the pass on joint graphs, and the tag in the key of the compile cache; returns the previous pass and tag."""
-    # Goes with a public way to tell the partitioner of a block.
+    # Remove once torch has a public way to tell the partitioner about blocks.
     functorch: Any = torch._functorch.config
     before = functorch.joint_custom_pass, torch.compiler.config.cache_key_tag
     functorch.joint_custom_pass, torch.compiler.config.cache_key_tag = joint_pass, tag

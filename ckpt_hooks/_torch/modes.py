@@ -65,7 +65,7 @@ are_functions_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack
 
-# Its ``device_context`` is the mode that ``torch.set_default_device`` has pushed on this thread.
+# ``device_context`` is the mode that ``torch.set_default_device`` has pushed on this thread.
 GLOBAL_DEVICE: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
@@ -111,8 +111,8 @@ _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_int
 _pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_stack
 _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
 
-# ``is_grads_batched`` maps by another vmap, under which random operators refuse to run even where nothing is batched. Its level
-# can be read only by changing it.
+# ``is_grads_batched`` maps by another vmap, under which random operators refuse to run even where nothing is batched. Torch
+# returns that vmap's level only from the calls that change it.
 _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
 is_mapped: Callable[[], bool] = partial(_is_included, torch._C._dispatch_key_parse("VmapMode"))
 

@@ -206,7 +206,7 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
 def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionRunner]:
     """Returns the runners of a plan for the layers of a Transformers model, by their names in that model."""
     if isinstance(plan, type) or not callable(getattr(plan, "runners", None)):
-        raise wrong(plan, "plan", "a Plan of ckpt_hooks.plan_memory", "Pass its result.")
+        raise wrong(plan, "plan", "a Plan of ckpt_hooks.plan_memory", "Pass the result of plan_memory.")
     modules, names = dict(model.named_modules()), {id(module): name for name, module in owner.named_modules()}
     functions = {}
     for block, runner in plan.runners().items():
@@ -289,19 +289,18 @@ def enable_in_transformers(
     recorded = checked_flag(recorded, "recorded")
     keep = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
     planning = {"margin": margin, "cost": cost}
+    given = {**options, "policy": policy}
+    refused = {"policy": policy, "every_n_layers": every_n_layers != 1, "keep_first": keep[0], "keep_last": keep[1]}
+    refused |= dict.fromkeys(options, True)
     machine = None
     if memory_budget is not None:
-        check_none({"policy": policy, "recorded": recorded, "keep_first": keep[0], "keep_last": keep[1], **options})
+        check_none({"recorded": recorded, **refused})
         layers = [name for name, module in model.named_modules() if hasattr(module, FLAG) and calls_function(module)]
         plan = machine = planner().machine_of(model, memory_budget, layers, plan=plan, **planning)
     else:
         check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass both.")
-    if plan is not None and (policy is not None or every_n_layers != 1 or any(keep) or options):
-        raise ValueError(
-            "enable_in_transformers got plan, and options of regions, which the plan decides itself. Leave out policy, "
-            f"every_n_layers, keep_first, keep_last{''.join(f', {name}' for name in options)}."
-        )
-    given = {**options, "policy": policy}
+        if plan is not None:
+            check_none(refused, "with plan, which decides what layers keep. Leave them out.")
     if not isinstance(chunked_loss, bool):
         chunked_loss = checked_integer(chunked_loss, "chunked_loss", "Pass True, or the number of slices.")
     planned = None if plan is None else planned_layers(plan, model, owner)

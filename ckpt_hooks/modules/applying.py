@@ -347,7 +347,8 @@ def apply_checkpointing(
     check_module(model, "model", "Pass the model, then the selection.")
     planning = {"margin": margin, "cost": cost, "plan": plan}
     if memory_budget is not None:
-        check_none({"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last, **options})
+        refused = {"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last}
+        check_none(refused | dict.fromkeys(options, True))
         applied: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
         return applied
     check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass both.")

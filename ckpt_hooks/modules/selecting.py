@@ -251,8 +251,8 @@ def _by_keys(root: Module, modules: dict[str, Module], pairs: Iterable[tuple[Any
             names = [name for name, module in of_classes.items() if isinstance(module, key)]
             if not names:
                 raise ValueError(
-                    f"{argument}={key.__name__} selects no module, or only modules inside modules of the other classes. Leave "
-                    "it out, or give names of modules."
+                    f"{argument}={key.__name__} selects no module, or only modules inside modules of other selected classes. "
+                    f"Leave {key.__name__} out, or give names of modules."
                 )
         elif isinstance(key, str):
             names = _matching(starred if "*" in key else modules, name_expression(key), key, argument)

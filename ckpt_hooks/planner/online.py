@@ -47,7 +47,7 @@ _OTHER = 0.1  # of the predicted peak: a step that is off by more is unlike the 
 _MOST_PLANS = 4  # each for steps of other shapes
 _MOST_TRIES = 8  # steps profiled in all
 _MOST_MEASURED = 16
-_MOST_FORWARDS = 64  # without a backward, as in evaluation with gradients
+_MOST_FORWARDS = 64  # without a backward, as in evaluation with gradients: then planning ends
 _MOST_STEPS = 8  # of optimizers that take turns, such as a critic's and a generator's
 _ENOUGH = 2  # backwards of a step that accumulates: a third is like the second
 
@@ -216,7 +216,9 @@ class Machine:
             self._open.num_forwards += 1
             if self._open.num_forwards > _MOST_FORWARDS:
                 self._abandon()
-                self._give_up("no backward of the model was seen")
+                self._give_up(
+                    "64 forwards ran without a backward. Call undo() to evaluate with gradients, or run backward after forward"
+                )
             if self._open is None or len(self._open.backwards.tasks) < _ENOUGH:
                 return
             self._passes_by = bool(self._open.optimizers)
@@ -225,10 +227,10 @@ class Machine:
             return
         model, ranks = self._model, self._together()
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-            self._give_up("the model is compiled, and a compiler keeps other results")
+            self._give_up("the model is compiled, and a compiler keeps other results. Pass the model before torch.compile")
             return
         with ranks.together():
-            if not all(ranks.all(not is_profiling())):  # the program profiles this step; the next will do
+            if not all(ranks.all(not is_profiling())):  # the program profiles this step: the next one is profiled here
                 return
         self._is_profile = self._next == "profile"
         self._seen = {name: {} for name in self.names}
@@ -263,7 +265,7 @@ class Machine:
                 self._keep()
 
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._reference() is None:  # the program holds the handle alone
+        if self._reference() is None:  # the model is gone; the program holds only the handle
             return
         if graph_task_id() == -1 and self._outermost is not None and threading.get_ident() == self._thread:
             self._outermost = None  # a KeyboardInterrupt left a forward without its hooks
@@ -332,7 +334,9 @@ class Machine:
         is_whole = any(handle.restored is not None for entry in profile.entries for handle in entry.handles)
         if not all(ranks.all(is_whole)):
             if self._num_profiled >= _MOST_TRIES:
-                self._give_up("no backward asked for a tensor that blocks had dropped")
+                self._give_up(
+                    "no backward asked for a tensor that blocks had dropped. Leave out blocks that take no part in the loss"
+                )
             return
         self._next, self._others = None, {}
         names = [name for name in self.names if self._seen[name]]
@@ -419,7 +423,7 @@ class Machine:
     def _give_up(self, why: str) -> None:
         self._next = None
         self._keep()
-        warn_user(f"No plan was made, and blocks keep nothing: {why}")
+        warn_user(f"No plan was made, so blocks keep nothing and are recomputed: {why}")
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         self.log.append(line)

@@ -416,7 +416,7 @@ _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: type(value) is str, "a string"),
     "bool": (lambda value: type(value) is bool, "True or False"),
     "cost": (lambda value: value in COSTS, f"one of {COSTS}"),
-    "margin": (lambda value: type(value) in (int, float) and 0 <= value < 1, "a part from 0.0 up to 1.0"),
+    "margin": (lambda value: type(value) in (int, float) and 0 <= value < 1, "a fraction from 0.0 to below 1.0"),
     "operator": (_is_operator, "a registered operator"),
     "version": (lambda value: type(value) is int and value == _VERSION, str(_VERSION)),
     "dtype": (lambda value: type(value) is str and value in _DTYPES, "the name of a dtype of torch"),

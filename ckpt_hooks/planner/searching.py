@@ -163,8 +163,8 @@ def profiled(
         shapes = {name: of for name, of in shapes.items() if of}
     elif missing:
         raise ValueError(
-            f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
-            "call it."
+            f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave them out of blocks, or call them with "
+            "gradients enabled."
         )
     return profile, blocks, shapes
 
@@ -183,10 +183,10 @@ Budget = int | float | str
 
 
 def parsed(budget: Any) -> int | float:
-    """Returns a budget as bytes, or as a part from 0.0 to 1.0."""
+    """Returns a budget as bytes, or as a fraction from 0.0 to 1.0."""
     if isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Integral):
         return checked_part(budget, "memory_budget", "Pass an integer for bytes.")
-    return checked_bytes(budget, "memory_budget", ", a part from 0.0 to 1.0, or 'auto'")
+    return checked_bytes(budget, "memory_budget", ", a fraction from 0.0 to 1.0, or 'auto'")
 
 
 #: What a plan minimizes.
@@ -205,8 +205,8 @@ def check_step(step: Any) -> None:
     check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
     if (frame := stack.innermost) is not None:
         raise RuntimeError(
-            f"The step of a plan or an estimate would run inside of {region_in_words(frame.path)}, which changes what it "
-            "holds. Call plan_memory, or estimate_memory, outside of regions."
+            f"The step of a plan or an estimate would run inside of {region_in_words(frame.path)}, and the region "
+            "changes what the step keeps. Call plan_memory, or estimate_memory, outside of regions."
         )
 
 
@@ -215,9 +215,9 @@ def check_model(model: Any, *, is_dry: bool = False) -> None:
     check_module(model, "model", "Pass the model, then the step.")
     if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in model.modules()):
         raise ValueError(
-            "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, "
-            "which gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the "
-            "model before torch.compile."
+            "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget. "
+            "(With dropout, budgets below 1.0 give wrong gradients: https://github.com/pytorch/pytorch/issues/190758.) Pass "
+            "the model before torch.compile."
         )
     if any(is_lazy(tensor) or (tensor.is_meta and not is_dry) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
@@ -520,7 +520,7 @@ class Room:
     def __init__(self, device: torch.device | None) -> None:
         if device is None:
             advice = "'auto' asks an accelerator, and the model is on the host: pass bytes, as in '20GiB'."
-            raise wrong("auto", "memory_budget", "bytes, or a part from 0.0 to 1.0", advice, ValueError)
+            raise wrong("auto", "memory_budget", "bytes, or a fraction from 0.0 to 1.0", advice, ValueError)
         self._device, self._before = device, 0
 
     def nbytes(self) -> int:

@@ -161,7 +161,7 @@ PolicyName = Literal[
     "routing_saveable",
     "save_compute_and_communication",
 ]
-#: Operators in a list, tuple or set.
+#: The operators whose results a policy keeps.
 Operators = Sequence[Operator] | Set[Operator]
 #: What an argument ``policy`` may be, besides None.
 PolicyLike = Policy | PolicyFn | PolicyName | Operators

@@ -169,7 +169,12 @@ def save_indices(
         counted = [(module, operator, number) for (module, operator), number in pairs.items()]
     except (TypeError, ValueError, AttributeError):
         advice = "Write runs=[('', operator, 0)], and counts={('', operator): 1}."
-        raise wrong((runs, counts), "runs and counts", "triples, and a mapping of pairs to numbers", advice) from None
+        raise wrong(
+            (runs, counts),
+            "runs and counts",
+            "(module, operator, run) triples, and a mapping of (module, operator) pairs to numbers",
+            advice,
+        ) from None
     for module, operator, number in triples:
         key = _checked(module, operator, number, "runs")
         kept_runs[key] = kept_runs.get(key, frozenset()) | {number}

@@ -115,7 +115,7 @@ def _rows_of(group: Sequence[Residual], is_exact: bool) -> list[list[str]]:
     count = len(group) if is_exact else 1
     size = format_bytes(first.nbytes * count) if first.nbytes or first.dtype is not None else "?"
     operator = (first.operator or "").removeprefix("aten.").removesuffix(".default")
-    # The name of a parameter has its module in it.
+    # The name of a parameter begins with its module, so the module is not repeated.
     place = fold_names(entry.name for entry in group if entry.name is not None)
     place = place or fold_names(entry.module for entry in group if entry.module is not None)
     rows: list[list[str]] = []

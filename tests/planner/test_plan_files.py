@@ -154,7 +154,7 @@ def test_two_hundred_mutations(right):
         (("version",), 2, r"plan\.version should be 1, but got 2 .* with this version of ckpt_hooks"),
         (("cost",), "x", r"plan\.cost should be one of \('operations', 'seconds'\), but got 'x'"),
         (("budget",), "lots", r"plan\.budget should be an integer from 0, but got 'lots'"),
-        (("margin",), 1.0, r"plan\.margin should be a part from 0\.0 up to 1\.0, but got 1\.0"),
+        (("margin",), 1.0, r"plan\.margin should be a fraction from 0\.0 to below 1\.0, but got 1\.0"),
         (("polcy",), 1, r"arguments: polcy\. plan takes "),
         (("blocks",), [], r"plan\.blocks should be a list"),
         (("blocks", 0, "nam"), "x", r"plan\.blocks\[0\] takes name, .* Write name for nam"),

@@ -69,5 +69,5 @@ def test_a_host_has_no_such_budget():
     model, step = model_and_step()
     with pytest.raises(ValueError, match="'auto' asks an accelerator, and the model is on the host: pass bytes"):
         plan_memory(model, step, "auto")
-    with pytest.raises(ValueError, match=r"a number of bytes, a part from 0\.0 to 1\.0, or 'auto'"):
+    with pytest.raises(ValueError, match=r"a number of bytes, a fraction from 0\.0 to 1\.0, or 'auto'"):
         plan_memory(model, step, "automatic")

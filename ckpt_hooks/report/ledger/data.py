@@ -316,7 +316,7 @@ class LedgerData:
 
     def fill(self, rows: Sequence[Row], older: Mapping[int, int], device: str | None = None) -> None:
         """Fills the ledger from the rows of the step, and from the sizes of older storages by address."""
-        # The default device is the first accelerator that allocated, or else the host.
+        # By default an accelerator that allocated: its memory runs out before the host's.
         devices = list(dict.fromkeys(str(row.device) for row in rows if row.mark is None)) or ["cpu"]
         self.device = device or next((name for name in devices if name != "cpu"), "cpu")
         is_on_host = self.device == "cpu"

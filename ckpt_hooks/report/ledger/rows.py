@@ -235,7 +235,7 @@ class Row(NamedTuple):
     """An allocation, a free, or a mark."""
 
     time: int  # in ns, on the profiler's clock
-    place: Origin  # from the ranges around: the operator (outermost in the innermost other range), node, optimizer and line
+    place: Origin  # from the ranges around: line, optimizer, node, and the outermost operator inside the innermost of them
     mark: StepMark | None  # None for an allocation or free
     address: int = 0
     nbytes: int = 0  # negative for a free
