@@ -57,7 +57,7 @@ class Draft:
         self.random = random.Random(seed)
         self.values = base_namespace()
         self.values["run"] = lambda function, *args, **kwargs: function(*args, **kwargs)
-        self.values["log"] = []
+        self.values["log"], self.values["see"] = [], lambda kind, name, value: None
         self.setup: list[Line] = []
         self.pending: list[Line] = []
         self.scopes = [Scope(0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -37,8 +38,10 @@ class Difference:
             normalisation updates what it read in evaluation, or where a leaf that autograd saved gets other storage: the other
             run may have the gradients from before the write.
             ``"shifted"`` is a complaint, under a policy, of operators that run in forward only, or what comes of swallowing
-            it. ``"overlooked"`` is any other difference that is not there without the writes after forward. ``"mode"`` is one
-            that torch itself makes where regions run under a dispatch mode that does nothing.
+            it. ``"unfreed"`` is a way into the graph of a step that failed in a recompute, which plain autograd has freed;
+            the runs are alike where neither frees it. ``"overlooked"`` is any other difference that is not there without the
+            writes after forward. ``"mode"`` is one that torch itself makes where regions run under a dispatch mode that does
+            nothing.
         explanation: What differs.
         error: Type of the error that plain autograd raises, or None.
     """
@@ -56,12 +59,13 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     where plain autograd does not is none where programs write to what regions were given, or where the memory that forward
     saw is gone: a rerun needs more than plain autograd does. Nor is it one to complain of writes to what a policy keeps as it
     is, to overlook a write to what a region read from outside and nothing saved, nor what torch does otherwise under any
-    dispatch mode, nor to complain of operators that a policy met in forward only.
+    dispatch mode, nor to complain of operators that a policy met in forward only, nor to keep the graph of a failed step.
     """
     limits = {
         "kept": features,
         "lenient": features,
         "mode": features,
+        "unfreed": features,
         "unnoticed": features,
         "shifted": features & {"first_run_only", "side_effects"},
         "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward", "storages"},
@@ -75,8 +79,9 @@ def check(
 ) -> tuple[Difference | None, tuple[str, str] | None]:
     """Runs a program twice; returns how the runs differ, if so, and the error of the plain one, if any."""
     source = program.source()
+    loaded = load if device is None else functools.partial(load_on, device)
     try:
-        function = load(source, program.seed) if device is None else load_on(device, source, program.seed)
+        function = loaded(source, program.seed)
     except SyntaxError as error:
         return None, ("SyntaxError", str(error))
     expected, other = observe(function, plain), observe(function, implementation.start())
@@ -106,6 +111,9 @@ def check(
         # What hooks hand out for a second backward of a gradient stays at its memory.
         runs = (observe(function, _with_copies_inside), observe(_with_copies(function, unchanged), plain))
         kind = "unnoticed" if any(difference(one, other) is None for one in runs) else kind
+    if kind == "no error" and program.failure is not None and "through the graph a second time" in error[1]:
+        retaining = loaded(source.replace(".backward()", ".backward(retain_graph=True)"), program.seed)
+        kind = kind if difference(observe(retaining, plain), observe(retaining, implementation.start())) else "unfreed"
     if kind == "no error" and (_is_of_write(*error) or _is_of_swap(*error)):
         intended = observe(_with_copies(function), plain)
         # Without an answer to compare with it gets the benefit of the doubt: rrelu saves noise before it has filled it.
