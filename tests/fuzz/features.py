@@ -42,6 +42,8 @@ CORE = frozenset(
         "exceptions",  # regions that raise, and callers that go on
         "failures",  # a first step that raises, in forward, in a recompute or in backward, and is done again
         "optimizers",  # several steps of one
+        "threads",  # functions on threads of their own, around regions and inside of them
+        "wrappers",  # a subclass that holds another tensor
         "endings",  # every way of running backward; without it each program calls backward once
     }
 )

@@ -31,6 +31,7 @@ _WEIGHTS = {
     "generators": 2,
     "backward_hooks": 3,
     "failures": 2,
+    "wrappers": 2,
     "python_random": 2,
     "numpy_random": 2,
 }
@@ -154,7 +155,7 @@ class _Generator(Stateful):
             self.loop: 2.5 if any(map(self.has, ("loop_closures", "places", "function_attributes", *HOLDERS))) else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7 + self.has("backward_hooks") + 0.5 * self.has("failures"),
-            self.call: 0.5 + self.has("generators") + self.has("chunks") + self.has("loops")
+            self.call: 0.5 + self.has("generators") + self.has("chunks") + self.has("loops") + self.has("threads")
             if any(map(self.has, statements.CALLS))
             else 0,
             self.hook_for_all: 0.7 if self.has("module_hooks") else 0,
@@ -437,7 +438,8 @@ class _Generator(Stateful):
                 lines += [node.text for node in walk(body) if isinstance(node, Line) and re.search(r"lambda|def ", node.text)]
                 needed = {name for line in lines for name in names_in(line)}
                 if self.has("loop_closures") and self.chance(0.5):
-                    needed.clear()
+                    # A variable that is gone comes back without the graph behind it, which a backward inside of a region needs.
+                    needed = {name for line in lines if "autograd.grad(" in line for name in names_in(line)}
                 leaves = {name for node in self.setup for name in node.defines()}
                 ending.discarded = [name for name in names if name not in needed | leaves | set(ending.outputs)]
         if self.has_state and not self.has("failures") and "{between}" in MODES[ending.mode]:

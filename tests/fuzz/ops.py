@@ -320,6 +320,12 @@ Fails.apply({x})
 Fails.apply({x} * {k}) * {y}
 """
 
+_WRAPPERS = """
+Unboxed.apply(Boxed.apply({x}).sin() * {k})
+Unboxed.apply(Boxed.apply({x}) * Boxed.apply({y}).sigmoid())
+Unboxed.apply(F.silu(Boxed.apply({x}) + {y}).tanh_())
+"""
+
 _KERNELS = """
 Overwrites.apply({x} * {k})
 Overwrites.apply({x} - {y}).sin() + {b}
@@ -435,6 +441,7 @@ EXPRESSIONS = {
     "custom_functions": by_rank(rank_0=_CUSTOM),
     "failures": by_rank(rank_0=_FAILURES),
     "kernels": by_rank(rank_0=_KERNELS),
+    "wrappers": by_rank(rank_0=_WRAPPERS),
     "random": by_rank(rank_0=_RANDOM_0, rank_1=_RANDOM_1, rank_2=_RANDOM_2),
     "generators": by_rank(rank_0=_GENERATORS),
     "python_random": by_rank(rank_0=_PYTHON_RANDOM),

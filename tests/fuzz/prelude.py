@@ -358,6 +358,54 @@ class Product(torch.autograd.Function):
         return (2 * grad * x.sum() + 0 * signs.sum()).expand_as(x)
 
 
+class Box(torch.Tensor):
+    """Holds another tensor."""
+
+    def __new__(cls, inner):
+        like = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **like)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, *_):
+        return Box(parts["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        inner = torch.utils._pytree.tree_map_only(Box, lambda box: box.inner, (args, kwargs or {}))
+        boxed = torch.utils._pytree.tree_map_only(torch.Tensor, Box, function(*inner[0], **inner[1]))
+        return torch.utils._python_dispatch.return_and_correct_aliasing(function, args, kwargs or {}, boxed)
+
+
+class Boxed(torch.autograd.Function):
+    """Puts a tensor into a box."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Box(x.clone())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Unboxed.apply(grad)
+
+
+class Unboxed(torch.autograd.Function):
+    """Takes it out."""
+
+    @staticmethod
+    def forward(ctx, box):
+        return box.inner.clone() if isinstance(box, Box) else box.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Boxed.apply(grad)
+
+
 class PlannedError(Exception):
     """What programs raise on purpose."""
 
@@ -379,7 +427,7 @@ class Failing:
         for leaf in [*self.before, *self.holders()]:
             if isinstance(leaf, torch.Tensor):
                 leaf.grad = None
-        return kind is not None and issubclass(kind, PlannedError)
+        return isinstance(error, Exception) and Failing.left <= 0  # a handler may have made it another error
 
 
 def fail(where="forward"):

@@ -240,6 +240,17 @@ CALLS = {
         "in_chunks(run, lambda v: (({step})(v).sum(), v.numel()), {x}, {chunks}, {d}, 'mean')",
         "in_chunks(run, lambda v: run({step}, v).sin(), {x}, {chunks}, {d})",
     ],
+    "threads": [
+        "on_thread(run, {step}, {x})",
+        "run(lambda v: on_thread(run, {step}, v).sin(), {x})",
+        "run(lambda v: on_thread(plain, {step}, v.cos()) * v.tanh(), {x})",
+    ],
+    "wrappers": [
+        "Unboxed.apply(run({step}, Boxed.apply({x})))",
+        "Unboxed.apply(run(lambda v, box: box.sin() * v, {y}, box=Boxed.apply({x})))",
+        "Unboxed.apply(run(lambda v: ({step})(Boxed.apply(v)), {x}))",
+        "run(lambda box: Unboxed.apply(({step})(box.tanh())).cos(), Boxed.apply({x}))",
+    ],
     "loops": [
         "in_loop(run, {step}, {x}, {times}, {slots})",
         "in_loop(run, lambda s: (({step})(s[0]), s[1] + 1), ({x}, 0), {times}, {slots})[0]",
