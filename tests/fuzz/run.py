@@ -35,8 +35,8 @@ class Difference:
             is one of a write to what the policy of a recorded region had kept;
             ``"clear error"`` is any other error of the package's own;
             ``"unnoticed"`` is what plain autograd makes of a write to a saved tensor that no version tells of, as where batch
-            normalisation updates what it read in evaluation, where a leaf that autograd saved gets other storage, or where hooks
-            of the program keep the tensor itself: the other run may have the gradients from before the write.
+            normalisation updates what it read in evaluation, where a leaf that autograd saved gets other storage, or where
+            hooks of the program keep the tensor itself: the other run may have the gradients from before the write.
             ``"shifted"`` is a complaint, under a policy, of operators that run in forward only, or what comes of swallowing
             it. ``"unfreed"`` is a way into the graph of a step that failed in a recompute, which plain autograd has freed;
             the runs are alike where neither frees it. ``"overlooked"`` is any other difference that is not there without the
