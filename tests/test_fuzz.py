@@ -100,6 +100,11 @@ def test_programs_have_what_they_are_made_of():
         "in_segments(run, ",
         "in_chunks(run, ",
         "in_loop(run, ",
+        "on_thread(run, ",
+        "Unboxed.apply(run(",
+        *(f"Failing('{where}', " for where in ("forward", "recompute", "backward")),
+        *(made.split("(")[0] for made in statements.OPTIMIZERS),
+        *(hook.split("(")[0].split("}")[-1] for hook in statements.SIDE_EFFECTS["backward_hooks"]),
     ]
     if "python_random" not in ABSENT:
         marks += ["random.random", 'track_rng("python")', "run(Noisy(g", "track_rng(g"]

@@ -57,7 +57,7 @@ class Draft:
         self.random = random.Random(seed)
         self.values = base_namespace()
         self.values["run"] = lambda function, *args, **kwargs: function(*args, **kwargs)
-        self.values["log"] = []
+        self.values["log"], self.values["see"] = [], lambda kind, name, value: None
         self.setup: list[Line] = []
         self.pending: list[Line] = []
         self.scopes = [Scope(0)]
@@ -202,11 +202,11 @@ class Draft:
             self.refuse(text)
             with self.watching():
                 result = eval(text, self.values)
+            several = isinstance(result, tuple | list)
+            results = list(result) if several else [result]
+            if not results or not all(map(self.fits, results)):
+                return self.drop()
         except Exception:
-            return self.drop()
-        several = isinstance(result, tuple | list)
-        results = list(result) if several else [result]
-        if not results or not all(map(self.fits, results)):
             return self.drop()
         names = [self.fresh() for _ in results]
         self.values.update(zip(names, results, strict=True))

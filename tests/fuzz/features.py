@@ -37,8 +37,13 @@ CORE = frozenset(
         "inner_backward",  # autograd.grad and backward inside forward
         "hooks",  # the user's own saved-tensor hooks
         "tensor_hooks",
+        "backward_hooks",  # of nodes, of several tensors, of leaves after accumulation, of modules
         "handlers",  # exceptions caught inside regions
         "exceptions",  # regions that raise, and callers that go on
+        "failures",  # a first step that raises, in forward, in a recompute or in backward, and is done again
+        "optimizers",  # several steps of one
+        "threads",  # functions on threads of their own, around regions and inside of them
+        "wrappers",  # a subclass that holds another tensor
         "endings",  # every way of running backward; without it each program calls backward once
     }
 )

@@ -29,6 +29,9 @@ _WEIGHTS = {
     "kernels": 4,
     "module_state": 3,
     "generators": 2,
+    "backward_hooks": 3,
+    "failures": 2,
+    "wrappers": 2,
     "python_random": 2,
     "numpy_random": 2,
 }
@@ -56,6 +59,8 @@ class _Generator(Stateful):
         self.seed_all()
         if self.has("input_mutation") and self.has("handlers"):  # a handler hides the error that a rerun is at liberty to raise
             self.features -= {self.random.choice(["input_mutation", "handlers"])}
+        if self.has("backward_hooks") and self.has("inner_backward"):  # which in a recompute would meet hooks that came later
+            self.features -= {self.random.choice(["backward_hooks", "inner_backward"])}
         if self.has("endings") and self.chance(0.5):  # most of them want the leaves as they were
             self.features -= {"step_in_backward"}
         for _ in range(self.random.randint(1, 3)):
@@ -82,6 +87,14 @@ class _Generator(Stateful):
         steps = 2 if self.has("endings") and self.chance(0.3 if self.has_state else 0.15) else 1
         if self.has_patches and self.chance(0.3):
             steps = self.random.choice([2, 3])
+        failure, optimizer = None, ""
+        if self.has("optimizers") and self.chance(0.3):
+            steps, optimizer = max(steps, self.random.choice([2, 3, 4])), self.random.choice(statements.OPTIMIZERS)
+        if self.has("failures") and self.chance(0.5):
+            # A backward inside of forward runs in a recompute as well.
+            has_backward = any(re.search(r"autograd\.grad|backward\(", line) for node in body for line in node.render())
+            where = "forward" if has_backward else self.random.choice(["forward", "recompute", "recompute", "backward"])
+            steps, failure = max(steps, 2), (where, self.random.randint(1, 4))
         changes = self.late_changes(0.6)
         if self.has_patches and steps > 1:  # from a later step on alone
             changes = [Line(f"if step: {node.text}") if self.is_simple(node) and self.chance(0.4) else node for node in changes]
@@ -89,7 +102,7 @@ class _Generator(Stateful):
             for text in self.swaps()[:1]:
                 body.insert(0, Line(text))
                 changes[:0] = [Line(text)] * self.chance(0.8)
-        return Program(self.seed, self.setup, body, self.ending(body), after, changes, around, steps)
+        return Program(self.seed, self.setup, body, self.ending(body), after, changes, around, steps, failure, optimizer)
 
     def seed_all(self) -> None:
         """Seeds the global generators, since what statements draw says whether they do."""
@@ -141,8 +154,8 @@ class _Generator(Stateful):
             self.remember: 4.5 if self.has_state else 0,
             self.loop: 2.5 if any(map(self.has, ("loop_closures", "places", "function_attributes", *HOLDERS))) else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
-            self.side_effect: 0.7,
-            self.call: 0.5 + self.has("generators") + self.has("chunks") + self.has("loops")
+            self.side_effect: 0.7 + self.has("backward_hooks") + 0.5 * self.has("failures"),
+            self.call: 0.5 + self.has("generators") + self.has("chunks") + self.has("loops") + self.has("threads")
             if any(map(self.has, statements.CALLS))
             else 0,
             self.hook_for_all: 0.7 if self.has("module_hooks") else 0,
@@ -425,10 +438,11 @@ class _Generator(Stateful):
                 lines += [node.text for node in walk(body) if isinstance(node, Line) and re.search(r"lambda|def ", node.text)]
                 needed = {name for line in lines for name in names_in(line)}
                 if self.has("loop_closures") and self.chance(0.5):
-                    needed.clear()
+                    # A variable that is gone comes back without the graph behind it, which a backward inside of a region needs.
+                    needed = {name for line in lines if "autograd.grad(" in line for name in names_in(line)}
                 leaves = {name for node in self.setup for name in node.defines()}
                 ending.discarded = [name for name in names if name not in needed | leaves | set(ending.outputs)]
-        if self.has_state and "{between}" in MODES[ending.mode]:
+        if self.has_state and not self.has("failures") and "{between}" in MODES[ending.mode]:
             ending.between = self.late_changes(0.6)
         ending.around = next(iter(self.surroundings(0.3)[-1:]), "") if self.has("ambient") else ""
         return ending

@@ -135,6 +135,13 @@ def in_thread(function):
         raise errors[0]
 
 
+def on_thread(run, function, x):
+    """Returns the result of a function on a thread of its own."""
+    found = []
+    in_thread(lambda: found.append(run(function, x)))
+    return found[0]
+
+
 def observe(program, run):
     """Returns what a program shows, as (kind, name, value), and the error that ended it or None."""
     seen = []

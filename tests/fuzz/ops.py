@@ -309,6 +309,21 @@ TwoOutputs.apply({x})
 TwoOutputs.apply({x})[1]
 Rerun.apply({x})
 Straight.apply({x})
+Parts.apply({x}, {y})
+Parts.apply({x}, {y})[0]
+Parts.apply({x}, {y}.detach())[1] * {k}
+Parts.apply({x}, {x})[2] * {y}
+"""
+
+_FAILURES = """
+Fails.apply({x})
+Fails.apply({x} * {k}) * {y}
+"""
+
+_WRAPPERS = """
+Unboxed.apply(Boxed.apply({x}).sin() * {k})
+Unboxed.apply(Boxed.apply({x}) * Boxed.apply({y}).sigmoid())
+Unboxed.apply(F.silu(Boxed.apply({x}) + {y}).tanh_())
 """
 
 _KERNELS = """
@@ -424,7 +439,9 @@ EXPRESSIONS = {
     "operators": by_rank(rank_0=_ELEMENTWISE, rank_1=_VECTORS, rank_2=_MATRICES, rank_3=_VOLUMES),
     "views": by_rank(rank_0=_VIEWS_0, rank_1=_VIEWS_1, rank_2=_VIEWS_2),
     "custom_functions": by_rank(rank_0=_CUSTOM),
+    "failures": by_rank(rank_0=_FAILURES),
     "kernels": by_rank(rank_0=_KERNELS),
+    "wrappers": by_rank(rank_0=_WRAPPERS),
     "random": by_rank(rank_0=_RANDOM_0, rank_1=_RANDOM_1, rank_2=_RANDOM_2),
     "generators": by_rank(rank_0=_GENERATORS),
     "python_random": by_rank(rank_0=_PYTHON_RANDOM),

@@ -141,6 +141,78 @@ class Halve(torch.autograd.Function):
         return grad * 0.5
 
 
+class HalveApart(torch.autograd.Function):
+    """Writes to its input, which another method says."""
+
+    @staticmethod
+    def forward(x):
+        return x.mul_(0.5)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_dirty(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 0.5
+
+
+class Exponential(torch.autograd.Function):
+    """Writes to its input, and saves what it wrote."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x.exp_())
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+class Absorbs(torch.autograd.Function):
+    """Writes to one of two inputs, and may get a gradient for one of two outputs alone."""
+
+    @staticmethod
+    def forward(x, y):
+        return x.add_(y), y.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_dirty(inputs[0])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        (y,) = ctx.saved_tensors
+        through = None if other is None else other * y.cos()
+        return grad, through if grad is None else grad if through is None else grad + through
+
+
+class Parts(torch.autograd.Function):
+    """Has three outputs, of which one has no gradient, and looks at whose gradients are asked for."""
+
+    @staticmethod
+    def forward(x, y):
+        return x * y, x.sin(), y.sign()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx, product, sine, _):
+        x, y, _ = ctx.saved_tensors
+        found = [None if product is None else product * y, None if product is None else product * x]
+        if sine is not None:
+            found[0] = sine * x.cos() if found[0] is None else found[0] + sine * x.cos()
+        return tuple(one if needed else None for one, needed in zip(found, ctx.needs_input_grad, strict=True))
+
+
 class Rerun(torch.autograd.Function):
     """Runs itself again in backward, as reentrant checkpointing does: a backward inside a backward."""
 
@@ -286,8 +358,108 @@ class Product(torch.autograd.Function):
         return (2 * grad * x.sum() + 0 * signs.sum()).expand_as(x)
 
 
+class Box(torch.Tensor):
+    """Holds another tensor."""
+
+    def __new__(cls, inner):
+        like = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **like)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, *_):
+        return Box(parts["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        inner = torch.utils._pytree.tree_map_only(Box, lambda box: box.inner, (args, kwargs or {}))
+        boxed = torch.utils._pytree.tree_map_only(torch.Tensor, Box, function(*inner[0], **inner[1]))
+        return torch.utils._python_dispatch.return_and_correct_aliasing(function, args, kwargs or {}, boxed)
+
+
+class Boxed(torch.autograd.Function):
+    """Puts a tensor into a box."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Box(x.clone())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Unboxed.apply(grad)
+
+
+class Unboxed(torch.autograd.Function):
+    """Takes it out."""
+
+    @staticmethod
+    def forward(ctx, box):
+        return box.inner.clone() if isinstance(box, Box) else box.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Boxed.apply(grad)
+
+
 class PlannedError(Exception):
     """What programs raise on purpose."""
+
+
+class Failing:
+    """Raises where the nth failure in forward, in a recompute or in backward may be, in a step that is done again."""
+
+    where, left = None, 0  # of the class, which no rerun puts back
+
+    def __init__(self, where, left, holders):
+        self.holders, self.before = holders, holders()
+        Failing.where, Failing.left = where, left
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        Failing.where = None
+        for leaf in [*self.before, *self.holders()]:
+            if isinstance(leaf, torch.Tensor):
+                leaf.grad = None
+        return isinstance(error, Exception) and Failing.left <= 0  # a handler may have made it another error
+
+
+def fail(where="forward"):
+    """Raises if it is time to."""
+    where = "recompute" if where == "forward" and ckpt_hooks.is_recomputing() else where
+    if Failing.where == where:
+        Failing.left -= 1
+        if not Failing.left:
+            raise PlannedError(where)
+
+
+class Fails(torch.autograd.Function):
+    """May raise in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        fail()
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, grad):
+        fail("backward")
+        return -grad * ctx.saved_tensors[0].sin()
+
+
+def unseen(kind, name, value):
+    """Shows nothing."""
+
+
+def scaled_gradients(gradients, factor):
+    return tuple(None if gradient is None else gradient * factor for gradient in gradients)
 
 
 class Wrapped(torch.nn.Module):

@@ -346,7 +346,7 @@ directions = torch.stack([torch.ones_like({first}), torch.full_like({first}, -0.
 for value in torch.autograd.grad({first}, {inputs}, directions, retain_graph=True, allow_unused=True, is_grads_batched=True):
     see('gradient', 'batched', value)
 loss.backward()""",
-    "thread": "in_thread(loss.backward)",
+    "thread": "in_thread(lambda: loss.backward())",
     "no_grad": """
 with torch.no_grad():
     loss.backward()""",
@@ -372,6 +372,8 @@ class Program:
         changes: Changes of Python state between the two.
         around: Headers of blocks around both of them.
         steps: How many times the two run.
+        failure: Where the first step raises, and at which place that may, or None.
+        optimizer: A constructor for what steps once a step, of parameters and a rate, or nothing.
     """
 
     seed: int
@@ -382,6 +384,8 @@ class Program:
     changes: list[Node] = dataclasses.field(default_factory=list)
     around: list[str] = dataclasses.field(default_factory=list)
     steps: int = 1
+    failure: tuple[str, int] | None = None
+    optimizer: str = ""
 
     def source(self) -> str:
         setup = [line for node in self.setup for line in node.render()]
@@ -402,6 +406,16 @@ class Program:
         body = [line for node in [*self.body, *self.after] for line in node.render()]
         looks += [f"see_variable({name!r}, locals(), see)" for name in dict.fromkeys(_VARIABLE.findall("\n".join(body)))]
         body += [line for node in self.changes for line in node.render()] + self.ending.render(leaves, modules)
+        parameters = f"[{', '.join([*leaves, *(f'*{name}.parameters()' for name in bound if name.startswith('m'))])}]"
+        if self.failure is not None:
+            setup.append("shown = see")
+            held = f"*held_by([{', '.join(name for name in bound if name.startswith('m'))}]).values()"
+            failing = f"Failing({self.failure[0]!r}, {self.failure[1]}, lambda: [*{parameters}, {held}])"
+            failing = f"with contextlib.nullcontext() if step else {failing}:"
+            body = ["see = shown if step else unseen", "torch.manual_seed(step)", *under([failing], body)]
+        if self.optimizer and leaves:
+            setup.append(f"optimizer = {self.optimizer.format(parameters)}")
+            body += ["optimizer.step()", "optimizer.zero_grad()"]
         if self.steps > 1:
             body = under([f"for step in range({self.steps}):"], body)
         body = under(self.around, body)

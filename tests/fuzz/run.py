@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -34,11 +35,13 @@ class Difference:
             is one of a write to what the policy of a recorded region had kept;
             ``"clear error"`` is any other error of the package's own;
             ``"unnoticed"`` is what plain autograd makes of a write to a saved tensor that no version tells of, as where batch
-            normalisation updates what it read in evaluation, or where a leaf that autograd saved gets other storage: the other
-            run may have the gradients from before the write.
+            normalisation updates what it read in evaluation, where a leaf that autograd saved gets other storage, or where
+            hooks of the program keep the tensor itself: the other run may have the gradients from before the write.
             ``"shifted"`` is a complaint, under a policy, of operators that run in forward only, or what comes of swallowing
-            it. ``"overlooked"`` is any other difference that is not there without the writes after forward. ``"mode"`` is one
-            that torch itself makes where regions run under a dispatch mode that does nothing.
+            it. ``"unfreed"`` is a way into the graph of a step that failed in a recompute, which plain autograd has freed;
+            the runs are alike where neither frees it. ``"overlooked"`` is any other difference that is not there without the
+            writes after forward. ``"mode"`` is one that torch itself makes where regions run under a dispatch mode that does
+            nothing.
         explanation: What differs.
         error: Type of the error that plain autograd raises, or None.
     """
@@ -56,12 +59,13 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     where plain autograd does not is none where programs write to what regions were given, or where the memory that forward
     saw is gone: a rerun needs more than plain autograd does. Nor is it one to complain of writes to what a policy keeps as it
     is, to overlook a write to what a region read from outside and nothing saved, nor what torch does otherwise under any
-    dispatch mode, nor to complain of operators that a policy met in forward only.
+    dispatch mode, nor to complain of operators that a policy met in forward only, nor to keep the graph of a failed step.
     """
     limits = {
         "kept": features,
         "lenient": features,
         "mode": features,
+        "unfreed": features,
         "unnoticed": features,
         "shifted": features & {"first_run_only", "side_effects"},
         "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward", "storages"},
@@ -75,8 +79,9 @@ def check(
 ) -> tuple[Difference | None, tuple[str, str] | None]:
     """Runs a program twice; returns how the runs differ, if so, and the error of the plain one, if any."""
     source = program.source()
+    loaded = load if device is None else functools.partial(load_on, device)
     try:
-        function = load(source, program.seed) if device is None else load_on(device, source, program.seed)
+        function = loaded(source, program.seed)
     except SyntaxError as error:
         return None, ("SyntaxError", str(error))
     expected, other = observe(function, plain), observe(function, implementation.start())
@@ -96,8 +101,10 @@ def check(
     elif kind != "no error" and program.after:
         unwritten = dataclasses.replace(program, after=[])
         kind = kind if check(unwritten, implementation, device)[0] else "overlooked"
-    if error is None and "BatchNorm" in source:
-        intended = observe(_with_copies(function), plain)
+    # On the host, hooks of the program may keep the tensor itself, and what it holds later.
+    copying = source.replace("save_on_cpu()", "saved_tensors_hooks(copied, unchanged)").replace("(t.detach(),)", "(copied(t),)")
+    if kind != "no error" and ("BatchNorm" in source or copying != source):
+        intended = observe(_with_copies(loaded(copying, program.seed)), plain)
         # With some of it in regions and some not, the other run is neither of the two. Copies of what rrelu saves are noise.
         is_stale = "rrelu" not in source.lower() and difference(intended, expected) is not None
         if is_stale or difference(intended, other) is None:
@@ -106,6 +113,9 @@ def check(
         # What hooks hand out for a second backward of a gradient stays at its memory.
         runs = (observe(function, _with_copies_inside), observe(_with_copies(function, unchanged), plain))
         kind = "unnoticed" if any(difference(one, other) is None for one in runs) else kind
+    if kind == "no error" and program.failure is not None and "through the graph a second time" in error[1]:
+        retaining = loaded(source.replace(".backward()", ".backward(retain_graph=True)"), program.seed)
+        kind = kind if difference(observe(retaining, plain), observe(retaining, implementation.start())) else "unfreed"
     if kind == "no error" and (_is_of_write(*error) or _is_of_swap(*error)):
         intended = observe(_with_copies(function), plain)
         # Without an answer to compare with it gets the benefit of the doubt: rrelu saves noise before it has filled it.

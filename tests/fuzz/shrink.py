@@ -284,6 +284,9 @@ def _simplifications(program: Program) -> Iterator[Edit]:
     def run_once(candidate):
         candidate.steps = 1
 
+    def leave_out(candidate, name):
+        setattr(candidate, name, type(program)(0, [], [], ending).__dict__[name])
+
     def take_off(candidate, header):
         candidate.around = [other for other in candidate.around if other != header]
 
@@ -292,6 +295,8 @@ def _simplifications(program: Program) -> Iterator[Edit]:
         yield lambda candidate, header=header: take_off(candidate, header)
     yield lambda candidate: end(candidate, around="")
     ending = program.ending
+    for name in ("failure", "optimizer"):
+        yield lambda candidate, name=name: leave_out(candidate, name)
     for mode in ("once", "twice"):
         yield lambda candidate, mode=mode: end(candidate, mode=mode)
     yield lambda candidate: end(candidate, outputs=[])

@@ -68,6 +68,11 @@ class Slots(dict):
             return choose.randint(1, 5)
         if key in ("times", "slots"):
             return choose.randint(2, 7) if key == "times" else choose.randint(2, 4)
+        if key == "module":
+            return choose.choice(draw.set_up_names("m") or ["no_such_module"])
+        if key == "leaf":
+            leaves = [name for name in draw.set_up_names("v") if draw.values[name].requires_grad]
+            return choose.choice(leaves or ["no_such_leaf"])
         if key == "own":
             return draw.own() or "no_such_tensor"
         if key == "z":

@@ -14,6 +14,7 @@ __all__ = [
     "INNER_BACKWARD",
     "IN_PLACE",
     "MODULES",
+    "OPTIMIZERS",
     "SIDE_EFFECTS",
     "SOURCES",
     "SURROUNDINGS",
@@ -58,7 +59,14 @@ F.hardtanh({x}, inplace=True)
 F.silu({x}, inplace=True)
 torch.add({b}, {k}, out={x}.detach())
 torch._foreach_mul_([{x}], {k})
+"""
+
+_CUSTOM_WRITES = """
 Halve.apply({x})
+HalveApart.apply({x})
+Exponential.apply({x}.clamp_(max=2))
+Absorbs.apply({x}, {y})
+Absorbs.apply({x}, {y}.detach())
 """
 
 _WRITES_1 = """
@@ -111,6 +119,7 @@ F.rrelu({x}, 0.1, 0.5, training=True, inplace=True)
 IN_PLACE = {
     "in_place": by_rank(rank_0=_WRITES_0, rank_1=_WRITES_1, rank_2=_WRITES_2),
     "random": by_rank(rank_0=_RANDOM_WRITES),
+    "custom_functions": by_rank(rank_0=_CUSTOM_WRITES),
 }
 
 #: Lines that run backward inside forward; ``{v}``, ``{w}``, ``{u}`` are new names, of which ``{w}`` goes on.
@@ -194,6 +203,16 @@ WAYS_TO_A_MODULE = [
     "run(Wrapped({f}), {input})",
 ]
 
+#: Constructors of what updates parameters.
+OPTIMIZERS = [
+    "torch.optim.SGD({}, 0.01)",
+    "torch.optim.SGD({}, 0.01, momentum=0.9, foreach=True)",
+    "torch.optim.Adam({}, 0.01)",
+    "torch.optim.AdamW({}, 0.01, foreach=True)",
+    "torch.optim.AdamW({}, 0.01, fused=True)",
+    "torch.optim.Adagrad({}, 0.01)",
+]
+
 #: Random sources that regions may not find by themselves.
 SOURCES = ["torch.Generator().manual_seed({seed})", "random.Random({seed})", "np.random.default_rng({seed})"]
 
@@ -220,6 +239,17 @@ CALLS = {
         "in_chunks(run, lambda v: ({step})(v).sum({d}), {x}, {chunks}, {d}, 'sum')",
         "in_chunks(run, lambda v: (({step})(v).sum(), v.numel()), {x}, {chunks}, {d}, 'mean')",
         "in_chunks(run, lambda v: run({step}, v).sin(), {x}, {chunks}, {d})",
+    ],
+    "threads": [
+        "on_thread(run, {step}, {x})",
+        "run(lambda v: on_thread(run, {step}, v).sin(), {x})",
+        "run(lambda v: on_thread(plain, {step}, v.cos()) * v.tanh(), {x})",
+    ],
+    "wrappers": [
+        "Unboxed.apply(run({step}, Boxed.apply({x})))",
+        "Unboxed.apply(run(lambda v, box: box.sin() * v, {y}, box=Boxed.apply({x})))",
+        "Unboxed.apply(run(lambda v: ({step})(Boxed.apply(v)), {x}))",
+        "run(lambda box: Unboxed.apply(({step})(box.tanh())).cos(), Boxed.apply({x}))",
     ],
     "loops": [
         "in_loop(run, {step}, {x}, {times}, {slots})",
@@ -290,6 +320,18 @@ SIDE_EFFECTS = {
         "{own}.register_hook(lambda grad: run(F.dropout, grad.sin()) * grad)",
         "{own}.retain_grad()",
     ],
+    "backward_hooks": [
+        "{own}.grad_fn.register_hook(lambda given, taken: scaled_gradients(given, {k}))",
+        "{own}.grad_fn.register_prehook(lambda taken: scaled_gradients(taken, {k}))",
+        "{leaf}.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, 'grad', leaf.grad * {k}))",
+        "{leaf}.register_hook(lambda gradient: gradient * {k})",
+        "torch.autograd.graph.register_multi_grad_hook([{own}], lambda found: see('gradient', 'of all', found[0]))",
+        "torch.autograd.graph.register_multi_grad_hook([{own}, {leaf}], lambda one: see('gradient', 'any', one), mode='any')",
+        "{module}.register_full_backward_hook(lambda _, given, taken: scaled_gradients(given, {k}))",
+        "{module}.register_full_backward_pre_hook(lambda _, taken: scaled_gradients(taken, {k}))",
+        "{module}.register_full_backward_hook(lambda _, given, taken: see('gradient', 'of a module', taken[0]))",
+    ],
+    "failures": ["fail()", "fail()"],
     "seeds": ["torch.manual_seed({seed})", "torch.set_rng_state(torch.get_rng_state())", "torch.rand({part})"],
     "python_random": ["random.seed({seed})", "random.random()", "random.shuffle([1, 2, 3])"],
     "numpy_random": ["np.random.seed({seed})", "np.random.rand()"],
