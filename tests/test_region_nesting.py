@@ -207,9 +207,10 @@ def test_regions_open_in_several_tasks_at_once(count):
     assert_nothing_open()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("other", [checkpoint_region, CountOps, save_on_cpu], ids=str)
-def test_generators_in_turns_with_something_else_open(other):
-    """Hooks and modes of the user's that began within stay."""
+def test_generators_in_turns_with_something_else_open(other, enabled):
+    """Hooks and modes of the user's that began within stay; so do regions that began inside a region entered without grad."""
     x = leaf(4)
 
     def steps(manager, number):
@@ -222,8 +223,9 @@ def test_generators_in_turns_with_something_else_open(other):
 
     def program(region):
         first, second = steps(region, 1), steps(plain if other is checkpoint_region and region is plain else other, 2)
-        for generator in (first, second, first):
-            next(generator)
+        with torch.set_grad_enabled(enabled):
+            next(first)
+        next(second), next(first)
         h = next(first)
         h = h.sin().exp()
         next(second)
@@ -315,8 +317,15 @@ def test_to_leave_a_region_wrongly_is_an_error_and_leaves_others_open(leave, wor
     assert_nothing_open()
 
 
-def test_a_function_that_returns_with_a_region_open_is_an_error():
-    """What comes after it would be the region's, and no rerun of the function has that."""
+def on_another_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("call", [lambda function: function(), on_another_thread], ids=["here", "on another thread"])
+def test_a_function_that_returns_with_a_region_open_is_an_error(call):
+    """What comes after it would be the region's, and no rerun of the function has that. Others may still end in any order."""
     x = leaf(4)
 
     def steps():
@@ -324,15 +333,18 @@ def test_a_function_that_returns_with_a_region_open_is_an_error():
             yield x.sin().exp()
             yield x.cos()
 
-    generator = steps()
-    with checkpoint_region():
-        h = x.exp()
-        with pytest.raises(CheckpointError, match=r"region 'region/.*lambda>'.*left open region '.*/inner'"):
-            checkpoint(lambda x: next(generator) * x, x)
-        h = h.sin().exp()
-        next(generator)
-        generator.close()
-        h = h.tanh()
+    generator, outer, later = steps(), checkpoint_region(), checkpoint_region()
+    outer.__enter__()
+    h = x.exp()
+    with pytest.raises(CheckpointError, match=r"region 'region/.*lambda>'.*left open region '.*/inner'"):
+        checkpoint(lambda x: next(generator) * x, x)
+    h = h.sin().exp()
+    next(generator)
+    call(generator.close)
+    later.__enter__()
+    outer.__exit__(None, None, None)
+    h = h.tanh()
+    later.__exit__(None, None, None)
     assert_nothing_open()
     assert torch.equal(*grad(h.sum(), x), *grad(x.exp().sin().exp().tanh().sum(), x))
 
@@ -346,9 +358,7 @@ def test_a_generator_closed_on_another_thread_says_nothing_and_keeps_its_excepti
 
     generator = steps()
     h = next(generator)
-    thread = threading.Thread(target=generator.close)
-    thread.start()
-    thread.join()
+    on_another_thread(generator.close)
     h = h.cos().exp()
     with checkpoint_region():
         h = h.tanh()
