@@ -121,6 +121,25 @@ def test_a_cache_that_forward_fills_inside_of_a_plain_checkpoint(inner, levels):
     assert_same(program(INNER[inner], nested), expected)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_table_may_be_all_that_a_region_gets_from_outside_in_a_rerun(learned):
+    """But for a table with a graph, which would be another tensor's."""
+    x = leaf(4)
+
+    @functools.lru_cache
+    def table():
+        return torch.arange(4, dtype=x.dtype).requires_grad_(learned).cos()
+
+    def function(x):
+        with checkpoint_region():
+            h = (x.sin() * table()).tanh()
+        return h.exp().sin()
+
+    y = checkpoint(function, x)
+    with pytest.raises(DeterminismError, match="given other tensors") if learned else contextlib.nullcontext():
+        assert torch.equal(*grad(y.sum(), x), *grad(function(x).sum(), x))
+
+
 @pytest.mark.parametrize("size", [None, 1])
 def test_tables_that_are_not_to_be_told_from_what_the_region_had(size):
     """Where tensors of one kind are read at one place, any might be meant; what a cache has thrown out is missing."""
