@@ -239,18 +239,21 @@ def test_state_in_buffers_is_as_eager(name, form, change, waits):
 class WritesAgain(nn.Module):
     """Writes to a buffer in recomputes alone."""
 
-    def __init__(self, size):
+    def __init__(self, size, more):
         super().__init__()
+        self.more = more
+        self.register_buffer("other", torch.ones(size))
         self.register_buffer("table", torch.ones(size))
 
     def forward(self, x):
         if ckpt_hooks.is_recomputing():
-            self.table.add_(1)
+            self.table.add_(self.more)
         return (x * self.table.sum()).sin().exp()
 
 
+@pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("size", [4, 1 << 13])
-def test_a_buffer_that_a_rerun_alone_writes_to_is_an_error(size):
-    y = ckpt_hooks.checkpoint(WritesAgain(size), torch.rand(3, requires_grad=True))
+def test_a_buffer_that_a_rerun_alone_writes_to_is_an_error(size, more):
+    y = ckpt_hooks.checkpoint(WritesAgain(size, more), torch.rand(3, requires_grad=True))
     with pytest.raises(ckpt_hooks.MutationError, match="the buffer 'table' of WritesAgain"):
         y.sum().backward()

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_chunks, checkpoint_region, checkpoint_sequential
+from ckpt_hooks import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_chunks,
+    checkpoint_loop,
+    checkpoint_region,
+    checkpoint_sequential,
+)
 from ckpt_hooks.policies import dots_saveable
 from tests.measure import leaf
 
@@ -70,18 +77,16 @@ def decorated(function):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("function", UNRUN.values(), ids=UNRUN)
 def test_functions_that_do_not_run_when_they_are_called(function, grad):
-    with torch.set_grad_enabled(grad):
-        for wrap in (checkpoint(), checkpoint(name="block"), checkpoint_region()):
-            with pytest.raises(TypeError, match="does not run when it is called"):
-                wrap(function)
-        with pytest.raises(TypeError, match="does not run when it is called"):
-            checkpoint(function, leaf(3))
-        with pytest.raises(TypeError, match="does not run when it is called"):
-            checkpoint(decorated(function), leaf(3))
-        with pytest.raises(TypeError, match="does not run when it is called"):
-            checkpoint()(decorated(function))(leaf(3))
-        with pytest.raises(TypeError, match="does not run when it is called"):
-            checkpoint_sequential([function, lambda value: value], 2, leaf(3))
+    for call in (
+        *(lambda wrap=wrap: wrap(function) for wrap in (checkpoint(), checkpoint(name="block"), checkpoint_region())),
+        lambda: checkpoint(function, leaf(3)),
+        lambda: checkpoint(decorated(function), leaf(3)),
+        lambda: checkpoint()(decorated(function))(leaf(3)),
+        lambda: checkpoint_sequential([function, lambda value: value], 2, leaf(3)),
+        lambda: checkpoint_loop(function, leaf(3), 1),
+    ):
+        with torch.set_grad_enabled(grad), pytest.raises(TypeError, match="does not run when it is called"):
+            call()
 
 
 # Keyword arguments that have the name of an option

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from ckpt_hooks import checkpoint, checkpoint_loop, checkpoint_region, memory_ledger
+from ckpt_hooks import checkpoint, checkpoint_loop, checkpoint_region, create_selective_checkpoint_contexts, memory_ledger
 from ckpt_hooks.policies import nothing_saveable
 from tests.measure import Calls, CountOps, Log, leaf, same_bits
 
@@ -321,7 +322,9 @@ def test_calls_with_inputs_are_those_of_the_schedule():
 def test_a_policy_is_for_the_steps():
     """What it keeps does not run again in the backward of a step; without a policy a step is in no region of its own."""
     w, x, products = leaf(4, 4), leaf(9, 4), []
-    for options in ({}, {"policy": [torch.ops.aten.mv.default]}, {"policy": nothing_saveable}):
+    kept = [torch.ops.aten.mv.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    for options in ({}, {"policy": kept}, {"context_fn": contexts}, {"policy": nothing_saveable}):
         step = checkpoint(**options)(lambda h, row: ((w @ h + row).sin(), None))
         with CountOps() as ops:
             h, _ = checkpoint_loop(step, leaf(4), xs=x, slots=3)
@@ -329,9 +332,9 @@ def test_a_policy_is_for_the_steps():
         with ops:
             h.sum().backward()
         products.append((before, ops.counts["mv"]))
-    (_, plain), (_, kept), (_, nothing) = products
-    assert [before for before, _ in products] == [9, 9, 9]
-    assert plain - nothing == kept - nothing == -9
+    assert [before for before, _ in products] == [9, 9, 9, 9]
+    (_, plain), *kept, (_, nothing) = products
+    assert [plain - nothing, *(after - nothing for _, after in kept)] == [-9, -9, -9]
 
 
 def test_no_steps():

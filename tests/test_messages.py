@@ -1066,6 +1066,8 @@ CALLS = {
         "but returned a tuple of 2. Return tensors, or None in all": lambda: chunked(lambda x: (x, 1)),
         r"return \(sum, count\) of its slice, but returned a tensor": lambda: chunked(torch.sum, reduce="mean"),
         # Loops
+        r"step is called with \(state\), but .* takes \(h, x\)": lambda: checkpoint_loop(lambda h, x: h, x, 2),
+        r"step is called with \(state, x\), but .* takes \(h\)": lambda: looped(lambda h: h),
         r"xs should be a list, a tensor, or .* but got 3 of type int\. Write a list .*list\(\.\.\.\)": lambda: looped(xs=3),
         r"a step of checkpoint_loop should return \(state, y\), but step 0 returned a tensor.* Return None for no y": lambda: (
             looped(lambda h, row: h * row)

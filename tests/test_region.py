@@ -90,8 +90,9 @@ def test_torch_func_transforms_warn_once(transform):
             return torch.func.vmap(function)(x[None])[0]
         return torch.func.vjp(function, x)[1](torch.tensor(1.0))[0]
 
-    with pytest.warns(UserWarning, match=r"torch\.func transform"):
+    with pytest.warns(UserWarning, match=r"torch\.func transform") as warned:
         found = run()
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(run(), found)

@@ -121,6 +121,25 @@ def test_a_cache_that_forward_fills_inside_of_a_plain_checkpoint(inner, levels):
     assert_same(program(INNER[inner], nested), expected)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_table_may_be_all_that_a_region_gets_from_outside_in_a_rerun(learned):
+    """But for a table with a graph, which would be another tensor's."""
+    x = leaf(4)
+
+    @functools.lru_cache
+    def table():
+        return torch.arange(4, dtype=x.dtype).requires_grad_(learned).cos()
+
+    def function(x):
+        with checkpoint_region():
+            h = (x.sin() * table()).tanh()
+        return h.exp().sin()
+
+    y = checkpoint(function, x)
+    with pytest.raises(DeterminismError, match="given other tensors") if learned else contextlib.nullcontext():
+        assert torch.equal(*grad(y.sum(), x), *grad(function(x).sum(), x))
+
+
 @pytest.mark.parametrize("size", [None, 1])
 def test_tables_that_are_not_to_be_told_from_what_the_region_had(size):
     """Where tensors of one kind are read at one place, any might be meant; what a cache has thrown out is missing."""
@@ -207,9 +226,10 @@ def test_regions_open_in_several_tasks_at_once(count):
     assert_nothing_open()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("other", [checkpoint_region, CountOps, save_on_cpu], ids=str)
-def test_generators_in_turns_with_something_else_open(other):
-    """Hooks and modes of the user's that began within stay."""
+def test_generators_in_turns_with_something_else_open(other, enabled):
+    """Hooks and modes of the user's that began within stay; so do regions that began inside a region entered without grad."""
     x = leaf(4)
 
     def steps(manager, number):
@@ -222,8 +242,9 @@ def test_generators_in_turns_with_something_else_open(other):
 
     def program(region):
         first, second = steps(region, 1), steps(plain if other is checkpoint_region and region is plain else other, 2)
-        for generator in (first, second, first):
-            next(generator)
+        with torch.set_grad_enabled(enabled):
+            next(first)
+        next(second), next(first)
         h = next(first)
         h = h.sin().exp()
         next(second)
@@ -315,8 +336,15 @@ def test_to_leave_a_region_wrongly_is_an_error_and_leaves_others_open(leave, wor
     assert_nothing_open()
 
 
-def test_a_function_that_returns_with_a_region_open_is_an_error():
-    """What comes after it would be the region's, and no rerun of the function has that."""
+def on_another_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("call", [lambda function: function(), on_another_thread], ids=["here", "on another thread"])
+def test_a_function_that_returns_with_a_region_open_is_an_error(call):
+    """What comes after it would be the region's, and no rerun of the function has that. Others may still end in any order."""
     x = leaf(4)
 
     def steps():
@@ -324,15 +352,18 @@ def test_a_function_that_returns_with_a_region_open_is_an_error():
             yield x.sin().exp()
             yield x.cos()
 
-    generator = steps()
-    with checkpoint_region():
-        h = x.exp()
-        with pytest.raises(CheckpointError, match=r"region 'region/.*lambda>'.*left open region '.*/inner'"):
-            checkpoint(lambda x: next(generator) * x, x)
-        h = h.sin().exp()
-        next(generator)
-        generator.close()
-        h = h.tanh()
+    generator, outer, later = steps(), checkpoint_region(), checkpoint_region()
+    outer.__enter__()
+    h = x.exp()
+    with pytest.raises(CheckpointError, match=r"region 'region/.*lambda>'.*left open region '.*/inner'"):
+        checkpoint(lambda x: next(generator) * x, x)
+    h = h.sin().exp()
+    next(generator)
+    call(generator.close)
+    later.__enter__()
+    outer.__exit__(None, None, None)
+    h = h.tanh()
+    later.__exit__(None, None, None)
     assert_nothing_open()
     assert torch.equal(*grad(h.sum(), x), *grad(x.exp().sin().exp().tanh().sum(), x))
 
@@ -346,9 +377,7 @@ def test_a_generator_closed_on_another_thread_says_nothing_and_keeps_its_excepti
 
     generator = steps()
     h = next(generator)
-    thread = threading.Thread(target=generator.close)
-    thread.start()
-    thread.join()
+    on_another_thread(generator.close)
     h = h.cos().exp()
     with checkpoint_region():
         h = h.tanh()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
+from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, set_checkpoint_early_stop
 from ckpt_hooks._state import journal
 from tests.measure import Calls, Log, Table, leaf
 
@@ -77,6 +77,23 @@ def test_threads_have_stacks_of_their_own():
         assert torch.equal(g, grad(x.sin().exp().sum(), x)[0])
 
     in_threads(*[work] * 4)
+
+
+def test_operators_that_may_draw_may_wait_for_each_other():
+    """As collectives of a library's own. Nothing tells that they draw nothing."""
+    barrier = threading.Barrier(2)
+
+    @torch.library.custom_op("ckpt_hooks_tests::meets", mutates_args=())
+    def meets(x: torch.Tensor) -> torch.Tensor:
+        barrier.wait(10)
+        return x * 2
+
+    def work():
+        with checkpoint_region(preserve_rng_state=False):
+            y = (leaf(3) * meets(leaf(3).detach())).sin()
+        y.sum().backward()
+
+    in_threads(work, work)
 
 
 def test_is_recomputing_is_of_this_thread():

@@ -61,7 +61,7 @@ class _Entrance(weakref.ref[Any]):
     region: checkpoint_region
 
     def is_open(self) -> bool:
-        return self.frame is not None and hasattr(self.frame, "release")
+        return hasattr(self.frame, "release")
 
 
 class _Entered(threading.local):
@@ -110,24 +110,23 @@ def _leave_late() -> None:
 
 
 def _end(entry: _Entrance, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-    frame, opened = entry.frame, entry.opened
-    assert opened is not None
-    try:
-        if frame is not None and hasattr(frame, "release"):
+    frame, opened = entry.frame, _entered.open
+    if is_open := entry.is_open():
+        assert frame is not None
+        try:
             frame.__exit__(kind, error, traceback)
             if error is not None:
                 rewind(entry.mark, error)
-        elif frame is None and error is not None and opened and opened[-1] is entry and not isinstance(error, GeneratorExit):
-            rewind(entry.mark, error)
-    except BaseException as another:
-        _abandon(entry, another)
-        raise
-    entry.is_left = True
+        except BaseException as another:
+            _abandon(entry, another)
+            raise
+    entry.is_left, entry.frame = True, None
     if opened and opened[-1] is entry:
         opened.pop()
-        entry.frame = None
-    else:
+    elif is_open:
         _drop(entry)
+    else:  # regions that were entered later stay open
+        opened[:] = [other for other in opened if other is not entry]
 
 
 def _abandon(entry: _Entrance, error: BaseException | None = None) -> None:

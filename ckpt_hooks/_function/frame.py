@@ -409,14 +409,14 @@ class FunctionFrame(Frame):
 
     def note_inside(self, labels: Sequence[Label | None], path: RegionPath) -> Sequence[int]:
         collector = self.collector
-        places: Sequence[int] = range(len(labels))
+        every: Sequence[int] = range(len(labels))
         if collector is None:
             self.marks.append((len(self.numbers), len(labels), labels, path))
-            return places
+            return every
         number, position = len(collector.marks), len(collector.values)
         expected = self.marks[number] if number < len(self.marks) else None
-        if expected is not None and expected[0] == position:
-            places = places_of(expected[2], labels) or places
+        places = places_of(expected[2], labels) if expected is not None and expected[0] == position else None
+        places = every if places is None else places  # none may be wanted
         labels = [labels[place] for place in places]
         collector.marks.append((position, len(labels), labels, path))
         return places

@@ -294,7 +294,7 @@ class FunctionCall:
             differing = is_seen and differs(*looked[0])  # whether a kernel wrote before the operator
             if isinstance(differing, Tensor):
                 self._tape.unseen.append((differing, self._facts.name))
-            if looked[0][0] is self._tensors[places[0]] and differing is not True:
+            if differing is not True:
                 self._lent[id(store)] = places[0]
                 return
         self.keep("writes to memory from outside of the region")

@@ -201,7 +201,7 @@ class TensorNote:
         self.address: int = tensor._cdata  # of the C++ tensor, which ``torch.utils.swap_tensors`` exchanges
         self.has_history = has_history(tensor)
         self.requires_grad = self.has_history or tensor.requires_grad
-        self.version = tensor._version if self.has_history and not tensor.is_inference() else -1
+        self.version = tensor._version if self.has_history else -1
         self.use = Use.UNKNOWN
         self.latest: Any = None  # version and latest copy, in the note of a tree
         is_told = is_dense(tensor)
@@ -262,8 +262,8 @@ class TensorNote:
             raise GoneError
         if not self.has_history:
             made = as_view(as_kind(alias.detach(), self.kind), self._base).requires_grad_(self.requires_grad)
-        elif self.version < 0 or alias._version == self.version:
-            made = alias_with_history(alias, max(self.version, 0), self._base)
+        elif alias._version == self.version:
+            made = alias_with_history(alias, self.version, self._base)
         elif self._copy is not None:
             made = as_view(copy_with_history(self._copy, self.version), self._base)
         else:
