@@ -108,14 +108,15 @@ def each_token(logits):
     return logits - logits.mean(-1, keepdim=True)
 
 
-def test_a_model_that_looks_at_logits_before_the_loss():
-    """The loss is of all tokens, bit for bit as before, which a warning says once."""
-    model = CausalModel(each_token)
-    expected = trained(model)
+@pytest.mark.parametrize(("edit", "options"), [(each_token, {}), (softcap, {"shift_labels": SHIFTED.flatten()})])
+def test_logits_that_are_read_before_the_loss(edit, options):
+    """By the model, or for labels of another shape: the loss is of all tokens, bit for bit as before; one warning says so."""
+    model = CausalModel(edit)
+    expected = trained(model, **options)
     with enable_in_transformers(model, chunked_loss=True):
         with pytest.warns(UserWarning, match="logits were read before the loss"):
-            assert all(map(same_bits, trained(model), expected))
-        trained(model)
+            assert all(map(same_bits, trained(model, **options), expected))
+        trained(model, **options)
 
 
 def test_without_training_or_gradients_logits_are_a_tensor():

@@ -117,7 +117,7 @@ def test_first_type_counts_where_none_is_cuda(monkeypatch: pytest.MonkeyPatch, x
     devices, states = ckpt_hooks.get_device_states(OnDevice("xpu:2"), OnDevice("mtia:0"))
     assert devices == [2]
     assert values(states) == [30]
-    devices, states = ckpt_hooks.get_device_states(OnDevice("mtia:0"), OnDevice("xpu:2"))
+    devices, states = ckpt_hooks.get_device_states(OnDevice("mtia"), OnDevice("xpu:2"))
     assert devices == [0]
     assert values(states) == [10]
 

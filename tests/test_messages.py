@@ -1222,6 +1222,7 @@ CALLS = {
         "chunks. enable_in_transformers takes": lambda: enable_in_transformers(fake.Model(), chunks=2),
         "name. apply_checkpointing, for '0', takes": lambda: apply_checkpointing(two_blocks(), {"0": {"name": "first"}}),
         "leave no region: 2 modules": lambda: apply_checkpointing(two_blocks(), ["0", "1"], keep_first=1, keep_last=1),
+        "leave no region: 1 modules": lambda: apply_checkpointing(two_blocks(), ["0"], keep_last=1),
         "does not support the checkpointing switch": lambda: enable_in_transformers(fake.Unsupported()),
         "switches nothing on": lambda: enable_in_transformers(fake.NothingToSwitch()),
         "cannot select layers": lambda: enable_in_transformers(fake.StackModel(), every_n_layers=2),

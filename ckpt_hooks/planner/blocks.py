@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -161,8 +162,7 @@ def ends_of(name: str) -> tuple[str, str]:
 
 def _around(name: str) -> list[str]:
     """Returns the names of a module and of the modules around, without the model's."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return [*itertools.accumulate(name.split(".") if name else (), "{}.{}".format)]
 
 
 def _can_be_block(module: Module) -> bool:

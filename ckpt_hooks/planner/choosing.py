@@ -358,8 +358,8 @@ class Problem:
             total += memory[option]
         return total
 
-    def peak(self, chosen: Sequence[int]) -> float:
-        return float(self.total(chosen).max())
+    def peak(self, chosen: Sequence[int]) -> int:
+        return int(self.total(chosen).max())
 
     def next_peak(self, chosen: Sequence[int]) -> float:
         """Returns the least peak after a single block takes a cheaper option; the present peak if no block has any."""

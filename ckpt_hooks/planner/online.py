@@ -340,7 +340,7 @@ class Machine:
             return
         self._next, self._others = None, {}
         names = [name for name in self.names if self._seen[name]]
-        if self.plans and all(ranks.all(self._is_known())):
+        if all(ranks.all(self._is_known())):
             self._keep()
             self._say("a step of known shapes was profiled")
             return
@@ -349,7 +349,7 @@ class Machine:
         except CheckpointError as error:
             self._give_up(str(error))
             return
-        least = int(search.least)
+        least = search.least
         if isinstance(self._budget, float):
             self.budget = max(self.budget, search.budget_of(self._budget))
         self._target = self.budget * (1 - self._margin)

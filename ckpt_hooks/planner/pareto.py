@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -110,7 +109,7 @@ class ParetoFront(Printed):
 
 def step_of(search: Search) -> float:
     """Returns the bytes between two budgets of a front."""
-    return max(0.0, float(search.plain_peak - search.least_of_all)) / (_BUDGETS - 1)
+    return max(0, search.plain_peak - search.least_of_all) / (_BUDGETS - 1)
 
 
 def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
@@ -119,7 +118,7 @@ def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
     least, step = search.least_of_all, step_of(search)
     for number in range(_BUDGETS):
         budget = least + step * number
-        source, chosen = search.cheapest(max(budget, math.ceil(least)))
+        source, chosen = search.cheapest(budget)
         if chosen not in seen:
             seen.append(chosen)
             yield int(budget), source, chosen

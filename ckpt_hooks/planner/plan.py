@@ -234,7 +234,7 @@ class Plan(PlanData, Printed):
     def _tighter(self) -> Plan | None:
         """Returns the plan a step of the front below this one; None if this is the least."""
         search = self._profiled("guard")
-        budget = max(math.ceil(search.least_of_all), int(self.predicted_peak - step_of(search)))
+        budget = max(search.least_of_all, int(self.predicted_peak - step_of(search)))
         tighter = self._at(budget, *search.cheapest(budget))
         return tighter if tighter.predicted_peak < self.predicted_peak else None
 

@@ -324,14 +324,14 @@ class Search:
 
     def budget_of(self, part: float) -> int:
         """Returns the bytes of a part: 1.0 is enough for a choice without regions."""
-        least = int(self.least_of_all)
-        most = max(self.plain_peak, self.problem.peak([len(of) - 1 for of in self.problem.options]))
+        least = self.least_of_all
+        most: float = max(self.plain_peak, self.problem.peak([len(of) - 1 for of in self.problem.options]))
         most += most * _OFF if part == 1 else 0
         lowest: int = math.ceil(least / (1 - self._margin))
         return max(int(least + part * max(0.0, most - least)), lowest)
 
     @property
-    def least_of_all(self) -> float:
+    def least_of_all(self) -> int:
         """The least peak of any choice, with spans and other numbers of chunks too."""
         return min(search.least for search in (self, *self.others))
 
@@ -348,7 +348,7 @@ class Search:
         room = Room(self._device) if memory_budget == "auto" else None
         budget = parsed(memory_budget) if room is None else min(self.ranks.all(room.nbytes())) + self._base
         is_part, margin = isinstance(budget, float), self._margin
-        least = int(self.least_of_all)
+        least = self.least_of_all
         budget = self.budget_of(budget) if is_part else int(budget) - self._base
         target = int(budget * (1 - margin))
         if least > target:
@@ -369,7 +369,7 @@ class Search:
 
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
         """Returns the search with the cheapest choice within a budget, and the choice."""
-        fitting = [search for search in (self, *self.others) if int(search.least) <= budget]
+        fitting = [search for search in (self, *self.others) if search.least <= budget]
         # Spans around blocks are for budgets in which blocks alone do not fit.
         fitting = [search for search in fitting if not search._blocks.around] or fitting
         candidates = [(search, search.choice(budget) or search.problem.least) for search in fitting]
@@ -490,7 +490,7 @@ class Search:
             budget=budget,
             predicted_peak=predicted,
             measured_peak=predicted,
-            least_peak=int(self.least),
+            least_peak=self.least,
             plain_peak=self.plain_peak,
             recomputed=again / forward if forward else 0.0,
             recomputed_seconds=sum(block.recomputed_seconds for block in blocks),
