@@ -771,7 +771,7 @@ def a_margin_without_a_budget():
     apply_checkpointing(two_blocks(), "1", margin=0.1)
 
 
-@says(TypeError, "a Plan, or the result of an earlier to_json\\(\\), but got 3 of type int. Leave it out to make one")
+@says(TypeError, "a Plan, or the result of an earlier to_json\\(\\), but got 3 of type int. Leave out plan to make a new plan")
 def a_budget_with_a_plan_that_is_none():
     budgeted(plan=3)
 
@@ -1249,12 +1249,12 @@ CALLS = {
         "memory_budget should be a number of bytes, .* but got -3": lambda: planned(budget=-3),
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
         "blocks=.* selects no module": lambda: planned(blocks=""),
-        "blocks has a policy for '0'.*Write None for it": lambda: planned(blocks={"*": "dots_saveable"}),
+        "blocks has a policy for '0'.*Write None in its place": lambda: planned(blocks={"*": "dots_saveable"}),
         "chunks='lost' selects no module.*Write a name near it, such as '0'": lambda: planned(chunks={"lost": (1, 8)}),
-        r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules in the blocks": lambda: (
+        r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules inside the blocks": lambda: (
             planned(chunks={"*": (1, 2)})
         ),
-        r"chunks should be modules inside or outside of blocks, .* but got \['1'\].* or others as blocks": lambda: planned(
+        r"chunks should be modules inside or outside of blocks, .* but got \['1'\].* or pass other blocks": lambda: planned(
             chunks={"*": (1, 2)}, blocks=["1"]
         ),
         "plan should be a plan whose others have no others, but got": lambda: Plan.from_json(nested()),
@@ -1273,8 +1273,8 @@ CALLS = {
     },
     BudgetTooSmallError: {
         "No plan fits 1 bytes: the least peak": lambda: planned(budget=1, blocks=["1"]),
-        "of which 10.0% are to be left free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
-        "No plan of the front is below the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
+        "of which margin leaves 10.0% free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
+        "The tightest plan is above the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },
     RuntimeError: {
         "a plan or an estimate would run inside of region 'block'.*outside of regions": lambda: within_a_region(planned),
