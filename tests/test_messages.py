@@ -1251,8 +1251,8 @@ CALLS = {
         "blocks=.* selects no module": lambda: planned(blocks=""),
         "blocks has a policy for '0'.*Write None in its place": lambda: planned(blocks={"*": "dots_saveable"}),
         "chunks='lost' selects no module.*Write a name near it, such as '0'": lambda: planned(chunks={"lost": (1, 8)}),
-        r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules inside the blocks": lambda: (
-            planned(chunks={"*": (1, 2)})
+        r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules inside": lambda: planned(
+            chunks={"*": (1, 2)}
         ),
         r"chunks should be modules inside or outside of blocks, .* but got \['1'\].* or pass other blocks": lambda: planned(
             chunks={"*": (1, 2)}, blocks=["1"]
