@@ -1300,7 +1300,7 @@ CALLS = {
         "names operators that none of the first 3 regions under it had": lambda: [
             checkpoint(policy=[ERFINV])(torch.sin)(leaf(3)) for _ in range(3)
         ],
-        "names tensors that none .* had: hidden. Give a tensor its name by checkpoint_name": lambda: [
+        "names tensors that none .* had: hidden. Name a tensor by checkpoint_name": lambda: [
             named_region(policy) for policy in [save_only_these_names("hidden")] * 3
         ],
     },
