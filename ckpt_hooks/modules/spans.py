@@ -75,7 +75,7 @@ _calls = _Calls()
 
 
 class RegionSpan:
-    """Opens a region before one module and closes it after another, in each call of their parent; copied with them."""
+    """Opens a region before one module and closes it after another, in each call of their parent; copied with the modules."""
 
     def __init__(self, modules: SpanModules, runner: RegionRunner) -> None:
         self.name, self.place, self.runner = modules.name, modules.place, runner
@@ -171,7 +171,7 @@ class _Call:
         if region is None:
             self.leave = contextlib.nullcontext().__exit__
             return
-        leave = region.__exit__  # before ``__enter__``, as a ``with`` statement does: each entry has its own
+        leave = region.__exit__  # read before ``__enter__``, as by a ``with`` statement: each entry has its own
         region.__enter__()
         self.leave = leave
 
