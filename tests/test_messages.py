@@ -1080,7 +1080,7 @@ CALLS = {
         "cannot make a subclass of Slotted": lambda: checkpoint()(Slotted()),
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
         "model should be a torch.nn.Module, but got .* of type list": lambda: apply_checkpointing([block], nn.Linear),
-        r"every\(n=2, of=None\)\. Write n as their product": lambda: apply_checkpointing(block, every(2, of=every(2))),
+        r"every\(n=2, of=None\)\. Write n as a product": lambda: apply_checkpointing(block, every(2, of=every(2))),
         "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
         "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
         r"select should be module classes.* but got <dots_saveable: .*Pass a policy as": lambda: apply_checkpointing(

@@ -215,7 +215,7 @@ def _every(root: Module, modules: dict[str, Module], select: every) -> dict[str,
         }
     elif isinstance(select.of, every):
         raise TypeError(
-            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Write n as their product."
+            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Write n as a product."
         )
     else:
         layers = {name: module for name, (module, _) in _selected(root, modules, select.of, None, "of").items()}
