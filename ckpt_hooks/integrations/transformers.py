@@ -309,7 +309,7 @@ def enable_in_transformers(
     checked_runner(enable_in_transformers, taken.recorded, given, of=of, cut=())  # raises before the model changes
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     check_support(owner, flagged)
-    for module in owner.modules():  # undoes earlier handles, whose regions were switched off
+    for module in owner.modules():  # undo earlier handles; their regions are off, as ``check_support`` tells
         earlier = vars(module).get(SWITCH)
         if type(earlier) is TakenSwitch and (before := earlier.handle()) is not None:
             before.undo()

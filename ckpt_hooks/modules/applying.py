@@ -134,7 +134,7 @@ class AppliedCheckpointing(OfThisProcess, Printed):
         self._undo: tuple[Callable[[], object], ...] | None = tuple(undo)
 
     def undo(self) -> None:
-        """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
+        """Makes the calls plain calls again. Modules that other calls made regions stay regions. A second call does nothing."""
         for step in self._undo or ():
             step()
         self._undo = None

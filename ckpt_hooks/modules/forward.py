@@ -57,7 +57,7 @@ def _names_in(kind: type) -> set[str]:
         return _names[kind]
     methods: dict[str, Any] = {}
     for base in kind.__mro__:
-        if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():  # not PreTrainedModel's
+        if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():  # PreTrainedModel names the function
             methods = {**vars(base), **methods}
     names: set[str] = set()
     for method in methods.values():
@@ -96,7 +96,7 @@ class OwnSwitch:
 
 
 def own_switches(model: Module, regions: Iterable[str]) -> dict[str, OwnSwitch]:
-    """Returns the flags of the model's own switch for each region that has any around or inside it."""
+    """Returns the flags of the model's own switch for each region with such flags around or inside."""
     flagged = {
         name: module
         for name, module in model.named_modules()
@@ -340,7 +340,7 @@ def _copied(module: Module) -> Module:
 
 
 def region_forward_of(module: Module) -> RegionForward | None:
-    """Returns the object that makes a module's calls regions, even if another replaced it in ``forward``; None without."""
+    """Returns the object that makes a module's calls regions, even if ``forward`` is another object by now; or None."""
     forward = getattr(vars(module).get(_REPLICATE), "__self__", None)
     return forward if type(forward) is RegionForward else None
 

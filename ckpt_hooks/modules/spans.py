@@ -58,7 +58,7 @@ def span_in(model: Module, selected: span) -> SpanModules:
 
 
 def _parent_of(modules: dict[str, Module], name: str) -> str:
-    """Returns the name of the module that calls another: the nearest around it that is no list."""
+    """Returns the name of the module that calls another: the nearest module around that is no list."""
     while name:
         name = name.rpartition(".")[0]
         if class_attribute(type(modules[name]), "forward") is not Module.forward:
@@ -162,7 +162,7 @@ class _Call:
         self.span, self.parent = span, parent
         self.leave: Callable[..., object] | None = None  # while the region is open
         self.around: dict[str, tuple[Any, ...]] = {}
-        self.is_in_last = False  # a module may call itself
+        self.is_in_last = False  # whether the last module runs, since it may call itself
         self.is_reversed = False  # the last module was called before the first
 
     def enter(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -23,9 +23,9 @@ from .profiling import BlockCall, Profile, Run, recorded_in
 from .ranks import Ranks
 from .simulating import Delta, Effect, effect_of, effect_with, function_effect_of, nested_effect_of, timeline_of
 
-_PRICES = 28  # in the sweep
-_MOST = 40  # options of a block
-_MOST_INSIDE = 12  # options of a block in which modules inside are regions
+_PRICES = 28  # prices in the sweep for a block's options
+_MOST = 40  # the most options of a block that the search tries
+_MOST_INSIDE = 12  # the most options of a block in which modules inside are regions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Problem:
                 changes += [(natural, -1, allocation.nbytes), (end, -1, -allocation.nbytes)]
         return [change for change in changes if change[0] < self.profile.num_rows]
 
-    # The best option of each block by itself gave up to 1.8 times the least peak (Mixtral), and refused budgets that fit.
+    # The best option of each block by itself gave up to 1.8 times the least peak (Mixtral), so budgets that fit were refused.
     @functools.cached_property
     def least(self) -> list[int]:
         """The choice with the least known peak, by a descent from four starts that changes a single block at a time."""
@@ -428,7 +428,7 @@ def _choose(problem: Problem, budget: float, without: Sequence[list[int]]) -> li
 
 _FEW = 8  # the most blocks for which exchanges try any three blocks together
 _FEW_TO_REPEAT = 64  # the most blocks for which the choice is also made without regions inside of blocks
-_PASSES = 3  # over all pairs, if there are more than ``_FEW`` blocks
+_PASSES = 3  # passes over all pairs, if there are more than ``_FEW`` blocks
 
 
 def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
@@ -446,7 +446,7 @@ def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: 
 
 
 def _improve_jointly(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float, blocks: Sequence[int]) -> bool:
-    """Takes the cheapest options of some blocks that fit beside the options of the others."""
+    """Takes the cheapest options of ``blocks`` that fit with the present options of all other blocks."""
     memory, cost = total[None], torch.zeros(1, dtype=torch.float64)
     for block in blocks:
         memory = memory - problem.memory[block][chosen[block]]

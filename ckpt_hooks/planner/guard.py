@@ -134,7 +134,7 @@ class Guard(OfThisProcess):
 
     @contextlib.contextmanager
     def _copying(self, before: StateBeforeStep) -> Iterator[None]:
-        """Copies the state of each optimizer of the model before it steps."""
+        """Copies the state of each optimizer of the model before the optimizer steps."""
 
         def copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             before.copy_for(optimizer)

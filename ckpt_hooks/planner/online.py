@@ -47,7 +47,7 @@ _OTHER = 0.1  # a fraction: a step whose peak is further off the prediction is u
 _MOST_PLANS = 4  # each for steps of different shapes
 _MOST_TRIES = 8  # profiled steps
 _MOST_MEASURED = 16
-_MOST_FORWARDS = 64  # in a step, without two backwards, as in evaluation with gradients: then planning ends
+_MOST_FORWARDS = 64  # the most in a step with fewer than two backwards, as in evaluation with gradients: then planning ends
 _MOST_STEPS = 8  # the most optimizer steps in a step of the program, where optimizers take turns, such as a critic's
 _ENOUGH = 2  # backwards to profile in a step that accumulates gradients: a third is like the second
 

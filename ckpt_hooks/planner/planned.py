@@ -1,4 +1,4 @@
-"""Modules under a plan: blocks, of which each call keeps what the plan of its shapes says, and modules that run in chunks."""
+"""Modules under a plan: blocks whose calls keep what the plan for their shapes says, and modules that run in chunks."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def chunk(model: Module, chunking: Iterable[PlannedChunks], names: Mapping[str, 
 
 def _put_back(reference: weakref.ref[Any], chunks: int | None) -> None:
     if (module := reference()) is not None:
-        if chunks is None:  # the class has the attribute
+        if chunks is None:  # the instance had no value, so the class's counts again
             vars(module).pop("chunks", None)
         else:
             module.chunks = chunks

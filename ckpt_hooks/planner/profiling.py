@@ -158,7 +158,7 @@ class BlockCall:
 
 
 #: The cost of recording an operator, and of replaying it: roughly the operations that a core of a host computes in 60 and 10
-#: microseconds. An accelerator computes as many in no time, so the host's work counts next to nothing there, like launches.
+#: microseconds. An accelerator computes as many in almost no time, so the host's work is nearly free there, like launches.
 PRICES = 3_000_000.0, 500_000.0
 #: Roughly the seconds in which a core of a host records an operator, replays it, and prepares a second call. Exact times
 #: would need steps without regions, which may not fit.
@@ -181,7 +181,7 @@ class Profile:
     num_rows: int
     allocations: list[ProfiledAllocation]
     entries: list[BlockCall]
-    older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
+    older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes, negative
     others_cost: float = 0.0  # of recomputes in other regions, such as chunks
     times: dict[object, list[float]] = dataclasses.field(default_factory=dict)  # of second runs, by the key of :func:`_alike`
     # What a recorded region adds to the cost of each operator, and of each operator that it replays.
@@ -361,7 +361,7 @@ class _Reader:
         self._freed: list[tuple[int, int]] = []
         self._entries: dict[int, dict[int, BlockCall]] = {}  # by region: the calls of the blocks around, each by its region
         self._handles: dict[tuple[int, int], list[Request]] = {}
-        self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
+        self._versions: dict[tuple[int, int], int] = {}  # numbers of writes, by region and allocation
         self._recomputes: list[int] = []
         self._latest: dict[str, BlockCall] = {}  # the open call of each block
         self._begun = 0  # the bytes in use when the running operator began to allocate
@@ -402,7 +402,7 @@ class _Reader:
         return Profile(len(rows), self._allocations, entries, self._freed, self._again, again)
 
     def _change(self, nbytes: int) -> None:
-        if nbytes > 0 and not self._has_begun:  # by now, the program has freed inputs of the last operator
+        if nbytes > 0 and not self._has_begun:  # starts here, after inputs of the last operator were freed
             self._has_begun, self._begun, self._most = True, self._live, self._live
         self._live += nbytes
         self._most = max(self._most, self._live)

@@ -34,7 +34,7 @@ class Ranks:
         self._rank, self._names, self._patience = 0, [0], 0.0
         self._store: Any = None  # for all calls; ``_call`` is the store for this call
         self._call: Any = None
-        self._number = 0  # of the latest exchange
+        self._number = 0  # the number of the latest exchange in this call
         self._left: list[tuple[Any, tuple[str, str]]] = []  # earlier calls, with this rank's keys in the store
         self._failure: tuple[int, str] | None = None  # the rank that has failed, and its error in words
         self.is_part = False  # whether ranks outside of the group have plans of their own
@@ -112,7 +112,7 @@ class Ranks:
         return values
 
     def _missing(self, place: str, patience: float) -> list[int]:
-        """Waits until all ranks have set their keys of a place; returns ranks that had not in time, or when a rank failed."""
+        """Waits until all ranks have set their keys of a place; returns ranks that have not when time is up or a rank fails."""
         keys = {name: f"{place}/{rank}" for rank, name in enumerate(self._names)}
         end, pause = time.monotonic() + patience, 1e-3
         while not self._call.check([*keys.values()]):
@@ -135,7 +135,7 @@ class Ranks:
         return max(self.all(value))
 
     def attempt(self, function: Callable[[], T]) -> T | None:
-        """Returns the result of a function; None on all ranks if it raises a CheckpointError on any."""
+        """Returns the result of a function; None on all ranks if the function raises a CheckpointError on any rank."""
         outcome = None
         with contextlib.suppress(CheckpointError):
             outcome = function()

@@ -37,7 +37,7 @@ from .ranks import Ranks
 from .restoring import as_before, dry, dry_mode, optimizer_state
 from .simulating import natural_ends, peak_of
 
-# Plans measured before the least plan is taken. Predicted peaks are within 0.1% for most models, but up to 4% off with custom
+# The most plans measured before the least plan. Predicted peaks are within 0.1% for most models, but up to 4% off with custom
 # autograd functions, since a replay makes all results of such a function at once.
 _CORRECTIONS = 3
 _OFF = 1e-3  # the predicted peak without regions may be too low by this fraction
@@ -61,7 +61,7 @@ class PlanOptions(NamedTuple):
 def searched(
     model: Module, step: Callable[[Module], Any], memory_budget: Budget, ranks: Ranks, options: PlanOptions
 ) -> PlanData:
-    """Returns the plan that fits; all ranks call it together."""
+    """Returns the plan that fits; all ranks search together."""
     blocks, total, margin, tolerance, cost, chunks, dry_run = options
     if checked_flag(dry_run, "dry_run"):
         for value, name, wanted in ((memory_budget, "memory_budget", "auto"), (cost, "cost", "seconds")):
@@ -124,7 +124,7 @@ def cost_per_second(ranks: Ranks, profile: Profile, cost: str | None, device: to
 
 @contextlib.contextmanager
 def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
-    """Yields the step, counted; if the ranks are only a part of all, runs the step at the end until it ran ``most`` times."""
+    """Yields the step, counted; if the group has only some of all ranks, adds runs at the end, up to ``most`` in all."""
     # Groups that plan separately, such as pipeline stages, meet in collectives of the step, so all run the step equally often.
     runs = 0
 
@@ -354,7 +354,7 @@ class Search:
         target = int(budget * (1 - margin))
         if least > target:
             if model is not None and step is not None:
-                self._measured(model, step, self.problem.least, room)  # the error says where the peak is
+                self._measured(model, step, self.problem.least, room)  # the error says where the measured peak is
             raise too_small(budget, least, self._base, margin, self.problem, self._peak)
         search, chosen = self.cheapest(target)
         if model is None or step is None:
@@ -396,7 +396,7 @@ class Search:
                 best, least = plan, self.problem.cost(chosen)
             is_more = measured > plan.predicted_peak * (1 + tolerance)
             if is_more and not all(block.recorded for block in plan.blocks):
-                # A block that is called again holds copies of arguments to which forward writes, such as a key-value cache.
+                # The excess may be arguments that forward writes to, such as a key-value cache, copied to call blocks again.
                 self._call_none_again()
                 target, best, least = budget, None, math.inf
             elif budget * (1 - tolerance) <= measured <= budget:

@@ -30,7 +30,7 @@ def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_p
     """Returns the effect of keeping the results of some operators."""
     if is_plain:  # no region: autograd keeps all, and nothing runs again
         kept = range(len(entry.ops))
-    # A kept result is held with all later writes to it.
+    # A kept result is held with all later writes to it, so every version of its allocation counts as kept.
     retained = {number for at in kept for number in entry.ops[at].fresh}
     ends: dict[int, int] = {}
     again: set[int] = set()
@@ -196,7 +196,7 @@ def _inside(entry: BlockCall, op: OpRun, retained: set[int]) -> set[int]:
 def natural_ends(profile: Profile) -> list[int]:
     """Returns the row in which each allocation would be freed if no block needed it in backward."""
     natural = [allocation.freed for allocation in profile.allocations]
-    # If a free follows a block's last need, only the block held the allocation since the end of its forward.
+    # If a free follows a block's last need, we take it that only the block held the allocation since the block's forward.
     for entry in profile.entries:
         for number, end in effect_of(profile, entry, ()).ends.items():
             if natural[number] <= end + _SOON or natural[number] == entry.end:
@@ -204,7 +204,7 @@ def natural_ends(profile: Profile) -> list[int]:
     return natural
 
 
-#: The most rows from the last need of an allocation to its free, for the free to follow from the end of the need.
+#: The most rows from the last need of an allocation to a free that counts as following from it.
 _SOON = 4
 
 

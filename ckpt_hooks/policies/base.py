@@ -240,7 +240,7 @@ def saving(ops: list[Any]) -> OpsPolicy:
 class _Function(Policy):
     """A user's function, asked about each run of an operator."""
 
-    #: Shared by all functions, since each of them is asked about each run.
+    #: A single cache, since the decisions are equal: all functions are asked about each run.
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
 
     def __init__(self, function: PolicyFn) -> None:

@@ -53,7 +53,7 @@ class Printed:
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def __str__(self) -> str:
-        # In a file no columns are left out, unless COLUMNS is set.
+        # Text for a file keeps all columns, unless COLUMNS is set.
         columns = shutil.get_terminal_size((0, 0)).columns
         lines, width = [self._headline()], columns - 1 if columns else None
         for table in (table for table in self._tables() if table.rows):

@@ -57,7 +57,7 @@ class SavedResiduals(Printed):
 
     @functools.cached_property
     def added_bytes(self) -> int:
-        """The bytes that backward alone holds: without arguments, parameters and memory from before."""
+        """The bytes that only backward holds: without arguments, parameters and memory from before."""
         return sum(entry.nbytes for entry in self.tensors if entry.reason not in _THERE_ANYWAY)
 
     @functools.cached_property

@@ -147,7 +147,7 @@ class _LineMarks(TorchFunctionMode):
             if func == _GET_GRADIENT:
                 self._note_gradients((attribute,))
             return attribute
-        if getattr(func, "__module__", None) == "torch._ops.profiler":  # would begin or end the program's range inside of ours
+        if getattr(func, "__module__", None) == "torch._ops.profiler":  # the program's range would begin or end inside of ours
             return func(*args, **(kwargs or {}))
         with self._range_of(_LINE, site_of(sys._getframe(1))):
             return func(*args, **(kwargs or {}))
