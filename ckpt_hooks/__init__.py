@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
         "ckpt_hooks does not support free-threaded Python: it tells by reference counts which saved tensors are still needed, "
-        "and those are not exact without the global interpreter lock. Use the default build of Python."
+        "and these counts are not exact without the global interpreter lock. Use the default build of Python."
     )
 
 from ._tensors.refilling import register_finder as _register_finder
@@ -94,7 +94,7 @@ __all__ = [
 
 _register_finder("torch.distributed.fsdp", lambda: _import_module(".integrations.fsdp", __name__).unit_of)
 
-#: The names in each module, found when asked for: a first region needs few modules.
+#: The public names of each module, which is imported when a name is asked for: a first region needs few modules.
 _PLACES = {
     name: module
     for module, names in {
@@ -123,7 +123,7 @@ _PLACES = {
     }.items()
     for name in (*names.split(), module[1:])
 }
-_lock = _threading.RLock()  # of modules which need each other, two threads may find one half made
+_lock = _threading.RLock()  # two threads that import modules which need each other could get half-imported modules
 
 
 def __getattr__(name: str) -> object:
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> object:
     if place == f".{name}":
         return module
     found: object = getattr(module, name)
-    if place.startswith("."):  # other packages may exchange theirs
+    if place.startswith("."):  # only own names are cached: torch's may be replaced
         globals()[name] = found
     return found
 

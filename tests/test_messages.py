@@ -771,7 +771,7 @@ def a_margin_without_a_budget():
     apply_checkpointing(two_blocks(), "1", margin=0.1)
 
 
-@says(TypeError, "a Plan, or the result of an earlier to_json\\(\\), but got 3 of type int. Leave it out to make one")
+@says(TypeError, "a Plan, or the result of an earlier to_json\\(\\), but got 3 of type int. Leave out plan to make a new plan")
 def a_budget_with_a_plan_that_is_none():
     budgeted(plan=3)
 
@@ -1082,7 +1082,7 @@ CALLS = {
         "cannot make a subclass of Slotted": lambda: checkpoint()(Slotted()),
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
         "model should be a torch.nn.Module, but got .* of type list": lambda: apply_checkpointing([block], nn.Linear),
-        r"every\(n=2, of=None\)\. Multiply their numbers": lambda: apply_checkpointing(block, every(2, of=every(2))),
+        r"every\(n=2, of=None\)\. Write n as a product": lambda: apply_checkpointing(block, every(2, of=every(2))),
         "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
         "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
         r"select should be module classes.* but got <dots_saveable: .*Pass a policy as": lambda: apply_checkpointing(
@@ -1192,7 +1192,7 @@ CALLS = {
         "select=ReLU selects no module, or only modules inside .* other selected classes": lambda: apply_checkpointing(
             two_blocks(), {nn.Linear: None, nn.ReLU: None}
         ),
-        "Write the policy into select": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
+        "Write the policy into the mapping": lambda: apply_checkpointing(block, {"": None}, policy=policies.dots_saveable),
         "early_stop. With recorded=True": lambda: checkpoint_module(nn.Tanh(), recorded=True, early_stop=True),
         "is a TorchScript module": lambda: checkpoint_module(scripted()),
         "whose forward is a property": lambda: checkpoint_module(type("Made", (nn.Tanh,), {"forward": property(repr)})()),
@@ -1206,9 +1206,9 @@ CALLS = {
         ),
         "The spans .* overlap. Pass": lambda: apply_checkpointing(nn.Sequential(*two_blocks(), block), SPANS),
         "is a span, whose arguments": lambda: apply_checkpointing(two_blocks(), span("0", "1"), chunks=2),
-        "Write a name near it": lambda: apply_checkpointing(two_blocks(), "layers"),
+        "Write a module's name": lambda: apply_checkpointing(two_blocks(), "layers"),
         "write policy='dots_saveable' after the modules": lambda: apply_checkpointing(two_blocks(), "dots_saveable"),
-        r"Write a name near it, such as 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
+        r"Write a module's name, such as 'layers\.\*'\.": lambda: apply_checkpointing(fake.Model(), "layer.*"),
         "To select by class, pass the class Layer itself": lambda: apply_checkpointing(fake.Model(), "Layer"),
         r"keep_frist\. apply_checkpointing takes .*policy, .*keep_last, .*chunks, dim, .* Write keep_first for keep_frist": (
             lambda: apply_checkpointing(block, "", keep_frist=1)
@@ -1252,12 +1252,12 @@ CALLS = {
         "memory_budget should be a number of bytes, .* but got -3": lambda: planned(budget=-3),
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
         "blocks=.* selects no module": lambda: planned(blocks=""),
-        "blocks has a policy for '0'.*Write None for it": lambda: planned(blocks={"*": "dots_saveable"}),
-        "chunks='lost' selects no module.*Write a name near it, such as '0'": lambda: planned(chunks={"lost": (1, 8)}),
-        r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules in the blocks": lambda: (
-            planned(chunks={"*": (1, 2)})
+        "blocks has a policy for '0'.*Write None in its place": lambda: planned(blocks={"*": "dots_saveable"}),
+        "chunks='lost' selects no module.*Write a module's name, such as '0'": lambda: planned(chunks={"lost": (1, 8)}),
+        r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules inside": lambda: planned(
+            chunks={"*": (1, 2)}
         ),
-        r"chunks should be modules inside or outside of blocks, .* but got \['1'\].* or others as blocks": lambda: planned(
+        r"chunks should be modules inside or outside of blocks, .* but got \['1'\].* or pass other blocks": lambda: planned(
             chunks={"*": (1, 2)}, blocks=["1"]
         ),
         "plan should be a plan whose others have no others, but got": lambda: Plan.from_json(nested()),
@@ -1276,8 +1276,8 @@ CALLS = {
     },
     BudgetTooSmallError: {
         "No plan fits 1 bytes: the least peak": lambda: planned(budget=1, blocks=["1"]),
-        "of which 10.0% are to be left free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
-        "No plan of the front is below the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
+        "of which margin leaves 10.0% free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
+        "The tightest plan is above the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },
     RuntimeError: {
         "a plan or an estimate would run inside of region 'block'.*outside of regions": lambda: within_a_region(planned),
@@ -1286,7 +1286,7 @@ CALLS = {
         ),
         "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
-        "no gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
+        "lacks the gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
         "is a region by enable_in_transformers already": lambda: enable_in_transformers(enabled(enable_in_transformers)),
         "is a region by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },
@@ -1303,7 +1303,7 @@ CALLS = {
         "names operators that none of the first 3 regions under it had": lambda: [
             checkpoint(policy=[ERFINV])(torch.sin)(leaf(3)) for _ in range(3)
         ],
-        "names tensors that none .* had: hidden. Give a tensor its name by checkpoint_name": lambda: [
+        "names tensors that none .* had: hidden. Name a tensor by checkpoint_name": lambda: [
             named_region(policy) for policy in [save_only_these_names("hidden")] * 3
         ],
     },

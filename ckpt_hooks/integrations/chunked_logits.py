@@ -38,7 +38,7 @@ class Logits:
     ) -> None:
         self._head, self._hidden = head, hidden
         self._example = example  # logits of no token
-        self._steps = steps  # methods called since, as for a softcap
+        self._steps = steps  # calls of methods on the logits since, such as of a softcap
         self._read = read
         self._is_sharded = False
         self._whole: torch.Tensor | None = None
@@ -90,7 +90,7 @@ class Logits:
         now = self._head.read(self._hidden)
         are_others = any(a is not b for (a, _), (b, _) in zip(now, self._read, strict=True))
         if are_others and not self._is_sharded:
-            self._read, self._is_sharded = now, True  # the head is a unit of FSDP2, gathered for each call
+            self._read, self._is_sharded = now, True  # the head is a unit of FSDP2, with new parameters in each call
         elif are_others or any(m != n for (_, m), (_, n) in zip(now, self._read, strict=True)):
             raise RuntimeError(
                 "chunked_loss: logits are computed when they are looked at, but hidden states or weights of the head were "
@@ -219,11 +219,11 @@ def put_chunked_loss(owner: Any, chunks: int) -> Callable[[], None]:
     elif getattr(loss, "__name__", "") != "ForCausalLMLoss":
         of = f"the loss {getattr(loss, '__name__', loss)}"
     elif getattr(getattr(type(owner), "loss_function", None), "fset", True) is None:
-        of = "a loss that cannot be set, as in early releases of 4"
+        of = "a loss that cannot be set, as in early releases of Transformers 4"
     if of is not None:
         raise ValueError(
-            f"chunked_loss needs a model with a head of words and the loss ForCausalLMLoss, but {name} has {of}. Leave it out, "
-            "or call `ckpt_hooks.losses.chunked_cross_entropy(hidden, head.weight, labels)` for the loss."
+            f"chunked_loss needs an output embedding and the loss ForCausalLMLoss, but {name} has {of}. Leave chunked_loss "
+            "out, or call `ckpt_hooks.losses.chunked_cross_entropy(hidden, head.weight, labels)` for the loss."
         )
     taken, of_slices = ChunkedHead(head, vars(head).get("forward")), ChunkedLoss(loss, chunks)
     undo = partial(_undo, weakref.ref(owner), taken, of_slices, vars(owner).get("_loss_function"))

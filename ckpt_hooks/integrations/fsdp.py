@@ -31,7 +31,7 @@ class Unit(NamedTuple):
 
 # The group and the parameter of a storage, by the storage's address; weak, so that models can be freed.
 _by_address: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-# The parameters in ``_by_address``.
+# The parameters that ``_by_address`` has.
 _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
 # Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign.
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -69,7 +69,7 @@ def _origin_at(address: int) -> RefillSource | None:
 
 
 def _index() -> None:
-    """Adds parameters to the index that were gathered for the first time."""
+    """Adds the parameters to the index that FSDP2 has gathered for the first time."""
     for group, parameter in parameters_by_group():
         if parameter not in _indexed and (addresses := addresses_of(parameter)):
             _indexed.add(parameter)

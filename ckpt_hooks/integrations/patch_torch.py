@@ -28,7 +28,7 @@ from ckpt_hooks.policies.base import Policy, PolicyLike, policy_from
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 
 _DEFAULTS = defaults_of(Form.DIRECT)
-_FLAGS = {name for name, default in _DEFAULTS.items() if isinstance(default, bool)}  # torch takes any value, by its truth
+_FLAGS = {name for name, default in _DEFAULTS.items() if isinstance(default, bool)}  # torch takes any value as True or False
 
 #: Active patches, the latest last. Replaced under the lock, read without it.
 _active: tuple[TorchPatch, ...] = ()

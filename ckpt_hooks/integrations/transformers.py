@@ -90,7 +90,7 @@ class TakenSwitch:
 
     def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         """Switches the regions on or off, as the method of Transformers does; ignores the caller's function."""
-        # ``every_n_layers=1`` is the default of callers: it means the number of ``enable_in_transformers``.
+        # Callers that pass no number pass 1, so 1 means the number that ``enable_in_transformers`` got.
         owner, taken = self._owner(), self.taken
         switch = None if owner is None else switch_of(owner)
         if owner is None or switch is None:
@@ -107,8 +107,8 @@ class TakenSwitch:
             else:
                 keep = "keep_first={}, keep_last={}".format(*taken.keep)
                 raise ValueError(
-                    f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} cannot select layers: it takes no "
-                    f"every_n_layers before 5.18. Write `ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
+                    f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} cannot select layers before "
+                    f"Transformers 5.18. Write `apply_checkpointing(model, every({n}))`, with these keep_first and keep_last."
                 )
         else:
             switch(owner, enable=False, gradient_checkpointing_func=runner)
@@ -156,8 +156,8 @@ def transformers_model(model: Any) -> Any:
         inside = next((name for name, module in model.named_modules() if hasattr(type(module), SWITCH)), None)
         if inside is not None:
             raise TypeError(
-                f"model should be a Transformers model, but got {described_as(model)}, which has such a model inside. Pass "
-                f"that: `enable_in_transformers(model.{inside})`."
+                f"model should be a Transformers model, but got {described_as(model)}, which has such a model inside. "
+                f"Write `enable_in_transformers(model.{inside})`."
             )
     raise TypeError(
         f"model should be a Transformers model, but got {described_as(model)}. Pass other modules to "
@@ -167,7 +167,7 @@ def transformers_model(model: Any) -> Any:
 
 def switch_of(owner: Module) -> Callable[..., Any] | None:
     """Returns the switch that takes a function, of the model's class or of a base class; None if there is none."""
-    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override it with the old form of before 4.35.
+    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch in its form before 4.35.
     for kind in type(owner).__mro__:
         switch = vars(kind).get(SWITCH)
         if switch is not None and "gradient_checkpointing_func" in inspect.signature(switch).parameters:
@@ -179,7 +179,7 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
     """Raises if a model has no switch, no layers to switch on, or already has regions of this package."""
     name, advice = type(owner).__name__, "Write `ckpt_hooks.apply_checkpointing(model, layers)`."
     if switch_of(owner) is None:
-        raise RuntimeError(f"The method {SWITCH} of {name} takes no gradient_checkpointing_func, new in 4.35. {advice}")
+        raise RuntimeError(f"The method {SWITCH} of {name} lacks the gradient_checkpointing_func of 4.35. {advice}")
     if not getattr(owner, "supports_gradient_checkpointing", True):
         raise ValueError(f"{name} does not support the checkpointing switch of Transformers. {advice}")
     for module in flagged.values():
@@ -306,10 +306,10 @@ def enable_in_transformers(
     planned = None if plan is None else planned_layers(plan, model, owner)
     taken = Taken(recorded or plan is not None, given, planned, keep)
     of = type(owner).__name__
-    checked_runner(enable_in_transformers, taken.recorded, given, of=of, cut=())  # before the model is touched
+    checked_runner(enable_in_transformers, taken.recorded, given, of=of, cut=())  # raises before the model changes
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     check_support(owner, flagged)
-    for module in owner.modules():  # undoes earlier handles, whose regions were switched off
+    for module in owner.modules():  # undo earlier handles; their regions are off, as ``check_support`` tells
         earlier = vars(module).get(SWITCH)
         if type(earlier) is TakenSwitch and (before := earlier.handle()) is not None:
             before.undo()

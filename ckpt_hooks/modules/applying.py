@@ -134,7 +134,7 @@ class AppliedCheckpointing(OfThisProcess, Printed):
         self._undo: tuple[Callable[[], object], ...] | None = tuple(undo)
 
     def undo(self) -> None:
-        """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
+        """Makes the calls plain calls again. Modules that other calls made regions stay regions. A second call does nothing."""
         for step in self._undo or ():
             step()
         self._undo = None
@@ -353,7 +353,7 @@ def apply_checkpointing(
         return applied
     check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass both.")
     if policy is not None and isinstance(select, Mapping):
-        raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
+        raise ValueError("apply_checkpointing got policy, and a mapping in select. Write the policy into the mapping.")
     selected = selected_of(model, select, policy, "select")
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
@@ -389,7 +389,7 @@ def apply_checkpointing(
 
 def planner() -> Any:
     """Returns the module that makes plans while a model trains."""
-    return importlib.import_module("ckpt_hooks.planner.online")  # by name, since a layer above may not be imported
+    return importlib.import_module("ckpt_hooks.planner.online")  # by name: no import statement may name a higher layer
 
 
 def check_none(options: Mapping[str, Any], why: str = "with memory_budget. Leave them out: the plan decides.") -> None:

@@ -27,7 +27,7 @@ from ckpt_hooks._options import DeterminismCheck, Form, options_of
 from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks._torch.compiling import skipped
 
-#: In Transformers, since 4.35, and in diffusers: the attribute of a module that holds the function.
+#: In Transformers, since 4.35, and in diffusers: the attribute of a module that holds its checkpoint function.
 FUNCTION = "_gradient_checkpointing_func"
 #: In Transformers, since 4.35: the method of a model that sets the flag and the function of its modules.
 SWITCH = "_set_gradient_checkpointing"
@@ -57,7 +57,7 @@ def _names_in(kind: type) -> set[str]:
         return _names[kind]
     methods: dict[str, Any] = {}
     for base in kind.__mro__:
-        if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():  # PreTrainedModel has the switch
+        if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():  # PreTrainedModel names the function
             methods = {**vars(base), **methods}
     names: set[str] = set()
     for method in methods.values():
@@ -96,7 +96,7 @@ class OwnSwitch:
 
 
 def own_switches(model: Module, regions: Iterable[str]) -> dict[str, OwnSwitch]:
-    """Returns the flags of the model's own switch for each region that has any around or inside it."""
+    """Returns the flags of the model's own switch for each region with such flags around or inside."""
     flagged = {
         name: module
         for name, module in model.named_modules()
@@ -115,7 +115,7 @@ def _is_within(name: str, other: str) -> bool:
     return not other or f"{name}.".startswith(f"{other}.")
 
 
-# DataParallel copies a module by this method. The copy would share ``forward``, and run the original.
+# DataParallel copies a module by this method, which regions replace: the copy would share ``forward``, and run the original.
 _REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -136,7 +136,7 @@ class RegionKeywords(TypedDict, total=False):
 
 
 class ModuleKeywords(RegionKeywords, total=False):
-    """The same, with the options that cut the first argument of a module."""
+    """Options of regions, and the options that cut the first argument of a module."""
 
     chunks: int | None
     dim: int
@@ -222,7 +222,7 @@ class RegionForward:
             function = functools.partial(type(self.module).forward, self.module)
         if not self.is_active:
             return function(*args, **kwargs)
-        is_traced = torch.compiler.is_dynamo_compiling()  # spans of compiled code are plain
+        is_traced = torch.compiler.is_dynamo_compiling()  # compiled code has no spans
         if self.own_switch is not None and not is_traced:
             self.own_switch.look()
         for part in () if is_traced else self.inside:
@@ -296,7 +296,7 @@ class RegionForward:
         elif "forward" in variables and was_active:
             warn_user(
                 f"The forward of {name}, a {type(module).__name__}, was replaced after the module became a region. The new "
-                "forward stays, without a region. Write `del module.forward` now, or before you undo regions."
+                "forward stays, without a region. To have the forward of the class again, write `del module.forward`."
             )
         if region_forward_of(module) is self:
             del variables[_REPLICATE]
@@ -340,7 +340,7 @@ def _copied(module: Module) -> Module:
 
 
 def region_forward_of(module: Module) -> RegionForward | None:
-    """Returns the object that makes a module's calls regions, even if another replaced it in ``forward``; None without."""
+    """Returns the object that makes a module's calls regions, even if ``forward`` is another object by now; or None."""
     forward = getattr(vars(module).get(_REPLICATE), "__self__", None)
     return forward if type(forward) is RegionForward else None
 

@@ -63,7 +63,7 @@ class span:  # noqa: N801 -- used like a function
         return f"{self.first} to {self.last}"
 
 
-#: A name pattern, layers by number, or a module class.
+#: What selects modules in a list or mapping: a name pattern, a span, layers by number, or a module class.
 Key = str | span | slice | range | SupportsIndex | type[Module]
 Value_co = TypeVar("Value_co", covariant=True)
 _OfKey = PolicyLike | Mapping[str, Any] | None
@@ -182,7 +182,7 @@ def _predicate(select: Any, argument: str) -> Callable[[str, Module], Any]:
     return predicate
 
 
-_ANSWER = "Write `bool(...)` around it in the function. Pass a policy as `policy=...`."
+_ANSWER = "Return `bool(...)` from the function. Pass a policy as `policy=...`."
 
 
 def _outermost(modules: dict[str, Module], predicate: Callable[[str, Module], Any], argument: str) -> dict[str, Module]:
@@ -215,7 +215,7 @@ def _every(root: Module, modules: dict[str, Module], select: every) -> dict[str,
         }
     elif isinstance(select.of, every):
         raise TypeError(
-            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Multiply their numbers."
+            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Write n as a product."
         )
     else:
         layers = {name: module for name, (module, _) in _selected(root, modules, select.of, None, "of").items()}
@@ -292,7 +292,7 @@ def _matching(modules: Mapping[str, Module], expression: str, pattern: str, argu
         names = [name for name in modules if name]
         names = [*dict.fromkeys(name_pattern(name).replace("\0", "*") for name in names), *names] if "*" in pattern else names
         near = difflib.get_close_matches(pattern, names, 1) or names
-        advice = f"Write a name near it, such as {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
+        advice = f"Write a module's name, such as {near[0]!r}." if near else "For the model, write `checkpoint_module(model)`."
         if pattern in (type(module).__name__ for module in modules.values()):
             advice = f"To select by class, pass the class {pattern} itself."
         elif argument == "select" and is_policy(pattern):

@@ -58,7 +58,7 @@ def span_in(model: Module, selected: span) -> SpanModules:
 
 
 def _parent_of(modules: dict[str, Module], name: str) -> str:
-    """Returns the name of the module that calls another: the nearest around it that is no list."""
+    """Returns the name of the module that calls another: the nearest module around that is no list."""
     while name:
         name = name.rpartition(".")[0]
         if class_attribute(type(modules[name]), "forward") is not Module.forward:
@@ -75,7 +75,7 @@ _calls = _Calls()
 
 
 class RegionSpan:
-    """Opens a region before one module and closes it after another, in each call of their parent; copied with them."""
+    """Opens a region before one module and closes it after another, in each call of their parent; copied with the modules."""
 
     def __init__(self, modules: SpanModules, runner: RegionRunner) -> None:
         self.name, self.place, self.runner = modules.name, modules.place, runner
@@ -162,7 +162,7 @@ class _Call:
         self.span, self.parent = span, parent
         self.leave: Callable[..., object] | None = None  # while the region is open
         self.around: dict[str, tuple[Any, ...]] = {}
-        self.is_in_last = False  # a module may call itself
+        self.is_in_last = False  # whether the last module runs, since it may call itself
         self.is_reversed = False  # the last module was called before the first
 
     def enter(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class _Call:
         if region is None:
             self.leave = contextlib.nullcontext().__exit__
             return
-        leave = region.__exit__  # before ``__enter__``, as a ``with`` statement does: each entry has its own
+        leave = region.__exit__  # read before ``__enter__``, as by a ``with`` statement: each entry has its own
         region.__enter__()
         self.leave = leave
 

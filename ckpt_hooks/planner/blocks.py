@@ -17,7 +17,7 @@ from ckpt_hooks.modules.selecting import selected_of, selector_of, span
 from ckpt_hooks.modules.spans import span_in
 from ckpt_hooks.report.ledger.data import Holder
 
-#: The most leaves of a block, as a part of all leaves in possible blocks: larger blocks leave a plan too few choices.
+#: The most leaves of a block, as a fraction of all leaves in possible blocks: larger blocks leave a plan too few choices.
 _LARGEST = 0.25
 
 
@@ -50,7 +50,7 @@ def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
                 blocks += _spans_of(run, saved)
             todo += reversed(children)
     if not blocks:
-        if chunked and blocks_of(model):  # there are blocks without chunks
+        if chunked and blocks_of(model):  # without chunks there would be blocks
             check_chunked(sorted(chunked), chunked)
         raise ValueError(
             f"No blocks were found in {type(model).__name__}: a block is a module with submodules and at most a quarter of the "
@@ -62,7 +62,7 @@ def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
 def check_chunked(blocks: Iterable[str], chunked: Collection[str]) -> None:
     """Raises if a block is itself a module that runs in chunks."""
     if both := [name for name in blocks if name in chunked]:
-        advice = "Name modules in the blocks, as in chunks={'layers.*.mlp': (1, 4, 8)}, or others as blocks."
+        advice = "Name modules inside the blocks, as in chunks={'layers.*.mlp': (1, 4, 8)}, or pass other blocks."
         raise wrong(both, "chunks", "modules inside or outside of blocks, not blocks", advice, ValueError)
 
 
@@ -92,7 +92,7 @@ def _spans_of(run: list[str], saved: Mapping[str, int]) -> list[str]:
 
 
 def with_spans_around(blocks: Sequence[str]) -> list[str]:
-    """Returns blocks and spans around runs of them, about as many as blocks in each; nothing if there is no such span."""
+    """Returns blocks and spans around runs of them, about as many spans as blocks in each; nothing without spans."""
     parents: dict[str, list[str]] = {}
     for name in blocks:
         parents.setdefault(ends_of(name)[0].rpartition(".")[0], []).append(name)
@@ -108,11 +108,11 @@ def with_spans_around(blocks: Sequence[str]) -> list[str]:
 
 def selected_blocks(model: Module, select: Any) -> list[str]:
     """Returns the blocks that a user selects, by name."""
-    # A block that is the whole model would leave a plan no choice.
+    # Only modules below the model: a block that is the whole model would leave a plan no choice.
     chosen = selected_of(model, select, None, "blocks", below=True)
     for name, (_, policy) in chosen.items():
         if policy is not None:
-            raise ValueError(f"blocks has a policy for {name!r}, but a plan says what each block keeps. Write None for it.")
+            raise ValueError(f"blocks has a policy for {name!r}, but a plan says what blocks keep. Write None in its place.")
     selected = {name: module for name, (module, _) in chosen.items()}
     outer = {
         id(inner): name
@@ -127,7 +127,7 @@ def selected_blocks(model: Module, select: Any) -> list[str]:
 
 
 class Blocks:
-    """The blocks of a plan in a model: modules, and spans, which may be around others."""
+    """The blocks of a plan in a model: modules, and spans, which may be around other blocks."""
 
     def __init__(self, model: Module, names: Sequence[str]) -> None:
         self._roots: dict[str, weakref.ref[Module]] = {}
@@ -161,7 +161,7 @@ def ends_of(name: str) -> tuple[str, str]:
 
 
 def _around(name: str) -> list[str]:
-    """Returns the names of a module and of the modules around, without the model's."""
+    """Returns the names of a module and of the modules around, without the model's own name."""
     return [*itertools.accumulate(name.split(".") if name else (), "{}.{}".format)]
 
 
@@ -169,14 +169,14 @@ def _can_be_block(module: Module) -> bool:
     return not isinstance(module, (ModuleList, ModuleDict)) and any(True for _ in module.children())
 
 
-#: The attributes in which wrappers hold modules: of FSDP1, torch's own checkpointing, and torch.compile.
+#: The attributes in which FSDP1, torch's own checkpointing and torch.compile hold the module that they wrap.
 _WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def names_in(model: Module, blocks: Collection[str]) -> dict[str, str]:
-    """Returns the names of a plan's blocks in a model to which wrappers (DDP, FSDP, PEFT) were added, or of which removed."""
+    """Returns the names of a plan's blocks in a model with other wrappers (DDP, FSDP, PEFT) than the planned model."""
     check_module(model, "model", "Pass the model of the plan.")
-    # A wrapper and its module share a name here. The module, which comes later, counts: regions belong inside FSDP1's gathers.
+    # A wrapper and its module share a name here. The module, which comes later, wins: regions belong inside FSDP1's gathers.
     real_names = {".".join(part for part in name.split(".") if part not in _WRAPPED): name for name, _ in model.named_modules()}
     outers = sorted(real_names, key=lambda name: name.count(".") + bool(name))
     ends = {end for name in blocks for end in ends_of(name)}

@@ -23,18 +23,17 @@ from .profiling import BlockCall, Profile, Run, recorded_in
 from .ranks import Ranks
 from .simulating import Delta, Effect, effect_of, effect_with, function_effect_of, nested_effect_of, timeline_of
 
-# Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
-_PRICES = 28  # in the sweep
-_MOST = 40  # options of a block
-_MOST_INSIDE = 12  # options in which modules inside of the block are regions
+_PRICES = 28  # prices in the sweep for a block's options
+_MOST = 40  # the most options of a block that the search tries
+_MOST_INSIDE = 12  # the most options of a block in which modules inside are regions
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """An option of a block."""
 
-    kept: tuple[int, ...] | None  # operators; None for no region, where autograd keeps what it saves
-    nbytes: float  # kept; bytes that another block holds anyway count little
+    kept: tuple[int, ...] | None  # operators whose results are kept; None for no region, where autograd decides
+    nbytes: float  # of kept results; bytes that another block holds anyway count little
     cost: float = 0.0  # of the operators that run again
     is_nested: bool = False  # whether blocks inside are regions, too
     is_function: bool = False  # whether backward calls the block again, and replays no operators
@@ -122,13 +121,13 @@ class _Graph:
         return self.choice(node for node in reached if ("needed", node) in side and ("again", node) not in side)
 
 
-#: The part of its bytes that a result counts if another block holds it anyway, as its input. Of blocks in a row, the other
-#: block lets go of it when the backward of this block begins.
+#: The fraction of its bytes that a result counts if another block holds it anyway, as an input. The next block lets go of its
+#: input when the backward of this block begins, so keeping the result costs memory only from then on.
 _SHORT = 0.02
 
 
 def lasting_in(profile: Profile) -> list[set[int]]:
-    """Returns for each entry the allocations that another entry needs in backward, whatever is kept."""
+    """Returns for each call of a block the allocations that another call needs in backward, whatever is kept."""
     needed = [{*effect_of(profile, entry, ()).ends} for entry in profile.entries]
     counts = collections.Counter(number for ends in needed for number in ends)
     return [{number for number in counts if counts[number] > (number in ends)} for ends in needed]
@@ -165,7 +164,7 @@ def _choices_inside(
 
 
 def _between(graph: _Graph, prices: Sequence[float]) -> list[Choice]:
-    """Returns the cheapest options at falling prices, by bisection: prices between two equal options have the same."""
+    """Returns the cheapest options at falling prices, by bisection: prices between two with equal options have that option."""
     by_position = {at: graph.cheapest(prices[at]) for at in (0, len(prices) - 1)}
     todo = [(0, len(prices) - 1)]
     while todo:
@@ -186,6 +185,7 @@ def _choices_of(graph: _Graph, num_ops: int) -> list[Choice]:
     ratio = (least / highest) ** (1 / (_PRICES - 1)) if highest > least else 0.5
     hull = _between(graph, [highest * ratio**number for number in range(_PRICES)])
     by_kept = {choice.kept: choice for choice in (nothing, *hull)}
+    # With only the hull, peaks were up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
     for choice in [*by_kept.values()]:
         kept = set(choice.kept or ())
         for group in graph.size:
@@ -201,7 +201,7 @@ def _front(choices: Iterable[Choice], most: int = _MOST) -> list[Choice]:
         if not front or choice.cost < front[-1].cost:
             front.append(choice)
     while len(front) > most:
-        # The option whose loss leaves the smallest gap.
+        # Drop the option whose loss leaves the smallest gap.
         gaps = [front[at + 1].nbytes - front[at - 1].nbytes for at in range(1, len(front) - 1)]
         del front[gaps.index(min(gaps)) + 1]
     return front
@@ -263,7 +263,7 @@ class Problem:
         self.memory = [torch.cat(of_ranks, 1) for of_ranks in zip(*memories, strict=True)]
 
     def _by_window(self, moments: Iterable[Delta]) -> list[tuple[int, list[Delta]]]:
-        """Returns for each window the sum before, and the changes inside."""
+        """Returns for each window the sum of the changes before it, and the changes inside."""
         inside: list[list[Delta]] = [[] for _ in range(len(self._bounds) - 1)]
         for moment in moments:
             inside[bisect.bisect_right(self._bounds, moment[0]) - 1].append(moment)
@@ -288,7 +288,7 @@ class Problem:
             for change in option:
                 inside[bisect.bisect_right(self._bounds, change[0]) - 1].append(change)
             before = first = 0
-            for window, changes in sorted(inside.items()):  # in the others nothing changes
+            for window, changes in sorted(inside.items()):  # other windows have no changes
                 row[first:window] = before
                 changed = sum(nbytes for *_, nbytes in changes)
                 if self._owners[window] == number:
@@ -318,13 +318,13 @@ class Problem:
                 changes += [(natural, -1, allocation.nbytes), (end, -1, -allocation.nbytes)]
         return [change for change in changes if change[0] < self.profile.num_rows]
 
-    # The best option of each block alone had up to 1.8 times the least peak (Mixtral), and refused budgets that fit.
+    # The best option of each block by itself gave up to 1.8 times the least peak (Mixtral), so budgets that fit were refused.
     @functools.cached_property
     def least(self) -> list[int]:
         """The choice with the least known peak, by a descent from four starts that changes a single block at a time."""
         alone = [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
         starts = [alone, [0] * len(self.blocks), *([len(costs) - back for costs in self.costs] for back in (1, 2))]
-        # Also without regions inside of blocks: a descent gets stuck earlier among more options, and could refuse a budget.
+        # Descend also without options with regions inside of blocks: among more options a descent gets stuck earlier.
         return min((self._descent([*start], without) for start in starts for without in self.without), key=self.peak)
 
     @functools.cached_property
@@ -347,7 +347,7 @@ class Problem:
         return chosen
 
     def bottleneck(self) -> str | None:
-        """Returns the block whose forward or backward has the least peak; None if the peak is outside of blocks."""
+        """Returns the block in whose forward or backward the least peak is; None if the peak is outside of blocks."""
         owner = self._owners[int(self.total(self.least).argmax())]
         return None if owner is None else self.blocks[owner]
 
@@ -390,8 +390,8 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
             last.append(ends)
         for number in set(last[0]).intersection(*last):
             common[number] = max(common[number], min(ends[number] for ends in last))
-    # A storage that its maker and its reader hold would count twice. If its maker may hold it longer than its reader, the
-    # window in which the reader lets go of it counts it to the end of the window.
+    # A storage that both its maker and its reader hold would count twice. If the maker may hold the storage longer than the
+    # reader, the storage counts to the end of the window in which the reader lets go of it.
     for number, end in longest.items():
         if natural[number] < common[number] < end:
             common[number] = bounds[bisect.bisect_left(bounds, common[number])]
@@ -426,9 +426,9 @@ def _choose(problem: Problem, budget: float, without: Sequence[list[int]]) -> li
     return chosen
 
 
-_FEW = 8  # blocks: exchanges try any three of them together
-_FEW_TO_REPEAT = 64  # blocks: the choice is also made without regions inside of them
-_PASSES = 3  # over all pairs of many blocks
+_FEW = 8  # the most blocks for which exchanges try any three blocks together
+_FEW_TO_REPEAT = 64  # the most blocks for which the choice is also made without regions inside of blocks
+_PASSES = 3  # passes over all pairs, if there are more than ``_FEW`` blocks
 
 
 def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
@@ -446,7 +446,7 @@ def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: 
 
 
 def _improve_jointly(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float, blocks: Sequence[int]) -> bool:
-    """Takes the cheapest options of some blocks that fit beside the options of the others."""
+    """Takes the cheapest options of ``blocks`` that fit with the present options of all other blocks."""
     memory, cost = total[None], torch.zeros(1, dtype=torch.float64)
     for block in blocks:
         memory = memory - problem.memory[block][chosen[block]]
@@ -491,7 +491,7 @@ def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budge
         for option in [option for option in range(len(costs)) if float(costs[option]) < float(costs[chosen[first]])]:
             after = total + problem.memory[first][option] - problem.memory[first][chosen[first]]
             saved = float(costs[chosen[first]] - costs[option]) - dearer
-            # Looks at whole rows only of the few options that save cost and make room in the fullest window.
+            # Compare whole rows, which is slow, only for options that save cost and make room in the fullest window.
             rows, least = ((saved > best) & (owners != first)).nonzero().flatten(), int(after.argmax())
             rows = rows[after[least] + (memory[rows, least] - present[owners[rows], least]) <= budget]
             rows = rows[(after + (memory[rows] - present[owners[rows]])).amax(1) <= budget] if len(rows) else rows

@@ -93,7 +93,7 @@ class Guard(OfThisProcess):
                 peak = self._ranks.most(0 if measured is None else measured.peak.nbytes)  # all ranks meet here
             except torch.OutOfMemoryError as error:
                 before.put_back()
-                # With other ranks the step cannot run again: they may wait in a collective, until their group ends.
+                # With other ranks the step cannot run again: they may wait in a collective until their group ends.
                 tighter = self._tighter() if self._ranks.is_alone else None
                 if tighter is None and (has_ledger or is_profiling() or not self._ranks.is_alone):
                     raise
@@ -118,7 +118,7 @@ class Guard(OfThisProcess):
                     raise self._above(measured, self._limit, words)
             gc.collect()
             if tighter is None:
-                has_ledger = True  # once more, for a note on what holds memory
+                has_ledger = True  # the least plan failed: run once more with a ledger, for a note on what holds memory
             else:
                 self._go_on_with(tighter, words)
 
@@ -126,7 +126,7 @@ class Guard(OfThisProcess):
         peak = ledger.peak
         there = f"in {maker_in_words(peak.origin)}" if peak.origin is not None else f"in {peak.phase}"
         return BudgetTooSmallError(
-            f"No plan of the front is below the limit: {words}, most of it {there}. Raise the limit, or pass a smaller batch.",
+            f"The tightest plan is above the limit: {words}, most of it {there}. Raise the limit, or pass a smaller batch.",
             budget=limit,
             minimum=peak.nbytes,
             bottleneck=None,
@@ -134,7 +134,7 @@ class Guard(OfThisProcess):
 
     @contextlib.contextmanager
     def _copying(self, before: StateBeforeStep) -> Iterator[None]:
-        """Copies the state of each optimizer of the model before it steps."""
+        """Copies the state of each optimizer of the model before the optimizer steps."""
 
         def copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             before.copy_for(optimizer)

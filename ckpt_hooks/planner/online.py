@@ -42,14 +42,14 @@ from .searching import Room, Search, SearchTerms, accelerator_of, check_cost, ch
 
 _logger = logging.getLogger("ckpt_hooks")
 
-_CORRECTIONS = 3  # steps measured under a plan that was off
-_OTHER = 0.1  # of the predicted peak: a step that is off by more is unlike the profiled step
-_MOST_PLANS = 4  # each for steps of other shapes
-_MOST_TRIES = 8  # steps profiled in all
+_CORRECTIONS = 3  # the most corrections of a plan whose measured peak is above the budget
+_OTHER = 0.1  # a fraction: a step whose peak is further off the prediction is unlike the profiled step
+_MOST_PLANS = 4  # each for steps of different shapes
+_MOST_TRIES = 8  # profiled steps
 _MOST_MEASURED = 16
-_MOST_FORWARDS = 64  # without a backward, as in evaluation with gradients: then planning ends
-_MOST_STEPS = 8  # of optimizers that take turns, such as a critic's and a generator's
-_ENOUGH = 2  # backwards of a step that accumulates: a third is like the second
+_MOST_FORWARDS = 64  # the most in a step with fewer than two backwards, as in evaluation with gradients: then planning ends
+_MOST_STEPS = 8  # the most optimizer steps in a step of the program, where optimizers take turns, such as a critic's
+_ENOUGH = 2  # backwards to profile in a step that accumulates gradients: a third is like the second
 
 
 def _tell_nobody(block: str, shapes: Shapes) -> None:
@@ -57,14 +57,14 @@ def _tell_nobody(block: str, shapes: Shapes) -> None:
 
 
 class _Runner(PlannedRunner):
-    """Calls a block under the present plans of a program; a copy calls it plainly."""
+    """Calls a block under the program's present plans; a copy of the runner calls the block without a region."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedRunner, (self._name, None, _tell_nobody)
 
 
 class _Backwards(Observer):
-    """Collects the graph tasks of the backwards of an open step; regions that it observes leave out the self-check."""
+    """Collects the graph tasks of backwards in an open step; observed regions also skip the self-check."""
 
     def __init__(self) -> None:
         self.tasks: set[int] = set()
@@ -73,7 +73,7 @@ class _Backwards(Observer):
         self.tasks.add(graph_task_id())
 
     def see(self, result: Any) -> None:
-        """Notes the backward of a result, even if it reaches no region."""
+        """Notes the backward of a result, even if the backward reaches no region."""
         add = self.tasks.add
         for node in {tensor.grad_fn for tensor in instances_in(result, torch.Tensor) if tensor.grad_fn is not None}:
             node.register_prehook(lambda gradients: add(graph_task_id()))
@@ -113,7 +113,7 @@ class Machine:
     ) -> None:
         self._budget, self._margin, self._cost = budget, margin, cost
         self._reference = weakref.ref(model)
-        # A list of models may be made for this call, without another owner.
+        # A container without a forward, such as a ModuleList of models made for this call, may have no other owner.
         self._container = model if type(model).forward is Module.forward else None
         self._device = accelerator_of(model)
         self.names = names
@@ -127,14 +127,14 @@ class Machine:
         self._open: _Step | None = None
         self._optimizers: set[int] = set()
         self._is_profile = False  # whether the open step is to be a profile
-        self._seen: dict[str, dict[Shapes, None]] = {}  # in the open step
-        self._others: dict[str, dict[Shapes, None]] = {}  # without a plan, since the latest profile
+        self._seen: dict[str, dict[Shapes, None]] = {}  # by block: shapes of calls in the open step
+        self._others: dict[str, dict[Shapes, None]] = {}  # by block: shapes that no plan has, since the latest profile
         self._target = 0.0
         self._searches: list[Search] = []
         self._num_profiled = self._num_measured = self._num_corrected = self._num_steps = 0
-        self._has_again = False  # whether a step was profiled again for a peak that was off
+        self._has_again = False  # whether a step was profiled again since its peak was off the prediction
         self._passes_by = False  # whether the rest of a step is ignored, since its beginning was profiled
-        self._outermost: Module | None = None  # the called module
+        self._outermost: Module | None = None  # the module whose call is the outermost
         self._depth = self._thread = 0
         self._observing: contextlib.ExitStack = contextlib.ExitStack()
         self._ranks: Ranks | None = None
@@ -151,7 +151,7 @@ class Machine:
     @property
     def _model(self) -> Module:
         model = self._reference()
-        assert model is not None  # a module of the model runs
+        assert model is not None  # a hook of the model's modules is running, so the model is alive
         return model
 
     def runners(self) -> dict[str, PlannedRunner]:
@@ -185,9 +185,9 @@ class Machine:
         if self._open is not None:
             self._open.abandon()
             self._open = None
-            giving_way.clear()  # a process has at most a single open profile
+            giving_way.clear()  # of all threads: a process has at most one open profile
 
-    # What the program does.
+    # Hooks: what the program does.
 
     def _begins(self, module: Module, args: Any) -> None:
         thread = threading.get_ident()
@@ -217,7 +217,7 @@ class Machine:
             if self._open.num_forwards > _MOST_FORWARDS:
                 self._abandon()
                 self._give_up(
-                    "64 forwards ran without a backward. Call undo() to evaluate with gradients, or run backward after forward"
+                    "64 forwards ran with at most one backward. Call undo() to evaluate with gradients, or run backward earlier"
                 )
             if self._open is None or len(self._open.backwards.tasks) < _ENOUGH:
                 return
@@ -230,7 +230,7 @@ class Machine:
             self._give_up("the model is compiled, and a compiler keeps other results. Pass the model before torch.compile")
             return
         with ranks.together():
-            if not all(ranks.all(not is_profiling())):  # the program profiles this step: the next one is profiled here
+            if not all(ranks.all(not is_profiling())):  # the program profiles this step, so the next step is profiled here
                 return
         self._is_profile = self._next == "profile"
         self._seen = {name: {} for name in self.names}
@@ -240,16 +240,17 @@ class Machine:
                 runner.keep({})
         blocks = Blocks(model, self.names).roots if self._is_profile else None
         self._fit_in(ranks)
-        # Old garbage that is freed in the step would lower its peak. Before a measured step it is all young.
+        # Garbage that is freed in the step would lower its peak. Before a measured step little old garbage is left, since the
+        # profiled step began with a full collection.
         gc.collect(2 if self._is_profile else 1)
-        if self._is_profile or not self._optimizers:  # looks at all objects of the program
+        if self._is_profile or not self._optimizers:  # slow: looks at all objects of the program
             self._optimizers = {id(trainer.param_groups) for trainer in trainers_of(model) if isinstance(trainer, Optimizer)}
         with contextlib.suppress(RuntimeError):  # raised if another thread profiles
             self._open = _Step(self._optimizers, blocks, self._device)
             giving_way[self._thread] = _weakly(self._abandon)
 
     def _fit_in(self, ranks: Ranks) -> None:
-        """Sets the budget to the memory of the accelerator that the step may take: the profiled step may have made states."""
+        """Sets the budget to the accelerator's free memory, which states made by the profiled step may have lowered."""
         if self._device is None or isinstance(self._budget, float):
             return
         if self._budget == "auto":
@@ -268,7 +269,7 @@ class Machine:
         if self._reference() is None:  # the model is gone; the program holds only the handle
             return
         if graph_task_id() == -1 and self._outermost is not None and threading.get_ident() == self._thread:
-            self._outermost = None  # a KeyboardInterrupt left a forward without its hooks
+            self._outermost = None  # a KeyboardInterrupt ended a forward without its hooks
             self._observing.close()
         self._passes_by = False
         if graph_task_id() == -1 and self._open is not None and self._open.has_ended(optimizer):
@@ -277,7 +278,7 @@ class Machine:
             self._ask_others(optimizer)
 
     def _ask_others(self, optimizer: Optimizer) -> None:
-        """Makes all ranks profile a step if any has met other shapes; they ask each other in steps 1, 2, 4, 8, ..."""
+        """Makes all ranks profile a step if any has met shapes of no plan; ranks ask each other in steps 1, 2, 4, 8, ..."""
         parameters, ranks = {id(parameter) for parameter in self._model.parameters()}, self._together()
         if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             return
@@ -291,7 +292,7 @@ class Machine:
         self._seen[block][shapes] = None
 
     def _has_other(self, block: str, shapes: Shapes) -> None:
-        """Notes a call with shapes of no plan: it keeps nothing, and a later step is profiled."""
+        """Notes a call with shapes of no plan: the call keeps nothing, and a later step is profiled."""
         if self._open is not None and self._is_profile:
             return
         if not self._may_profile() and self.plans:
@@ -309,7 +310,7 @@ class Machine:
             self._ranks = Ranks()
         return self._ranks
 
-    # What becomes of a step.
+    # The end of a step.
 
     def _close(self) -> None:
         step, self._open = self._open, None
@@ -330,12 +331,12 @@ class Machine:
     def _profiled(self, profile: Profile, peak: int) -> None:
         model, ranks = self._model, self._together()
         self._num_profiled += 1
-        # Nothing was restored if the program's profiler began in the step, or no backward ran.
+        # No tensor was restored if the program's own profiler began in the step, or no backward ran.
         is_whole = any(handle.restored is not None for entry in profile.entries for handle in entry.handles)
         if not all(ranks.all(is_whole)):
             if self._num_profiled >= _MOST_TRIES:
                 self._give_up(
-                    "no backward asked for a tensor that blocks had dropped. Leave out blocks that take no part in the loss"
+                    "no backward needed a result of a block in any profiled step. Select blocks that take part in the loss"
                 )
             return
         self._next, self._others = None, {}
@@ -360,7 +361,7 @@ class Machine:
             self._keep()
             warn_user(
                 f"A step of other shapes takes {format_bytes(least)} at least, above the budget of "
-                f"{format_bytes(self.budget)}: in such steps blocks keep nothing."
+                f"{format_bytes(self.budget)}, so blocks keep nothing in it. Raise memory_budget, or pass smaller batches."
             )
             return
         self._searches.append(search)
@@ -403,7 +404,7 @@ class Machine:
         )
         is_above, is_off = peak > self.budget * (1 - self._margin), abs(peak / plan.predicted_peak - 1) > _OTHER
         if (is_off and not self._has_again) or (is_above and not self._searches):
-            # The profiled step was unlike later steps: it failed, or it made the state of an optimizer.
+            # The profiled step was unlike later steps: the step failed, or made the state of an optimizer.
             self._has_again, self._next = True, "profile"
             self.plans.pop()
             return
@@ -442,7 +443,7 @@ def machine_of(
     check_model(model)
     if plan is not None:
         plan = Plan.from_json(plan) if isinstance(plan, Mapping) else plan
-        check_is(plan, Plan, "plan", "a Plan, or the result of an earlier to_json()", "Leave it out to make one.")
+        check_is(plan, Plan, "plan", "a Plan, or the result of an earlier to_json()", "Leave out plan to make a new plan.")
         names = [*dict.fromkeys(block.name for variant in (plan, *plan.others) for block in variant.blocks)]
         if plan.chunks or any(block.around for block in plan.blocks):
             raise ValueError(

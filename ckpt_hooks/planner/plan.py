@@ -232,7 +232,7 @@ class Plan(PlanData, Printed):
         return plan_of(dataclasses.replace(data, least_peak=self.least_peak, _model=self._model, _search=self._search))
 
     def _tighter(self) -> Plan | None:
-        """Returns the plan a step of the front below this one; None if this is the least."""
+        """Returns the plan whose budget is a step of the front lower; None if no plan has a lower peak."""
         search = self._profiled("guard")
         budget = max(search.least_of_all, int(self.predicted_peak - step_of(search)))
         tighter = self._at(budget, *search.cheapest(budget))
@@ -358,8 +358,8 @@ class Plan(PlanData, Printed):
         if free < self.budget * _CLOSE or self.next_peak <= self.budget:
             return ""
         return (
-            f"{format_bytes(free)} of the budget stay free: with the next cheaper option of any one block the peak is "
-            f"{format_bytes(self.next_peak)}."
+            f"{format_bytes(free)} of the budget stay free: with a cheaper option for any block, the peak would be "
+            f"{format_bytes(self.next_peak)} or more."
         )
 
     def _outside(self) -> str:
@@ -367,9 +367,9 @@ class Plan(PlanData, Printed):
             return ""
         most = self.outside_module or "the step"
         return (
-            f"{format_bytes(self.outside_bytes)} of the peak are outside of all blocks, most of {most}: no plan of these "
-            "blocks lowers that. A head with its loss takes less memory in chunks of rows: for a module that has both, "
-            "`plan_memory(..., chunks={'head': (1, 4, 8)})` chooses how many."
+            f"{format_bytes(self.outside_bytes)} of the peak are outside of all blocks, mostly in {most}, and no plan of these "
+            "blocks lowers them. A module with both the head and the loss takes less memory in chunks of rows: "
+            "`plan_memory(..., chunks={'head': (1, 4, 8)})` chooses their number."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -388,12 +388,12 @@ class Plan(PlanData, Printed):
         """
         try:
             plan: Plan = _read(values, "plan", "Plan")
-        except RecursionError:  # plans in others of plans, a thousand levels deep
-            raise wrong(values, "plan", "a plan whose others have no others", _ADVICE, ValueError) from None
+        except RecursionError:  # the values nest ``others`` a thousand levels deep
+            raise wrong(values, "plan", "a plan whose `others` have no `others`", _ADVICE, ValueError) from None
         return plan
 
 
-#: The part of a budget that may stay free without a remark.
+#: The fraction of a budget that may stay free without a remark.
 _CLOSE = 0.005
 
 #: The version of plans in files, which changes if the meaning of a field does.
@@ -408,7 +408,7 @@ def _is_operator(name: Any) -> bool:
     return False
 
 
-#: The test of a single value, and its words: by the field's type, or by its name if that is narrower.
+#: The test of a single value, and words for valid values: by the field's type, or by its name if the name allows fewer values.
 _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: type(value) is int and 0 <= value < 2**63, "an integer from 0"),
     "float": (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0"),
@@ -565,6 +565,6 @@ def plan_memory(
     """
     options = PlanOptions(blocks, total, margin, tolerance, cost, chunks, dry_run)
     ranks = Ranks(group)
-    # The self-check takes time in the steps that are measured.
+    # The self-check would add its time to the measured seconds.
     with ranks.together(), set_self_check(False), shown("plan_memory", progress):
         return plan_of(searched(model, step, memory_budget, ranks, options))

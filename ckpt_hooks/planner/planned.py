@@ -1,4 +1,4 @@
-"""Modules under a plan: blocks, whose calls go by their shapes, and modules that run in chunks."""
+"""Modules under a plan: blocks whose calls keep what the plan for their shapes says, and modules that run in chunks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _size_of(shapes: Shapes) -> int:
 
 
 def _are_rows(shapes: Shapes, others: Shapes) -> bool:
-    """Whether two calls differ in the numbers of rows alone, as calls of experts."""
+    """Whether two calls differ only in the numbers of rows, as calls of experts do."""
     return [(dtype, (shape or ())[1:]) for dtype, shape in shapes] == [(dtype, (shape or ())[1:]) for dtype, shape in others]
 
 
@@ -199,7 +199,7 @@ class PlannedRunner(RegionRunner):
         super().__init__(True, {"name": name, "replay_whole": False})
         self._called_again = RegionRunner(False, {"name": name})
         self._name, self._on_other = name, on_other
-        # By module: names of submodules are relative to the called module, and replicas share this object.
+        # Runners by module: names of submodules are relative to the called module, and replicas of a model share this object.
         self._runners: weakref.WeakKeyDictionary[Any, dict[Runs | InnerRegions, RegionRunner]] = weakref.WeakKeyDictionary()
         self.keep(kept)
 
@@ -367,7 +367,7 @@ def chunk(model: Module, chunking: Iterable[PlannedChunks], names: Mapping[str, 
 
 def _put_back(reference: weakref.ref[Any], chunks: int | None) -> None:
     if (module := reference()) is not None:
-        if chunks is None:  # the class has the attribute
+        if chunks is None:  # the instance had no value, so the class's counts again
             vars(module).pop("chunks", None)
         else:
             module.chunks = chunks
@@ -375,7 +375,7 @@ def _put_back(reference: weakref.ref[Any], chunks: int | None) -> None:
 
 @contextlib.contextmanager
 def applied(model: Module, select: Any, chunking: Chunking) -> Iterator[None]:
-    """Makes blocks regions, and modules run in chunks, in a block of code."""
+    """Makes blocks regions, and modules run in chunks, inside a ``with`` statement."""
     names = {cut.name: cut.name for cut in chunking}
     with chunk(model, chunking, names), apply_checkpointing(model, select) if select else contextlib.nullcontext():
         yield

@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 class _BlockMarks(RegionMarks):
-    """Marks what regions of blocks do, with their operators."""
+    """Adds a mark for each event of the regions of blocks, and for each operator in them."""
 
     wants_operators = True
 
@@ -42,10 +42,10 @@ class _BlockMarks(RegionMarks):
         self._blocks = blocks
         self._names: dict[str, dict[int, str]] = {}
         self._counts: dict[int, collections.Counter[tuple[str, str]]] = {}
-        self._outermost: dict[int, Region] = {}  # the outermost block's region around each, by number
+        self._outermost: dict[int, Region] = {}  # by a region's number: the region of the outermost block around
 
     def entered(self, region: Region) -> None:
-        # A span counts operators of regions inside, since a plan may make the span alone a region.
+        # A span counts operators of regions inside, since a plan may make only the span a region.
         outer = self._outermost.get(region.parent or 0, region)
         self._outermost[region.id] = outer if outer.path[-1] in self._blocks else region
         super().entered(region)
@@ -78,25 +78,25 @@ class _BlockMarks(RegionMarks):
 
 @dataclasses.dataclass(slots=True)
 class ProfiledAllocation:
-    """Memory allocated in the step; ``born`` and ``freed`` are rows; ``freed`` is the number of rows without a free."""
+    """Memory allocated in the step; ``born`` and ``freed`` are rows, and ``freed`` is ``num_rows`` if no row frees it."""
 
     nbytes: int
     born: int
     freed: int
-    is_again: bool  # by the recompute of a block
+    is_again: bool  # whether the recompute of a block allocated the memory
     is_lent: bool = False  # whether the program freed the memory under a tensor that a block held, as FSDP2 does to parameters
 
 
-#: A storage at a moment: the index of its allocation, and how often operators of the entry had written to it.
+#: A storage at a moment: the index of its allocation, and the number of earlier writes by operators of the block's call.
 StorageVersion = tuple[int, int]
 
 
 @dataclasses.dataclass(slots=True)
 class OpRun:
-    """An operator of an entry."""
+    """An operator in a call of a block."""
 
     name: str
-    run: Run | None  # None where policies are not asked
+    run: Run | None  # None if policies are not asked about the operator
     reads: list[StorageVersion]
     makes: list[StorageVersion]  # made or written, each once
     fresh: list[int]  # the allocations of the results
@@ -127,9 +127,9 @@ class BlockCall:
     handles: list[Request] = dataclasses.field(default_factory=list)
     maker: dict[StorageVersion, int] = dataclasses.field(default_factory=dict)  # the operator which makes each value
     in_order: bool = False  # whether replays run whole, in forward's order
-    inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks, which share its operators
-    direct_handles: list[Request] = dataclasses.field(default_factory=list)  # the handles of no call inside
-    first: int = 0  # the number of operators of the call around when this call began
+    inside: list[BlockCall] = dataclasses.field(default_factory=list)  # calls of blocks inside, whose operators ``ops`` has too
+    direct_handles: list[Request] = dataclasses.field(default_factory=list)  # handles that belong to no call inside
+    first: int = 0  # the number of operators that the call around had run when this call began
     first_handle: int = 0
     part: str = ""  # the name of a module inside that may be a region in place of the block
 
@@ -158,7 +158,7 @@ class BlockCall:
 
 
 #: The cost of recording an operator, and of replaying it: roughly the operations that a core of a host computes in 60 and 10
-#: microseconds. An accelerator computes them in no time: there the host's work counts nothing, like its launches of kernels.
+#: microseconds. An accelerator computes as many in almost no time, so the host's work is nearly free there, like launches.
 PRICES = 3_000_000.0, 500_000.0
 #: Roughly the seconds in which a core of a host records an operator, replays it, and prepares a second call. Exact times
 #: would need steps without regions, which may not fit.
@@ -181,9 +181,9 @@ class Profile:
     num_rows: int
     allocations: list[ProfiledAllocation]
     entries: list[BlockCall]
-    older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
-    others_cost: float = 0.0  # of recomputes of other regions, such as regions of chunks
-    times: dict[object, list[float]] = dataclasses.field(default_factory=dict)  # of second runs, by :func:`_alike`
+    older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes, negative
+    others_cost: float = 0.0  # of recomputes in other regions, such as chunks
+    times: dict[object, list[float]] = dataclasses.field(default_factory=dict)  # of second runs, by the key of :func:`_alike`
     # What a recorded region adds to the cost of each operator, and of each operator that it replays.
     record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
@@ -206,7 +206,7 @@ class Profile:
         return sum(op.cost for op in ops) / max(1e-9, sum(op.seconds for op in ops))
 
     def cost_by_seconds(self, per_second: float) -> None:
-        """Makes all costs times, in the unit of the cost by operations."""
+        """Replaces all costs by measured seconds, converted to the unit of operations."""
         self.record_seconds, self.replay_seconds, self.call_seconds = _SECONDS
         self.record_cost, self.replay_cost = self.record_seconds * per_second, self.replay_seconds * per_second
         self.call_cost = self.call_seconds * per_second
@@ -214,14 +214,14 @@ class Profile:
             op.cost = op.seconds * per_second if op.cost else 0.0  # views are free
 
     def spread(self) -> float:
-        """Returns how far times of second runs on equal sizes are from their median, as a part of all times."""
+        """Returns how far times of second runs on equal sizes are from their median, as a fraction of all times."""
         runs = [(times, statistics.median(times)) for times in self.times.values()]
         apart = sum(abs(seconds - median) for times, median in runs for seconds in times)
         return apart / max(1e-9, sum(median * len(times) for times, median in runs))
 
 
-#: The cost of a moved byte: roughly the operations that an accelerator computes in that time. Without it pointwise operators,
-#: most of the recompute of a network of convolutions, would be free.
+#: The cost of a moved byte: roughly the operations that an accelerator computes while it moves a byte. Without this cost,
+#: pointwise operators, most of the recompute of a network of convolutions, would be free.
 _BYTE = 10
 
 
@@ -257,7 +257,7 @@ def _count(operator: Operator) -> float:
 
 
 class ModelHook:
-    """Calls a method of a plan, from hooks of a model's modules; copies and pickles of the model are without plans."""
+    """A hook of a module that calls a method of a plan; copies and pickles of the hook do nothing."""
 
     def __init__(self, method: Callable[..., Any] | None = None) -> None:
         self._method = method
@@ -284,7 +284,7 @@ def _parts_of(blocks: Mapping[str, Module]) -> Iterator[tuple[str, str, Module]]
 
 
 class OpenStep:
-    """A step under the profiler, until it ends; with blocks, their regions keep nothing, and replay by value."""
+    """A step under the profiler, until ``end``; if blocks are given, their regions have to keep nothing."""
 
     def __init__(self, blocks: Mapping[str, Module] | None, device: torch.device | None = None) -> None:
         self._device = "cpu" if device is None else device.type
@@ -337,7 +337,7 @@ class OpenStep:
 
 
 def profile_step(step: Callable[[], Any], blocks: Mapping[str, Module]) -> Profile:
-    """Runs a step whose blocks are recorded regions that keep nothing, and replay by value."""
+    """Profiles a step; its blocks have to be recorded regions that keep nothing and do not replay whole."""
     open_step = OpenStep(blocks)
     try:
         with observe(open_step.observers[0]):
@@ -352,22 +352,22 @@ def profile_step(step: Callable[[], Any], blocks: Mapping[str, Module]) -> Profi
 
 
 class _Reader:
-    """Reads the rows of a step; a mark among them calls the method of its name, from ``entered`` on."""
+    """Reads the rows of a step; each mark in a row calls the method of the mark's name, such as ``entered``."""
 
     def __init__(self, blocks: set[str], older: dict[int, int]) -> None:
         self._blocks, self._older = blocks, older
         self._alive: dict[int, int] = {}
         self._allocations: list[ProfiledAllocation] = []
         self._freed: list[tuple[int, int]] = []
-        self._entries: dict[int, dict[int, BlockCall]] = {}  # by region: the calls of blocks around, by region
+        self._entries: dict[int, dict[int, BlockCall]] = {}  # by region: the calls of the blocks around, each by its region
         self._handles: dict[tuple[int, int], list[Request]] = {}
-        self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
+        self._versions: dict[tuple[int, int], int] = {}  # numbers of writes, by region and allocation
         self._recomputes: list[int] = []
         self._latest: dict[str, BlockCall] = {}  # the open call of each block
-        self._begun = 0  # the bytes in use when the latest operator ended, and the most since
-        self._live = self._most = 0
-        self._first, self._has_begun = 0, False  # the number of allocations then, and whether there were any since
-        self._seen = 0  # allocations up to the latest operator of forward
+        self._begun = 0  # the bytes in use when the running operator began to allocate
+        self._live = self._most = 0  # the bytes in use now, and the most since ``_begun``
+        self._first, self._has_begun = 0, False  # allocations before the running operator, and whether it has made any
+        self._seen = 0  # the number of allocations when the latest operator of forward ended
         self._at = 0  # the row
         self._again = 0.0
         self._times = collections.defaultdict[tuple[object, bool], list[float]](list)
@@ -378,7 +378,7 @@ class _Reader:
                 getattr(self, row.mark.event)(*row.mark.args)
             elif row.nbytes > 0:
                 self._alive[row.address] = len(self._allocations)
-                # Recomputes of other regions are the same under each plan, so their memory is not left out.
+                # Recomputes of other regions are the same under each plan, so simulations keep their allocations.
                 is_again = any(region in self._entries for region in self._recomputes)
                 self._allocations.append(ProfiledAllocation(row.nbytes, self._at, len(rows), is_again))
                 self._change(row.nbytes)
@@ -395,14 +395,14 @@ class _Reader:
             for number, (first, _) in entry.outside().items():
                 self._allocations[number].is_lent |= self._allocations[number].freed < first
         for op in itertools.chain(*(entry.ops for entry in entries)):
-            # The times of second runs if there are any: a first run is cold, and includes the recorder's time.
+            # Prefer the times of second runs: a first run is cold, and includes the recorder's time.
             times = self._times.get((op.alike, True), []) or self._times.get((op.alike, False), [0.0])
             op.seconds = statistics.median(times)
         again = {alike: times for (alike, is_again), times in self._times.items() if is_again}
         return Profile(len(rows), self._allocations, entries, self._freed, self._again, again)
 
     def _change(self, nbytes: int) -> None:
-        if nbytes > 0 and not self._has_begun:  # what the operator before has read is freed by now
+        if nbytes > 0 and not self._has_begun:  # starts here, after inputs of the last operator were freed
             self._has_begun, self._begun, self._most = True, self._live, self._live
         self._live += nbytes
         self._most = max(self._most, self._live)
@@ -438,7 +438,7 @@ class _Reader:
             part.maker = {value: at - part.first for value, at in outer.maker.items() if at >= part.first}
 
     def saved(self, region: int, position: int, address: int) -> None:
-        for around, entry in self._entries.get(region, {}).items():  # positions below 0 are of tensors kept as they are
+        for around, entry in self._entries.get(region, {}).items():
             handle = Request(self._value_at(around, address), None, sys.maxsize)
             self._handles.setdefault((region, position), []).append(handle)
             entry.handles.append(handle)

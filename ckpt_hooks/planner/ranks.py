@@ -24,7 +24,7 @@ from ckpt_hooks.errors import CheckpointError
 T = TypeVar("T")
 
 _LOOK = 0.1  # seconds between two checks for a failed rank, and at most between two checks for awaited keys
-_GRACE = 5.0  # seconds in which a rank leaves its step after another has failed, and in which the others hear of a failure
+_GRACE = 5.0  # seconds for a rank to leave its step after another rank failed, and for all ranks to hear of a failure
 
 
 class Ranks:
@@ -34,13 +34,13 @@ class Ranks:
         self._rank, self._names, self._patience = 0, [0], 0.0
         self._store: Any = None  # for all calls; ``_call`` is the store for this call
         self._call: Any = None
-        self._number = 0  # of the latest exchange
-        self._left: list[tuple[Any, tuple[str, str]]] = []  # calls with keys of this rank in the store
+        self._number = 0  # the number of the latest exchange in this call
+        self._left: list[tuple[Any, tuple[str, str]]] = []  # earlier calls, with this rank's keys in the store
         self._failure: tuple[int, str] | None = None  # the rank that has failed, and its error in words
         self.is_part = False  # whether ranks outside of the group have plans of their own
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
         if group is not None and not (is_there and isinstance(group, torch.distributed.ProcessGroup)):
-            raise wrong(group, "group", "a process group which this process is in", "Pass one of torch.distributed.new_group.")
+            raise wrong(group, "group", "a process group with this process", "Pass a result of torch.distributed.new_group.")
         size = torch.distributed.get_world_size(group) if is_there else 1
         self.is_part = is_there and size < torch.distributed.get_world_size()
         if size == 1:
@@ -101,18 +101,18 @@ class Ranks:
             if self._failure is not None:
                 raise self._error()
             raise CheckpointError(
-                f"{_in_words(missing)} did not come within {self._patience:g} s, the timeout of the process group. All ranks "
+                f"{_in_words(missing)} did not join within {self._patience:g} s, the timeout of the process group. All ranks "
                 "have to call plan_memory and the methods of its plan, with steps that take part in the same collectives. Pass "
                 "group=... to plan with some ranks only, or a group of one rank."
             )
         keys = [f"{self._number}/{rank}" for rank in range(len(self._names))]
         values = [pickle.loads(zlib.decompress(packed)) for packed in self._call.multi_get(keys)]
-        if self._number > 1:  # all ranks have read it, since they have come to this exchange
+        if self._number > 1:  # all ranks have come to this exchange, so they have read the values of the last
             self._call.delete_key(f"{self._number - 1}/{self._rank}")
         return values
 
     def _missing(self, place: str, patience: float) -> list[int]:
-        """Waits until all ranks have come to a place; returns ranks that did not in time, or before a rank failed."""
+        """Waits until all ranks have set their keys of a place; returns ranks that have not when time is up or a rank fails."""
         keys = {name: f"{place}/{rank}" for rank, name in enumerate(self._names)}
         end, pause = time.monotonic() + patience, 1e-3
         while not self._call.check([*keys.values()]):
@@ -126,7 +126,7 @@ class Ranks:
         return self._failure is not None and self._failure[0] != self._names[self._rank]
 
     def first(self, function: Callable[[], T]) -> T:
-        """Returns the result of a function, which the first rank alone calls."""
+        """Returns the result of a function that only the first rank calls."""
         values: Any = self.all(function() if self._rank == 0 else None)
         value: T = values[0]
         return value
@@ -135,7 +135,7 @@ class Ranks:
         return max(self.all(value))
 
     def attempt(self, function: Callable[[], T]) -> T | None:
-        """Returns the result of a function; None on all ranks if it raises a CheckpointError on any."""
+        """Returns the result of a function; None on all ranks if the function raises a CheckpointError on any rank."""
         outcome = None
         with contextlib.suppress(CheckpointError):
             outcome = function()
@@ -175,7 +175,7 @@ class Ranks:
                 return
 
     def _fail(self, call: Any, error: BaseException) -> None:
-        """Tells the other ranks of an error, or confirms that this rank has heard of theirs, which may be its cause."""
+        """Tells other ranks of an error, or confirms that this rank has heard of another rank's, which may be the cause."""
         failure = self._names[self._rank], f"{type(error).__name__}: {error}".rstrip(": ")
         with contextlib.suppress(RuntimeError):  # raised if the store is gone
             self._failure = self._failure or tuple(json.loads(call.compare_set("failed", "", json.dumps(failure))))

@@ -32,8 +32,8 @@ dry_mode: ContextVar[Any] = ContextVar("dry_mode", default=None)
 
 @contextlib.contextmanager
 def as_before(model: Module) -> Iterator[None]:
-    """Restores a model at the end of a block, an exception included."""
-    gc.collect()  # old garbage that is freed in a step would lower its peak
+    """Restores a model at the end of a ``with`` statement, also after an exception."""
+    gc.collect()  # garbage that is freed in a step would lower the step's peak
     with dry_mode.get() or contextlib.nullcontext():
         before = StateBeforeStep(model, trainers_of(model))
         try:
@@ -47,7 +47,7 @@ class StateBeforeStep:
 
     # Holds parameters, buffers, gradients, and attributes of modules and trainers: tensors, generators, arrays, and containers
     # at any depth, such as hooks. Optimizer state that the step makes is removed. Copies lie on the host. With ``is_late``,
-    # ``copy_for`` alone copies parameters and optimizer state.
+    # only ``copy_for`` copies parameters and optimizer state.
 
     def __init__(self, model: Module, trainers: Sequence[Any], *, is_late: bool = False) -> None:
         self._contents = _TensorContents()
@@ -71,7 +71,7 @@ class StateBeforeStep:
         """Copies the tensors to which an optimizer is about to write."""
         tensors = instances_in(optimizer.param_groups, torch.Tensor) + state_of(optimizer)
         if self._contents.take(tensors):  # the optimizer trains the model
-            self._contents.add(vars(optimizer))  # no effect unless the optimizer is new
+            self._contents.add(vars(optimizer))  # ``add`` skips optimizers from before the step
 
     def put_back(self) -> None:
         """Restores everything; raises a CheckpointError if a tensor was written to without a copy."""
@@ -86,8 +86,9 @@ class StateBeforeStep:
         leave(self._random)
         if lost:
             raise CheckpointError(
-                f"The step failed, after it wrote to {describe_tensor(lost[0])}, a parameter or the state of an optimizer, "
-                "outside of any `optimizer.step()`: that write cannot be undone. Load a checkpoint, and write after the step."
+                f"The step failed, and had written to {describe_tensor(lost[0])}, a parameter or the state of an optimizer, "
+                "outside of any `optimizer.step()`: this write cannot be undone. Load saved parameters and optimizer states, "
+                "and move the write out of the guarded step."
             )
 
 
@@ -113,20 +114,20 @@ class _HostCopy:
         return self._data is None and self.is_written
 
     def put_back_if_written(self) -> None:
-        """Writes the content back if the version counter has changed: a write is an error in graphs that saved the tensor."""
+        """Writes the content back if the version counter has changed: each write breaks graphs that saved the tensor."""
         if self.is_written:
             self.put_back()
 
     def put_back(self) -> None:
-        """Writes the content back unless it is equal: a write is an error in graphs that saved the tensor."""
+        """Writes the content back unless it is equal: each write breaks graphs that saved the tensor."""
         if self._data is None:
             return
         is_dense = self._data.layout is torch.strided and type(self.tensor) in (torch.Tensor, torch.nn.Parameter)
         if is_dense and not self.is_written and torch.equal(self.tensor.detach().cpu(), self._data):
             return
-        # Not to ``detach()``, which has its own indices if the tensor is sparse.
+        # Write to the tensor itself: the ``detach()`` of a sparse tensor has its own indices.
         self.tensor.copy_(self._data)
-        if self._data.layout is torch.sparse_coo:  # ``copy_`` does not copy the flag
+        if self._data.layout is torch.sparse_coo:  # ``copy_`` does not copy the flag of coalesced tensors
             self.tensor._coalesced_(self._data.is_coalesced())
 
 
@@ -215,7 +216,7 @@ def optimizer_state(model: Module) -> dict[int, tuple[str, int]]:
 
 @contextlib.contextmanager
 def dry(model: Module) -> Iterator[None]:
-    """Runs the steps of a block on fake tensors; a model's meta tensors are on the default device there."""
+    """Runs steps in a ``with`` statement on fake tensors; a model's meta tensors are on the default device there."""
     from ckpt_hooks._torch.dry import DryMode  # loads a part of torch's compiler, which takes a second
 
     mode = DryMode()

@@ -37,13 +37,13 @@ from .ranks import Ranks
 from .restoring import as_before, dry, dry_mode, optimizer_state
 from .simulating import natural_ends, peak_of
 
-# The prediction is within 0.1% for most models. It is up to 4% off with custom autograd functions, of which a replay makes all
-# results at once; a correction brings the peak within the tolerance.
+# The most plans measured before the least plan. Predicted peaks are within 0.1% for most models, but up to 4% off with custom
+# autograd functions, since a replay makes all results of such a function at once.
 _CORRECTIONS = 3
-_OFF = 1e-3  # the part by which the peak without regions may be predicted too low
-#: Steps that are run to measure a plan: with corrections, a check of blocks called again, and the least where none fits.
+_OFF = 1e-3  # the predicted peak without regions may be too low by this fraction
+#: The most steps run to measure a plan: corrections, a check of blocks that backward calls again, the least plan if none fits.
 MOST_MEASURED = _CORRECTIONS + 2
-_SPREAD = 0.5  # of measured seconds: above it they say less than counted operations
+_SPREAD = 0.5  # a fraction: where measured seconds vary more, counted operations predict costs better
 
 
 class PlanOptions(NamedTuple):
@@ -61,7 +61,7 @@ class PlanOptions(NamedTuple):
 def searched(
     model: Module, step: Callable[[Module], Any], memory_budget: Budget, ranks: Ranks, options: PlanOptions
 ) -> PlanData:
-    """Returns the plan that fits; all ranks call it together."""
+    """Returns the plan that fits; all ranks search together."""
     blocks, total, margin, tolerance, cost, chunks, dry_run = options
     if checked_flag(dry_run, "dry_run"):
         for value, name, wanted in ((memory_budget, "memory_budget", "auto"), (cost, "cost", "seconds")):
@@ -72,7 +72,7 @@ def searched(
         with dry(model):
             plan = searched(model, step, memory_budget, ranks, options._replace(dry_run=False))
         return dataclasses.replace(plan, is_measured=False, predicted_peak=plan.measured_peak)
-    # All arguments are checked before the first profile.
+    # Check all arguments first: a profile takes a whole step.
     if memory_budget != "auto":
         parsed(memory_budget)
     checked_flag(total, "total")
@@ -88,7 +88,7 @@ def searched(
     chunkings = chunkings_of(model, {} if chunks is None else chunks)
     arguments = {"memory_budget": memory_budget, "total": total, "margin": margin, "tolerance": tolerance, "cost": cost}
     ranks.agree({**arguments, "chunks": chunkings, "blocks": selected})
-    base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies are made on the host
+    base = memory_ledger(lambda: None).base_nbytes if total else 0  # measured before copies of the model lie on the host
     most = 2 * len(chunkings) + MOST_MEASURED
     with as_often(model, step, ranks, most) as step:
         terms = SearchTerms(None, margin, device, ranks.most(base))
@@ -103,7 +103,7 @@ def searched(
             if not searches:
                 terms = terms._replace(per_second=cost_per_second(ranks, parts[0], cost, device))
             searches.append(Search(ranks, terms, *parts, chunks=chunking))
-            # Spans fail if the model calls its layers in another order.
+            # A span raises if the model calls its layers in another order: then only blocks are searched.
             nested = ranks.attempt(functools.partial(profiled, model, step, around, chunking)) if around else None
             if nested is not None:
                 spans = Search(ranks, terms, *nested, chunks=chunking)
@@ -124,8 +124,8 @@ def cost_per_second(ranks: Ranks, profile: Profile, cost: str | None, device: to
 
 @contextlib.contextmanager
 def as_often(model: Module, step: Callable[[Module], Any], ranks: Ranks, most: int) -> Iterator[Callable[[Module], Any]]:
-    """Yields the step, counted; if other ranks plan by themselves, runs it in the end until it has run ``most`` times."""
-    # Such groups, as stages of a pipeline, meet in collectives of the step: all have to run it the same number of times.
+    """Yields the step, counted; if the group has only some of all ranks, adds runs at the end, up to ``most`` in all."""
+    # Groups that plan separately, such as pipeline stages, meet in collectives of the step, so all run the step equally often.
     runs = 0
 
     def counted(model: Module) -> Any:
@@ -163,8 +163,8 @@ def profiled(
         shapes = {name: of for name, of in shapes.items() if of}
     elif missing:
         raise ValueError(
-            f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave them out of blocks, or call them with "
-            "gradients enabled."
+            f"The step never calls {', '.join(map(repr, missing))} with gradients enabled. Pass blocks that the step calls, or "
+            "enable gradients in the step."
         )
     return profile, blocks, shapes
 
@@ -173,12 +173,12 @@ def _warn_of_cold(before: Mapping[int, tuple[str, int]], after: Mapping[int, tup
     for number, (name, nbytes) in after.items():
         if (born := nbytes - before.get(number, (name, 0))[1]) > 0:
             warn_user(
-                f"The step makes the state of {name}, {format_bytes(born)}, which the plan counts in each step. Later "
-                "steps have it from before: run one step before plan_memory."
+                f"The step makes the state of {name}, {format_bytes(born)}, and the plan counts this memory in each step, "
+                "although later steps have the state already. For a plan of later steps, run one step before plan_memory."
             )
 
 
-#: Bytes as an integer, a part as a float, or ``"auto"``.
+#: Bytes as an integer or as in ``"20GiB"``, a fraction as a float, or ``"auto"``.
 Budget = int | float | str
 
 
@@ -215,14 +215,15 @@ def check_model(model: Any, *, is_dry: bool = False) -> None:
     check_module(model, "model", "Pass the model, then the step.")
     if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in model.modules()):
         raise ValueError(
-            "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget. "
-            "(With dropout, budgets below 1.0 give wrong gradients: https://github.com/pytorch/pytorch/issues/190758.) Pass "
-            "the model before torch.compile."
+            "The model is compiled, and torch.compile has its own option, torch._functorch.config.activation_memory_budget "
+            "(with dropout, values below 1.0 give wrong gradients: https://github.com/pytorch/pytorch/issues/190758). Pass the "
+            "model before torch.compile."
         )
     if any(is_lazy(tensor) or (tensor.is_meta and not is_dry) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "The model has parameters or buffers without memory: on the meta device, or of lazy modules before their first "
-            "forward. Move the model to a device, or run a forward, before the call, or pass dry_run=True for the meta device."
+            "forward. Move the model to a device, or run a forward, before the call. For the meta device, write "
+            "plan_memory(..., dry_run=True)."
         )
 
 
@@ -237,10 +238,10 @@ def too_small(budget: int, least: int, base: int, margin: float, problem: Proble
         )
     elif bottleneck is None:
         there = "outside of any block" + (f", in {maker_in_words(peak.origin)}" if peak is not None and peak.origin else "")
-        advice = "a smaller batch, or blocks with what runs there"
+        advice = "a smaller batch, or blocks that contain this code"
     else:
         there, advice = f"in block {bottleneck!r}", "smaller blocks, or a smaller batch"
-    free = f", of which {margin:.1%} are to be left free" if margin else ""
+    free = f", of which margin leaves {margin:.1%} free" if margin else ""
     minimum = math.ceil(least / (1 - margin)) + base
     return BudgetTooSmallError(
         f"No plan fits {budget + base} bytes{free}: the least peak is {least + base} bytes ({format_bytes(least + base)}), "
@@ -276,7 +277,7 @@ class SearchTerms(NamedTuple):
 
 
 class Search:
-    """A profiled step, from which plans of any budget are made for all ranks; each rank has its own profile."""
+    """Makes plans of any budget for all ranks, from a profiled step; each rank has its own profile."""
 
     def __init__(
         self,
@@ -292,16 +293,16 @@ class Search:
         self.ranks, self.profile = ranks, profile
         per_second, self._margin, self._device, self._base = terms
         self._per_second = per_second
-        self.others: list[Search] = []  # with spans around the blocks, and with other numbers of chunks
+        self.others: list[Search] = []  # searches with spans around the blocks, or other chunks
         self._shapes = _shared(ranks, profile, shapes)
         if per_second is not None:
             profile.cost_by_seconds(per_second)
         self.natural = natural_ends(profile)
         self._blocks, self._chunks = blocks, chunks
-        # Without values, a dry run cannot check whether a block gives the same when it is called again.
+        # A dry run has no values, so it cannot check that a second call of a block gives the same result.
         self._solve(may_call_again and dry_mode.get() is None)
-        self._is_checked = False  # whether blocks that are called again gave the same
-        self._peak: Any = None  # of the latest step measured
+        self._is_checked = False  # whether ``_check_called_again`` has run its step
+        self._peak: Any = None  # the peak of the latest measured step
         plain = [effect for of in self.problem.options for effect in of[-1].effects]
         self.plain_peak = ranks.most(peak_of(profile, plain, self.natural))
 
@@ -310,7 +311,7 @@ class Search:
         lasting = {id(entry): allocations for entry, allocations in zip(profile.entries, lasting_in(profile), strict=True)}
         called = {entry.block for entry in profile.entries}
         firsts = {name: profile.calls_of(name)[0] for name in self._blocks.roots if name in called}
-        # The first rank chooses for all, since operators have the same numbers on all ranks.
+        # The first rank's choices hold for all, since operators have the same numbers on all ranks.
         choices = self.ranks.first(
             lambda: {
                 name: choices_of(profile, entry, lasting[id(entry)], is_function=may_call_again and name not in spans)
@@ -323,7 +324,7 @@ class Search:
         self.least = self.problem.peak(self.problem.least)
 
     def budget_of(self, part: float) -> int:
-        """Returns the bytes of a part: 1.0 is enough for a choice without regions."""
+        """Returns the bytes of a fraction: 1.0 gives enough for a choice without regions."""
         least = self.least_of_all
         most: float = max(self.plain_peak, self.problem.peak([len(of) - 1 for of in self.problem.options]))
         most += most * _OFF if part == 1 else 0
@@ -353,7 +354,7 @@ class Search:
         target = int(budget * (1 - margin))
         if least > target:
             if model is not None and step is not None:
-                self._measured(model, step, self.problem.least, room)  # for the place of the peak, in the error
+                self._measured(model, step, self.problem.least, room)  # the error says where the measured peak is
             raise too_small(budget, least, self._base, margin, self.problem, self._peak)
         search, chosen = self.cheapest(target)
         if model is None or step is None:
@@ -361,7 +362,7 @@ class Search:
         else:
             plan = search._corrected(model, step, target, tolerance, room)
         plan = dataclasses.replace(plan, budget=budget, least_peak=least, _search=self)
-        if plan.measured_peak > target and is_part:  # the prediction was off: this is the least
+        if plan.measured_peak > target and is_part:  # predictions, and so the budget, were too low
             plan = dataclasses.replace(plan, budget=math.ceil(plan.measured_peak / (1 - margin)))
         elif plan.measured_peak > target:
             raise too_small(budget, plan.measured_peak, 0, margin, search.problem, search._peak)
@@ -370,7 +371,7 @@ class Search:
     def cheapest(self, budget: float) -> tuple[Search, list[int]]:
         """Returns the search with the cheapest choice within a budget, and the choice."""
         fitting = [search for search in (self, *self.others) if search.least <= budget]
-        # Spans around blocks are for budgets in which blocks alone do not fit.
+        # Spans around blocks are only for budgets that no choice without such spans fits.
         fitting = [search for search in fitting if not search._blocks.around] or fitting
         candidates = [(search, search.choice(budget) or search.problem.least) for search in fitting]
         return min(candidates, key=lambda candidate: candidate[0].problem.cost(candidate[1]) + candidate[0].profile.others_cost)
@@ -381,7 +382,7 @@ class Search:
     def _corrected(
         self, model: Module, step: Callable[[Module], Any], budget: int, tolerance: float, room: Room | None
     ) -> PlanData:
-        """Returns a measured plan, with the target corrected by the error of the prediction; the least plan if none fits."""
+        """Measures plans, each for a target corrected by the last error, and returns the best; the least plan if none fits."""
         target, seen = float(budget), list[list[int]]()
         best, least = None, math.inf
         for _ in range(_CORRECTIONS):
@@ -395,7 +396,7 @@ class Search:
                 best, least = plan, self.problem.cost(chosen)
             is_more = measured > plan.predicted_peak * (1 + tolerance)
             if is_more and not all(block.recorded for block in plan.blocks):
-                # Blocks that are called again hold arguments to which forward writes, such as a key-value cache.
+                # The excess may be arguments that forward writes to, such as a key-value cache, copied to call blocks again.
                 self._call_none_again()
                 target, best, least = budget, None, math.inf
             elif budget * (1 - tolerance) <= measured <= budget:
@@ -405,12 +406,12 @@ class Search:
         return self._measured(model, step, self.problem.least, room) if best is None else best
 
     def _check_called_again(self, model: Module, step: Callable[[Module], Any]) -> None:
-        """Checks that blocks give the same when called again; otherwise no plan calls any block again."""
+        """Runs a step to check that blocks give equal results when called again; if not, no plan calls a block again."""
         called = [(name, option.choice) for name, of in self._options.items() for option in of if option.choice.is_function]
         if self._is_checked or not called:
             return
 
-        # Parts too: a part that is called again alone finds the state that the rest of the block has left.
+        # Check parts of blocks too: if only a part is called again, it sees the state that the rest of the block has left.
         may_be = {f"{name}.{part}".strip("."): None for name, choice in called for part in ("", *choice.parts)}
         options = {"determinism_check": "values"}
         runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
@@ -504,7 +505,7 @@ class Search:
         return dataclasses.replace(self.ranks.first(lambda: data), _search=self)
 
 
-#: The part of free memory that is left to other programs on the device, and to the driver, for its kernels.
+#: The fraction of free memory that is left to other programs on the device, and to the driver for its kernels.
 _LEFT = 0.05
 
 
@@ -515,16 +516,16 @@ def accelerator_of(model: Module) -> torch.device | None:
 
 
 class Room:
-    """The memory of an accelerator, as its caching allocator shares it out."""
+    """The memory of an accelerator that a step may take, as the caching allocator counts it."""
 
     def __init__(self, device: torch.device | None) -> None:
         if device is None:
-            advice = "'auto' asks an accelerator, and the model is on the host: pass bytes, as in '20GiB'."
+            advice = "'auto' reads an accelerator's free memory, but the model is on the host: pass bytes, such as '20GiB'."
             raise wrong("auto", "memory_budget", "bytes, or a fraction from 0.0 to 1.0", advice, ValueError)
         self._device, self._before = device, 0
 
     def nbytes(self) -> int:
-        """Returns the bytes that a step may take: free bytes and bytes reserved without use, less ``_LEFT`` of them."""
+        """Returns the bytes that a step may take: free bytes and bytes reserved without use, less the fraction ``_LEFT``."""
         gc.collect()
         free, _ = torch.accelerator.get_memory_info(self._device)
         unused = torch.accelerator.memory_reserved(self._device) - torch.accelerator.memory_allocated(self._device)
@@ -536,5 +537,5 @@ class Room:
         self._before = torch.accelerator.memory_allocated(self._device)
 
     def taken(self) -> int:
-        """Returns the most bytes reserved since ``begin``, above the bytes allocated then: fragmentation counts."""
+        """Returns the most bytes reserved since ``begin``, fragmentation included, less the bytes allocated at ``begin``."""
         return torch.accelerator.max_memory_reserved(self._device) - self._before

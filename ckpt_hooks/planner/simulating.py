@@ -1,6 +1,6 @@
 """The memory of a step under a plan, from the profile of the step in which blocks keep nothing.
 
-Allocations outside of recomputes stay as measured, but for their ends: a kept result lives until backward has let go of the
+Allocations outside of recomputes stay as measured, except for their ends: a kept result lives until backward has let go of the
 last tensor that needs it. Replays take place where backward asks for a tensor that is not there, each operator once.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .profiling import BlockCall, OpRun, Profile, Request, StorageVersion
 
-#: The row, a number which orders moments at the same row, and the bytes.
+#: A change of memory: the row, a number that orders changes at the same row, and the bytes.
 Delta = tuple[int, int, int]
 
 
@@ -19,18 +19,18 @@ Delta = tuple[int, int, int]
 class Effect:
     """The effect of a block's call on memory, for some choice of kept results."""
 
-    deltas: list[Delta]  # beside the deltas of the profile, in order
-    ends: dict[int, int]  # of allocations of the profile that this call needs: the row of the last need
+    deltas: list[Delta]  # in addition to the deltas of the profile, in order
+    ends: dict[int, int]  # by allocation of the profile that this call needs: the row of the last need
     cost: float  # of the operators that run again
     again: list[int]  # the operators that run again
-    spared: list[int]  # allocations of the profile that only second runs of other operators need
+    spared: list[int]  # allocations of the profile that are not made, since only second runs of other operators need them
 
 
 def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_plain: bool = False) -> Effect:
     """Returns the effect of keeping the results of some operators."""
     if is_plain:  # no region: autograd keeps all, and nothing runs again
         kept = range(len(entry.ops))
-    # A kept result includes later writes to it.
+    # A kept result is held with all later writes to it, so every version of its allocation counts as kept.
     retained = {number for at in kept for number in entry.ops[at].fresh}
     ends: dict[int, int] = {}
     again: set[int] = set()
@@ -55,8 +55,8 @@ def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_p
 
 def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
     """Returns the effect of a region that keeps nothing around regions that keep nothing."""
-    # The region around brings back the values that regions inside read from it: once in a backward, and each value until its
-    # last reader has it. So the region around is simulated as a call whose handles are these values.
+    # In a backward, the region around brings back the values that regions inside read from it, once, and holds each value until
+    # the last reader has it. So the region around is simulated as a call whose handles are these values.
     inner = [effect_of(profile, region, ()) for region in entry.inside]
     outer = dataclasses.replace(entry, handles=[*entry.direct_handles])
     made = {number for op in entry.ops for number in op.fresh}
@@ -74,7 +74,7 @@ def nested_effect_of(profile: Profile, entry: BlockCall) -> Effect:
 
 
 def effect_with(profile: Profile, entry: BlockCall, regions: Sequence[BlockCall], of: Callable[[BlockCall], Effect]) -> Effect:
-    """Returns the effect of regions in a block's call, for all of it or for parts; the rest has no region."""
+    """Returns the effect of a block's call in which all of the call or parts of it are regions; the rest has no region."""
     if [*map(id, regions)] == [id(entry)]:
         return of(entry)
     theirs = {id(handle) for region in regions for handle in region.handles}
@@ -126,7 +126,7 @@ def function_effect_of(profile: Profile, entry: BlockCall) -> Effect:
         living += op.fresh
         order += 3
     deltas += [(max(lasts.get(number, row), row), order, -profile.allocations[number].nbytes) for number in living]
-    spared = [number for op in entry.ops for number in op.extras][1:]  # a call has a single generator state
+    spared = [number for op in entry.ops for number in op.extras][1:]  # all but the first: a second call needs only one state
     return Effect(deltas, ends, sum(entry.ops[at].cost for at in again), again, spared)
 
 
@@ -196,7 +196,7 @@ def _inside(entry: BlockCall, op: OpRun, retained: set[int]) -> set[int]:
 def natural_ends(profile: Profile) -> list[int]:
     """Returns the row in which each allocation would be freed if no block needed it in backward."""
     natural = [allocation.freed for allocation in profile.allocations]
-    # If a block was the last to need an allocation, the program let go of it earlier, but not before the block's forward.
+    # If a free follows a block's last need, we take it that only the block held the allocation since the block's forward.
     for entry in profile.entries:
         for number, end in effect_of(profile, entry, ()).ends.items():
             if natural[number] <= end + _SOON or natural[number] == entry.end:
@@ -204,7 +204,7 @@ def natural_ends(profile: Profile) -> list[int]:
     return natural
 
 
-#: The most rows between the last need of an allocation and its free.
+#: The most rows from the last need of an allocation to a free that counts as following from it.
 _SOON = 4
 
 

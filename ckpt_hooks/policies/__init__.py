@@ -6,8 +6,8 @@ A region asks its policy once for each operator, in forward, right after the ope
         return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
 
 The policies below are small objects with the same call, under names known from JAX and torchtitan. They hold no state: a policy
-which counts starts a count in each region (:meth:`Policy.start`). A policy which looks at the operator alone says so
-(:meth:`Policy.for_op`); regions ask it once an operator in the whole program.
+which counts starts a count in each region (:meth:`Policy.start`). A policy that looks only at the operator says so
+(:meth:`Policy.for_op`); regions ask such a policy once for each operator in the whole program.
 
 A policy that needs no arguments may be given by its name: ``policy="dots_saveable"``.
 

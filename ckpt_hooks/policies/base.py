@@ -71,8 +71,8 @@ class Policy(abc.ABC):
     title: str = ""
     meaning: str = ""
 
-    #: Operators, or what ``kind`` says, named by the user: names that never run are likely a mistake, and warned of. Empty
-    #: once a region ran one, or the user was warned.
+    #: Operators that the user named, or modules or tensors, as ``kind`` says. If none ever runs, the user is warned, since the
+    #: names are likely a mistake. Empty once a region ran one, or the user was warned.
     expects: frozenset[Any] = frozenset()
     kind: str = "operators"
     advice: str = (
@@ -81,7 +81,7 @@ class Policy(abc.ABC):
         "the operators it is asked about."
     )
 
-    #: The number of regions that ran none of them.
+    #: The number of regions that ran nothing that ``expects`` has.
     looked_through: int = 0
 
     #: Whether regions ask the policy about views and in-place operators too, as torch does.
@@ -137,7 +137,7 @@ class Policy(abc.ABC):
         if decision is None:
             raise TypeError(
                 f"{self!r} counts operators, and a count belongs to one region: pass the policy itself to ckpt_hooks, which "
-                "starts a count for each region; elsewhere, call its start() for each region and pass what that returns."
+                "starts a count for each region; elsewhere, call its start() for each region and pass the result."
             )
         return decision_of(decision, op)
 
@@ -240,7 +240,7 @@ def saving(ops: list[Any]) -> OpsPolicy:
 class _Function(Policy):
     """A user's function, asked about each run of an operator."""
 
-    #: Shared by all functions, since each of them is asked about each run.
+    #: A single cache, since the decisions are equal: all functions are asked about each run.
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
 
     def __init__(self, function: PolicyFn) -> None:
@@ -260,7 +260,7 @@ class _Function(Policy):
 
 
 class _TorchsFunction(_Function):
-    """A function given in torch's form, which may count its calls, and is asked as under torch."""
+    """A function for torch's form: it may count its calls, so regions ask it about the same runs as torch does."""
 
     is_asked_as_torch = True
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- as above
@@ -276,8 +276,8 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
     if isinstance(name, str) and name in CheckpointPolicy.__members__:  # an enum of the same names
         return CheckpointPolicy[name]
     raise TypeError(
-        f"the policy should return a CheckpointPolicy for each operator, but returned {described_as(answer)} for {op}. To have "
-        "it recomputed, return CheckpointPolicy.PREFER_RECOMPUTE."
+        f"the policy should return a CheckpointPolicy for each operator, but returned {described_as(answer)} for {op}. To "
+        "recompute the operator, return CheckpointPolicy.PREFER_RECOMPUTE."
     )
 
 
@@ -292,7 +292,7 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
     else:
         is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # takes 2 us, since some of these classes are ABCs
     if is_function:
-        # The code is looked at first, for programs that pass a function in each step: a signature takes 10 us.
+        # Look at the code first, since programs may pass a function in each step: a signature takes 10 us.
         code = getattr(policy, "__code__", None)
         if code is None or code.co_argcount > 2 or code.co_kwonlyargcount or not code.co_flags & CO_VARARGS:
             check_signature(policy, argument, PARAMETERS)
@@ -330,7 +330,7 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
 
 
 _MOST_LISTS = 1_000
-# By the ``id`` of the operators, which the policy keeps alive: an operator's own hash takes a call of Python.
+# Policies by the ``id`` of their operators, which they keep alive: an operator's own hash takes a call of Python.
 _lists: dict[tuple[int, ...], Policy] = {}
 
 
@@ -360,7 +360,7 @@ _made: dict[str, Any] = {}
 
 
 def makes_policies(make: F) -> F:
-    """Decorates a function that makes policies: it returns a key while Dynamo traces."""
+    """Decorates a function that makes policies, to return a key while Dynamo traces."""
 
     @while_tracing
     def key_of(*args: Any, **kwargs: Any) -> str:

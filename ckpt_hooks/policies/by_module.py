@@ -39,7 +39,7 @@ class _SaveIndices(Policy):
     ) -> None:
         self._runs, self._counts = runs, counts
         self._root = (lambda: None) if root is None else weakref.ref(root)
-        #: Operators with a run that is kept: a region counts no others.
+        #: Operators with a kept run: a region counts runs only of these.
         self._operators = frozenset(operator for _, operator in runs)
         number = sum(map(len, runs.values()))
         self.meaning = f"keeps the outputs of {number} {'run' if number == 1 else 'runs'} of operators"
@@ -67,7 +67,7 @@ class _SaveIndices(Policy):
     def count_runs(self) -> Callable[[Any], bool]:
         root = self._root() or called_modules(sys._getframe(1))[0]
         names = {} if root is None else _names_in(root)
-        # By the operator's ``id``, since its own hash takes a call of Python.
+        # By submodule, and by the operator's ``id``, since an operator's own hash takes a call of Python.
         states: dict[tuple[str, int], list[Any]] = {}
         does_match = True
 
@@ -180,7 +180,7 @@ def save_indices(
         kept_runs[key] = kept_runs.get(key, frozenset()) | {number}
     expected = {_checked(module, operator, number, "counts"): number for module, operator, number in counted}
     if root is not None:
-        check_module(root, "root", "Pass the module in which the names are, or leave it out.")
+        check_module(root, "root", "Pass the module in which the names are, or leave root out.")
     return _SaveIndices(kept_runs, None if counts is None else expected, root)
 
 
@@ -193,7 +193,7 @@ def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:
 
 class _SaveModules(Policy):
     title, kind = "save_modules", "modules"
-    advice = "Give names of named_modules(), or their ends. Modules run where they are called, not where forward is."
+    advice = "Give names of named_modules(), or their ends. A module counts only if it is called, not if its forward is."
 
     def __init__(self, *names: str | type[Module]) -> None:
         self._names, self.expects = names, frozenset(names)
@@ -202,7 +202,7 @@ class _SaveModules(Policy):
         self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"  # matches ends of names: the model may be inside another
         words = [repr(name) if isinstance(name, str) else name.__name__ for name in names]
         self.meaning = f"keeps the results of what runs in modules {', '.join(words)}"
-        # Whether modules are named: by outermost module, and by the ``id`` of ``__dict__``, which a checkpointed module shares.
+        # Whether modules are named: by outermost module, then by ``id`` of ``__dict__``, which ``checkpoint(module)`` shares.
         self.tables: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -239,7 +239,7 @@ class _SaveModules(Policy):
         return False
 
     def _is_meant(self, name: str, kind: Any) -> bool:
-        name = re.sub(r"\.forward\._reference\(\)|\.__wrapped__", "", name)  # in compiled code, from a region to its module
+        name = re.sub(r"\.forward\._reference\(\)|\.__wrapped__", "", name)  # in compiled code, attributes of regions
         by_class = isinstance(kind, type) and issubclass(kind, self._classes)
         return by_class or re.fullmatch(self._expression, name) is not None
 

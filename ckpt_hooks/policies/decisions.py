@@ -129,7 +129,7 @@ SAVE: Final = 1
 OFFLOAD: Final = 2
 #: The policy has to be asked about each run.
 ASK: Final = 3
-#: The policy prefers to run a collective again. Recorded frames keep its output, since all processes would have to run it.
+#: The policy prefers to run a collective again. Recorded frames keep the output, since all processes would have to run it.
 EITHER: Final = 4
 #: The policy is asked about a run as torch does, and the operator runs again whatever the answer.
 AS_TORCH: Final = 5
@@ -144,11 +144,11 @@ _DECISIONS = {
 if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
     _DECISIONS[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
 
-#: The warning waits for so many regions: the first may be a stem without the operators that the policy names.
+#: The number of regions before the warning: the first may be a stem without the operators that the policy names.
 _LOOKED_THROUGH = 3
 
-# The number of regions that ran none of the names, by class, title and names: a program may make a new policy in each step.
-# Below 0 once a region ran one, or the user was warned.
+# The number of regions that ran none of a policy's names, by its class, title and names: a program may make a new policy in
+# each step. Minus infinity once a region ran one, or such policies were warned of together.
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
 

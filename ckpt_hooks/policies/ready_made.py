@@ -136,7 +136,7 @@ class _ByName(Policy):
 
 
 class _Attention(_ByName):
-    """Keeps attention by name, and where it is written out, the first batched product after a softmax."""
+    """Keeps attention by name, or if attention is written out, the first batched product after a softmax."""
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         return None if op in _SOFTMAX or op in _BATCHED else super().for_op(op)
@@ -156,14 +156,14 @@ _SOFTMAX, _BATCHED = frozenset(_named(["_softmax", "_safe_softmax"])), frozenset
 
 #: Keeps the outputs of attention: of ``scaled_dot_product_attention`` of every kind, ``flex_attention``, operators and custom
 #: functions with ``attention``, ``attn`` or ``flash`` in their names; where attention is written out, of the first batched
-#: product after a softmax. A kernel runs once then. A softmax runs again, since backward reads it.
+#: product after a softmax. Attention kernels then run once. A softmax runs again, since backward reads it.
 attention_saveable: Policy = _Attention(
     "attention_saveable", "keeps the outputs of attention", "attention|attn|flash", keeps=True
 )
 
-#: Keeps the outputs of every operator but norms, activations and dropouts, which cost next to nothing to compute, and as many
-#: bytes to keep as products (Megatron's "output discarding"). Operators that these consist of run again too: products by
-#: element, quotients, differences, means, powers, roots, casts. Custom functions go by their names.
+#: Keeps the outputs of every operator but norms, activations and dropouts, which cost next to nothing to compute, but as many
+#: bytes to keep as products (Megatron's "output discarding"). Operators of which norms consist run again too: products by
+#: element, quotients, differences, means, powers, roots, casts. Custom functions are matched by name.
 norms_recomputed: Policy = _ByName(
     "norms_recomputed",
     "keeps the output of every operator but norms, activations and dropouts",
@@ -188,10 +188,10 @@ class _Routing(Policy):
 
 
 #: Keeps results on which routes and shapes depend, for mixtures of experts. A recompute then takes the routes of forward, even
-#: where a router sits on a tie. Kept are choices among values (top-k, sort, argmax, multinomial, searchsorted), counts
+#: where a router sits on a tie. Keeps choices among values (top-k, sort, argmax, multinomial, searchsorted), counts
 #: (bincount, histc), results with a shape from data (nonzero, unique, masked_select, repeat_interleave), numbers read by Python
 #: (item, copies to the host), and comparisons of floating-point numbers. Operators of other libraries are known by their tags
-#: (``torch.Tag.dynamic_output_shape``, ``torch.Tag.data_dependent_output``). Add others by :func:`save_from_both_policies`.
+#: (``torch.Tag.dynamic_output_shape``, ``torch.Tag.data_dependent_output``). Add operators by :func:`save_from_both_policies`.
 routing_saveable: Policy = _Routing()
 
 
@@ -267,7 +267,7 @@ def save_every(op: Operator, n: int) -> Policy:
     return _SaveEvery(checked, checked_integer(n, "n", "Pass 2 to keep every second output."))
 
 
-# ``save_from_both_policies`` takes the higher number; PREFER_RECOMPUTE has 1.
+# ``save_from_both_policies`` takes the decision with the higher number; PREFER_RECOMPUTE has 1.
 _STRENGTH = {"MUST_SAVE": 5, "PREFER_SAVE": 4, "MUST_CPU_OFFLOAD": 3, "PREFER_CPU_OFFLOAD": 2, "MUST_RECOMPUTE": 0}
 
 
@@ -330,7 +330,7 @@ class _Names(Policy):
     """Decides by names, and recomputes tensors without a name."""
 
     kind = "tensors"
-    advice = "Give a tensor its name by checkpoint_name(tensor, name), among the lines of the region."
+    advice = "Name a tensor by checkpoint_name(tensor, name), inside the region."
 
     def __init__(
         self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str

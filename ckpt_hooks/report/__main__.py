@@ -28,7 +28,7 @@ class _Measured(SystemExit):
 class _ScriptSteps:
     """The steps of a script. A step ends with the calls of ``optimizer.step()`` before the next call of a module."""
 
-    # A ledger begins and ends in such calls, at the same depth of the program, so that its function mode is the innermost.
+    # A ledger begins and ends in calls of ``optimizer.step()``, at one depth of the program, so its function mode is innermost.
     def __init__(self, wanted: int, goes_on: bool) -> None:
         self._wanted, self._goes_on, self._thread = wanted, goes_on, threading.get_ident()
         self.ledger: MemoryLedger | None = None
@@ -36,7 +36,7 @@ class _ScriptSteps:
         self.open = contextlib.ExitStack()
         self._is_called = True  # whether a module was called since the latest step of an optimizer
         self._stepped: list[int] = []  # the optimizers that have stepped in this step
-        self._count = 1  # the number of them in the step before
+        self._count = 1  # the number of optimizers that stepped in the step before
         if wanted == 1:
             self._begin()
 
@@ -62,7 +62,7 @@ class _ScriptSteps:
     def _begin(self) -> None:
         try:
             self.ledger = self.open.enter_context(ledger_of(None))
-        except RuntimeError:  # raised while the program profiles itself
+        except RuntimeError:  # the program profiles this step itself: measure the next
             self._wanted += 1
 
 
@@ -72,7 +72,7 @@ def _run(script: str, arguments: Sequence[str]) -> None:
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     sys.argv = [script, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = path
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "the peak, and what would reduce it. A step ends at optimizer.step(), or at the last of several in a row; calls inside "
         "of backward do not count. With torchrun, write `torchrun -m ckpt_hooks.report script.py`: the first rank prints.",
     )
-    parser.add_argument("--step", type=int, default=3, help="its number (default: 3, since the first makes optimizer states)")
+    parser.add_argument("--step", type=int, default=3, help="number of the step (default: 3; the first makes optimizer states)")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="run the script to its end (default: stop it)")
     parser.add_argument("--snapshot", metavar="FILE", help="write the step for https://pytorch.org/memory_viz, too")
     parser.add_argument("script", help="the script")
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.snapshot is not None:
                 steps.ledger.save_snapshot(options.snapshot)
         elif is_first_rank():
-            print(f"No ledger: the script ended after step {steps.number}. Pass another --step.", file=sys.stderr)  # noqa: T201
+            print(f"No ledger: the script ended after step {steps.number}. Pass a lower --step.", file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

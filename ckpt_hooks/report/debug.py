@@ -21,7 +21,7 @@ from ckpt_hooks.errors import DeterminismError, rebuild_error
 
 _WINDOW = 100  # operators of each run in which to look for the place where both agree again
 _AROUND = 3  # operators of context before and after
-_MOST = 4  # operators that are named since they may have chosen otherwise
+_MOST = 4  # operators that an error names since they may have chosen otherwise in the recompute
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 
 
 class _RecomputeLog(OperatorLog):
-    """The context of each recompute: enters a new log each time, and puts it into a list when the recompute has ended."""
+    """The context of recomputes: makes a new log for each, and puts the log into a list when the recompute has ended."""
 
     def __init__(self, latest: list[OperatorLog]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class OperatorLogs:
         divergence = _first_divergence(forward, recompute, is_whole=log.error is None)
         words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         before: Sequence[Entry] = recompute if error.index >= 0 else []
-        if divergence is not None:  # choices before it, and its first operator if forward ran the same
+        if divergence is not None:  # only choices up to the difference can be its cause
             words = _divergence_in_words(divergence, forward, recompute, names)
             start, end, rerun_start, rerun_end = divergence
             is_same = start < end and rerun_start < rerun_end and _same_operator(forward[start], recompute[rerun_start])
@@ -119,7 +119,7 @@ class _Divergence(NamedTuple):
 
 def _first_divergence(forward: Sequence[Entry], recompute: Sequence[Entry], *, is_whole: bool) -> _Divergence | None:
     """Returns the first divergence of two runs; None without any; ``is_whole`` is False if the recompute stopped early."""
-    # Prefers a divergence with gradients, even if it comes later: a table that only one run builds is not the cause.
+    # Prefer a divergence of operators with gradients, even a later one: a table that only one run builds is not the cause.
     first, place, rerun_place = None, 0, 0
     while True:
         while (
@@ -161,7 +161,7 @@ def _same_line(ran: Entry, reran: Entry) -> bool:
 
 
 def _behind(forward: Sequence[Entry], place: int, rerun: Sequence[Entry], rerun_place: int, *, is_whole: bool) -> _Divergence:
-    """Returns the divergence that begins at two places: the fewest operators up to two that agree, or up to both ends."""
+    """Returns the shortest divergence from two places on, up to two operators in a row that agree, or up to both ends."""
     most, rerun_most = min(_WINDOW, len(forward) - place), min(_WINDOW, len(rerun) - rerun_place)
     for same in (_same_line, _same_operator):
         for distance in range(most + rerun_most + 1):

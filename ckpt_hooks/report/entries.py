@@ -24,7 +24,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _DIGITS = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
 _GAP = "  "
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), 127)}  # a user's names may have control characters
-_LEAST = 16  # characters that a cell is cut to at most
+_LEAST = 16  # no cell is cut to fewer characters
 
 
 class Table(NamedTuple):
@@ -35,7 +35,7 @@ class Table(NamedTuple):
     right: Sequence[int] = ()  # columns that are aligned on the right
     names: Sequence[int] = ()  # columns of names, which are cut on a narrow terminal
     title: str = ""
-    rest: str = ""  # on what the table leaves out
+    rest: str = ""  # a last line, on what the table leaves out
 
 
 class Printed:
@@ -53,7 +53,7 @@ class Printed:
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def __str__(self) -> str:
-        # In a file no columns are left out, unless COLUMNS is set.
+        # Text for a file keeps all columns, unless COLUMNS is set.
         columns = shutil.get_terminal_size((0, 0)).columns
         lines, width = [self._headline()], columns - 1 if columns else None
         for table in (table for table in self._tables() if table.rows):
@@ -70,7 +70,7 @@ class Printed:
 
 def json_of(entry: Any) -> dict[str, Any]:
     """Returns the entry as values for ``json.dumps``."""
-    # The names in ``_json``, or all public fields.
+    # A class may list its values in ``_json``, properties included; the default is all public fields.
     cls = type(entry)
     names = getattr(cls, "_json", None) or getattr(cls, "_fields", None) or [field.name for field in dataclasses.fields(entry)]
     return {name: as_json(getattr(entry, name)) for name in names if not name.startswith("_")}
@@ -250,7 +250,7 @@ class Origin(NamedTuple):
     line: str | None = None
 
 
-#: Where nothing is known.
+#: The origin of memory of which nothing is known.
 NOWHERE = Origin()
 
 
@@ -292,8 +292,8 @@ class Residual(NamedTuple):
         return json_of(self)
 
 
-#: How to reduce memory held for a reason; None if the program alone holds it. Nothing reduces random states: regions that draw
-#: nothing share a state, and regions that draw need their own.
+#: How to reduce memory held for a reason; under None, memory that only the program holds. Random states have no remedy: regions
+#: that draw nothing share a state, and each region that draws needs a state of its own.
 REMEDIES: dict[Reason | None, str] = {
     None: "delete it after use, with the list or attribute that has it",
     Reason.SAVED: "checkpoint_region() around the lines that use it",

@@ -28,7 +28,7 @@ from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 from .entries import NOWHERE, Origin, Residual
 
 _aten = torch.ops.aten
-# These make a tensor that they get as an argument, so it is not an input from before.
+# Operators that bring a new constant into the program: their argument is no tensor from before forward.
 _BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default})
 
 
@@ -40,7 +40,7 @@ class ForwardNotes(Observer):
         self.names: dict[int | None, str] = {}
         self.arguments: set[int | None] = set()
         self.parameters: set[int | None] = set()
-        # By storage; for uninitialised memory, the first operator that wrote to it. Modules are named without their class.
+        # By storage: the operator that made the storage, or that first wrote to uninitialized memory; modules without class.
         self.made: dict[int | None, Origin] = {}
         self.older: set[int] = set()  # storages that an operator read and no operator made
         self.storages: dict[int, weakref.ref[Any]] = {}
@@ -159,7 +159,7 @@ class GraphReader:
                 if id(owner) not in self._frames:
                     self._frames[id(owner)] = owner
                     todo.append(owner)
-        for frame in around.values():  # regions around have handles of tensors that regions inside hold
+        for frame in around.values():  # regions around dropped tensors for which only regions inside have handles
             for saved in frame.saved():
                 self._read_dropped(frame, saved, NOWHERE, ())
         for frame in self._frames.values():
@@ -189,7 +189,7 @@ class GraphReader:
 
     def _read_dropped(self, frame: Frame, saved: Saved, origin: Origin, name: tuple[str, ...]) -> None:
         if (id(frame), saved.position) in self._read or saved.fate not in _NOT_HELD:
-            return  # the frame has the tensor among its holdings
+            return  # read already, or held: then ``frame.held()`` has the tensor
         self._read.add((id(frame), saved.position))
         storage, operator, site, module = None, saved.made_by, origin.line, origin.module
         size, shape, dtype = saved.nbytes or 0, saved.shape, saved.dtype
@@ -246,7 +246,7 @@ class GraphReader:
             self._add(storage, size, entry, origin)
 
     def _add(self, storage: int | None, size: int, entry: Residual, origin: Origin = NOWHERE) -> None:
-        """Adds a claim on a storage; ``origin``, of the node or region, counts if the storage's is unknown."""
+        """Adds a claim on a storage; ``origin`` is the node's or region's, for storages of unknown origin."""
         if storage is None:
             storage, size = -1 - len(self._claims), entry.nbytes
         claims = self._claims.get(storage)
@@ -292,7 +292,7 @@ class GraphReader:
                 self._add(storage, size, Residual(Reason.UNSEEN, size, why="in no node that torch shows"))
 
     def residuals(self) -> tuple[tuple[Residual, ...], tuple[Residual, ...], bool]:
-        """Returns an entry for each held storage and for each dropped, and whether all dropped storages are known."""
+        """Returns an entry for each held storage and for each dropped storage, and whether all dropped storages are known."""
         tensors = []
         for storage, claims in self._claims.items():
             counts, size = claims[0], self._sizes[storage]
@@ -302,7 +302,7 @@ class GraphReader:
             elif counts.nbytes != size:
                 counts = counts._replace(nbytes=size)
             tensors.append(counts)
-        # A tensor of unknown size has no dtype either.
+        # A tensor without a known storage counts as known only if the tensor is empty; without a dtype its size is unknown.
         known = (storage is not None or (entry.dtype is not None and not entry.nbytes) for storage, entry in self._dropped)
         dropped, seen = [], set[int | None](self._claims)  # each storage once, without storages that are held
         for number, entry in self._dropped:

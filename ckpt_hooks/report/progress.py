@@ -57,7 +57,7 @@ def _new_line() -> tuple[Callable[[str], Any], Callable[[], Any]]:
     except ImportError:
         plain = _Plain()
         return plain.write, plain.close
-    # Without tqdm's thread: the garbage collector may run in it, and the profiler of a step does not see its frees.
+    # No monitor thread of tqdm: the garbage collector may run there, where the profiler of a step does not see frees.
     quiet = type("Line", (tqdm,), {"monitor_interval": 0})
     bar = quiet(bar_format="{desc}", leave=False, file=sys.stderr, dynamic_ncols=True)
     return bar.set_description_str, bar.close
@@ -101,7 +101,7 @@ class _Progress:
 
 @contextlib.contextmanager
 def shown(what: str, progress: Any) -> Iterator[None]:
-    """Shows the steps of a block, unless a block around shows its steps."""
+    """Shows the steps in a ``with`` statement, unless a statement around shows its steps."""
     is_on = checked_flag(progress, "progress")
     if _present.get() is not None:
         yield
@@ -116,13 +116,13 @@ def shown(what: str, progress: Any) -> Iterator[None]:
 
 
 def begin_step(most: int) -> None:
-    """Tells that a step begins, of at most ``most``."""
+    """Shows that a step begins, out of at most ``most`` steps."""
     if (display := _present.get()) is not None:
         display.begin_step(most)
 
 
 def has_peak(nbytes: int) -> None:
-    """Tells of the peak of a step."""
+    """Shows the peak of a step, if that is the highest so far."""
     if (display := _present.get()) is not None:
         display.peak = max(display.peak, nbytes)
 

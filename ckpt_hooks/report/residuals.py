@@ -57,7 +57,7 @@ class SavedResiduals(Printed):
 
     @functools.cached_property
     def added_bytes(self) -> int:
-        """The bytes that backward alone holds: without arguments, parameters and memory from before."""
+        """The bytes that only backward holds: without arguments, parameters and memory from before."""
         return sum(entry.nbytes for entry in self.tensors if entry.reason not in _THERE_ANYWAY)
 
     @functools.cached_property
@@ -68,7 +68,7 @@ class SavedResiduals(Printed):
     def _headline(self) -> str:
         dropped = f"; regions dropped {format_bytes(self.dropped_bytes)}" if self.dropped else ""
         if dropped and not self.is_dropped_exact:
-            # The sum is no useful bound: a loop that reads a tensor a hundred times has dropped it once.
+            # The sum is no useful bound: a tensor that a loop saves a hundred times would count a hundred times.
             dropped = "; how much regions dropped is unknown: to know it, run forward under ckpt_hooks.trace()"
         return (
             f"backward holds {format_bytes(self.total_bytes)} in {count_of(len(self.tensors), 'storage')}, "
@@ -132,7 +132,7 @@ def _rows_of(group: Sequence[Residual], is_exact: bool) -> list[list[str]]:
     return rows
 
 
-#: Reasons that need more words.
+#: Reasons for which a row shows more words.
 _IN_WORDS = frozenset({Reason.HOOKS, Reason.CTX, Reason.NAME, Reason.NOT_REPLAYED, Reason.UNSEEN})
 
 
@@ -219,7 +219,7 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
         {'saved': 128}
     """
     for leaf in tree_leaves(known):
-        kinds, advice = (torch.Tensor, torch.nn.Module), "Pass modules and tensors that exist in any case, or leave it out."
+        kinds, advice = (torch.Tensor, torch.nn.Module), "Pass modules and tensors that exist in any case, or leave known out."
         check_is(leaf, kinds, "known", "modules and tensors", advice)
     tensors = leaf_tensors_in(results)
     if not tensors:

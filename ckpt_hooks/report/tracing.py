@@ -171,7 +171,7 @@ class StepTrace(Printed):
             for name, number in zip(_SCALARS, numbers, strict=True):
                 for key in (name, f"{name}/{root.module or root.name}"):
                     scalars[key] = scalars.get(key, 0) + number
-        # Not sums: a recompute may run inside another region's recompute, or belong to an earlier step.
+        # These two are not sums: a recompute may run inside another region's recompute, or belong to an earlier step.
         return {**scalars, "recomputes": self.recomputes, "recompute_seconds": self.recompute_seconds}
 
     def walk(self) -> Iterator[RegionTrace]:
@@ -252,7 +252,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         self._made: dict[tuple[int, int], str] = {}  # operators, by the region and the storage of their results
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
-        self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, for storages that are freed and counted
+        self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, for storages freed since, which count as dropped
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
         self._late, self._seconds = 0, 0.0
 
@@ -294,8 +294,8 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         """Returns what regions hold as a dict like ``torch.cuda.memory._snapshot()`` makes.
 
         Each step allocates what its regions hold, in the order of forward, and frees all of it in the opposite order. The stack
-        of each has the reason, the line, and the names of the regions around. A trace knows bytes alone: addresses and times
-        have no meaning. Of a :func:`ckpt_hooks.memory_ledger` they are those of the step, with memory outside of regions.
+        of each has the reason, the line, and the names of the regions around. A trace knows only bytes: addresses and times
+        have no meaning. The snapshot of a :func:`ckpt_hooks.memory_ledger` has those of the step, and all memory.
 
         Returns:
             ``segments``, and ``device_traces`` with the steps on device 0, whatever device the regions were on.
@@ -390,7 +390,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
             self._dropped.setdefault(storage, (region.id, saved.position, tensor.storage_nbytes))
             self._positions[region.id, saved.position] = storage
         elif saved.fate is Reason.NOT_REPLAYED and saved.position < 0:
-            # Saved by TorchScript: only the graph has it, so ``held`` of the frame does not tell.
+            # Saved by TorchScript: only the graph holds the tensor, so the frame's ``held`` does not report it.
             self._hold(entry, saved.fate, storage, tensor.storage_nbytes)
 
     def let_go(self, region: Region, position: int) -> None:
@@ -400,7 +400,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         if self._dropped.get(storage, ())[:2] == (region.id, position):
             del self._dropped[storage]  # backward is done with it
         elif region.id in self._open and storage in self._freed and storage not in self._positions.values():
-            # No backward will ask for it: for example, a policy kept an output inside, and this was its last use.
+            # No backward will ask for the storage: for example, a policy kept an output inside, and this was its last reader.
             number, _, nbytes = self._freed.pop(storage)
             self._drop(number, storage, -nbytes)
 

@@ -129,5 +129,5 @@ def test_a_plan_says_what_is_outside_of_all_blocks():
     torch.manual_seed(0)
     model, x = Model(Loss), torch.randn(4, 64, 64)
     plan = plan_memory(model, lambda model: model(x).backward(), 0.0, blocks=GPTBlock)
-    assert "of the peak are outside of all blocks, most of loss" in str(plan)
-    assert "`plan_memory(..., chunks={'head': (1, 4, 8)})` chooses how many" in str(plan)
+    assert "of the peak are outside of all blocks, mostly in loss" in str(plan)
+    assert "`plan_memory(..., chunks={'head': (1, 4, 8)})` chooses their number" in str(plan)

@@ -350,7 +350,7 @@ def test_a_rank_which_never_comes(two):
     """Is named after the timeout of the group; a group of one rank waits for none."""
     first, _ = two.run(alone)
     assert first[0] == "CheckpointError"
-    assert "Rank 1 did not come within 1 s" in first[1]
+    assert "Rank 1 did not join within 1 s" in first[1]
 
 
 def outliving() -> int:

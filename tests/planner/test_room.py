@@ -67,7 +67,7 @@ def test_a_plan_is_replanned_for_the_room_of_the_moment(device):
 
 def test_a_host_has_no_such_budget():
     model, step = model_and_step()
-    with pytest.raises(ValueError, match="'auto' asks an accelerator, and the model is on the host: pass bytes"):
+    with pytest.raises(ValueError, match="'auto' reads an accelerator's free memory, but the model is on the host: pass bytes"):
         plan_memory(model, step, "auto")
     with pytest.raises(ValueError, match=r"a number of bytes, a fraction from 0\.0 to 1\.0, or 'auto'"):
         plan_memory(model, step, "automatic")

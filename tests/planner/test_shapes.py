@@ -210,7 +210,7 @@ def test_a_margin_is_left_free():
     tight, loose = (plan_memory(model, step, 0.5, blocks=blocks, margin=margin) for margin in (0.0, 0.1))
     assert tight.budget == loose.budget
     assert loose.measured_peak <= 0.9 * loose.budget < tight.measured_peak
-    with pytest.raises(BudgetTooSmallError, match=r"bytes, of which 10.0% are to be left free: the least peak is") as caught:
+    with pytest.raises(BudgetTooSmallError, match=r"bytes, of which margin leaves 10.0% free: the least peak is") as caught:
         plan_memory(model, step, tight.least_peak, blocks=blocks, margin=0.1)
     found = plan_memory(model, step, caught.value.minimum, blocks=blocks, margin=0.1)
     assert found.measured_peak <= 0.9 * found.budget

@@ -125,7 +125,7 @@ def test_exits_and_exceptions_go_through(script, capsys):
         main(["--step", "9", script(after="1 / 0")])
     captured = capsys.readouterr()
     assert "peak " not in captured.out
-    assert captured.err.endswith("No ledger: the script ended after step 6. Pass another --step.\n")
+    assert captured.err.endswith("No ledger: the script ended after step 6. Pass a lower --step.\n")
 
 
 def test_a_step_that_fails_has_a_ledger(script, capsys):

@@ -39,7 +39,7 @@ from .rows import Marks, OlderMemory, rows_of, watch
 _HEADER = ("at the peak", "storages", "made by", "operator", "line", "held by")
 _MOST = 7  # rows of holders
 _CAUSES = 5  # rows of causes, and lines of a note
-_LEAST = 0.01  # of the memory in use: the smallest cause
+_LEAST = 0.01  # the smallest cause that is shown, as a fraction of the memory in use
 _MOST_PHASES = 6  # rows of phases; with more, phases of equal names share a row
 _BAR = 24  # characters
 
@@ -68,7 +68,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
         """
         if device not in self.devices:
             wanted = f"one of {', '.join(self.devices)}"
-            raise wrong(device, "device", wanted, "Name one: others allocated nothing.", ValueError)
+            raise wrong(device, "device", wanted, "Name one of these: other devices allocated nothing.", ValueError)
         other = MemoryLedger()
         other.fill(*self._taken, device)
         return other
@@ -216,7 +216,7 @@ class MemoryLedger(LedgerData, Printed, Exported):
 
 
 class _Stacks(dict[Origin, Any]):
-    # Events share the stack of an origin: their pickle is a tenth as large.
+    # Events with the same origin share a stack, so the pickle is a tenth as large.
     def __missing__(self, origin: Origin) -> Any:
         return self.setdefault(origin, frames_of(origin))
 
@@ -229,7 +229,7 @@ def _remedy_for(ledger: LedgerData, holder: Holder) -> str:
         return "foreach=False" if is_foreach else "an optimizer with less state"
     is_of_module = origin.maker is Maker.MODULE and origin.module is not None
     if reason is None and is_of_module and all(phase.name != "backward" for phase in ledger.phases):
-        reason = Reason.SAVED  # most likely: only a backward would show that the graph alone holds it
+        reason = Reason.SAVED  # a guess: only a backward shows whether just the graph holds it
     if reason is Reason.SAVED and is_of_module and (block := up_to_number((origin.module or "").rpartition(" ")[0])):
         return f'apply_checkpointing(model, "{block.rstrip("0123456789")}*")'
     return REMEDIES.get(reason, "")
@@ -345,7 +345,7 @@ def ledger_of(model: torch.nn.Module | None) -> Iterator[MemoryLedger]:
     giving_way.get(threading.get_ident(), lambda: None)()
     if is_profiling():
         raise RuntimeError(
-            "memory_ledger was called while a profiler runs on this thread, and torch allows a single profiler for each "
+            "A memory ledger cannot begin while a profiler runs on this thread: torch allows a single profiler for each "
             "thread. First leave the block of the profiler, or of the ledger around this call."
         )
     ledger, marks = MemoryLedger(), Marks()

@@ -110,7 +110,7 @@ _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
 
 
 class StepReader:
-    """Reads the rows of a step in the order of time; a mark among them calls the method of its name, from ``entered`` on."""
+    """Reads the rows of a step in the order of time; a mark in a row calls the method of its name, such as ``entered``."""
 
     def __init__(self, older: Mapping[int, int], device: str) -> None:
         self.allocations: list[Allocation] = []
@@ -120,7 +120,7 @@ class StepReader:
         self._alive: dict[int, int] = {}  # allocations, by address
         self._opened: list[_Opened] = [_OUTSIDE]
         self._holds: dict[int, dict[Any, Hold]] = {}  # by region and key
-        # What was open when nodes of autograd were made, by the number of the first such node.
+        # The module or region that was open when nodes of autograd were made, each with the number of the first node.
         self._numbers: list[int] = []
         self._makers: list[_Opened] = []
 
@@ -128,7 +128,7 @@ class StepReader:
         for row in rows:
             if row.mark is not None:
                 self._row, around = row, self._opened[-1]
-                getattr(self, row.mark.event)(*row.mark.args)  # the profiler keeps only the name of a range
+                getattr(self, row.mark.event)(*row.mark.args)
                 if self._opened[-1] is not around and row.mark.sequence is not None:
                     self._numbers.append(row.mark.sequence)
                     self._makers.append(self._opened[-1])
@@ -149,8 +149,8 @@ class StepReader:
     def _free(self, row: Row) -> None:
         number = self._alive.pop(row.address, None)
         if number is None:
-            # On the host ``older_freed`` counts memory from before. The profiler may know it from an earlier profile, but with
-            # the size of another allocation at the same address.
+            # On the host ``older_freed`` counts memory from before. The profiler may also report the free, from an earlier
+            # profile, but with the size of another allocation at the same address.
             if self._device != "cpu":
                 self._change(row, None, row.nbytes)
             return
@@ -311,7 +311,7 @@ class LedgerData:
 
     def __getattr__(self, name: str) -> Any:
         if name in LedgerData.__annotations__:
-            raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it when the block has ended.")
+            raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it after the `with` block.")
         return object.__getattribute__(self, name)  # raises
 
     def fill(self, rows: Sequence[Row], older: Mapping[int, int], device: str | None = None) -> None:

@@ -16,7 +16,7 @@ from .data import Allocation, LedgerData, maker_in_words
 
 # Bands: the bytes of each block of the model, and of the rest, at moments of a step.
 
-_SMALL = 0.05  # of the bytes of the largest block
+_SMALL = 0.05  # of the bytes of the largest block: smaller blocks share a band
 #: The label of all blocks whose bands would be too small to see.
 OTHERS = "smaller blocks"
 
@@ -34,7 +34,7 @@ class BandKind(enum.Enum):
 
 
 class Band(NamedTuple):
-    """One band."""
+    """A band of a picture: its bytes over time."""
 
     part: BandKind
     block: int | None  # the number of its block; None for a band of no block
@@ -73,7 +73,7 @@ _KINDS = {Maker.BACKWARD: BandKind.BACKWARD, Maker.OPTIMIZER: BandKind.OPTIMIZER
 
 
 def _place(key: tuple[BandKind, int | None]) -> tuple[bool, int, int]:
-    """Returns the place from the bottom up: recomputed bytes on their block, the bytes of backward on top."""
+    """Returns the place of a band, from the bottom up: recomputed bytes above their block, bytes of backward on top."""
     part, block = key
     return part is BandKind.BACKWARD, -1 if block is None else block, [*BandKind].index(part)
 
@@ -89,9 +89,9 @@ def _moments_of(ledger: LedgerData, most: int) -> list[int]:
 
 
 class ModelBlocks:
-    """The block of the model to which each allocation of some ledgers belongs, the same in all of the ledgers."""
+    """The block of the model to which each allocation of some ledgers belongs; a module has one block in all ledgers."""
 
-    # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number.
+    # A module's block is the outermost region around the module in any ledger, or else the module's name up to a number.
     def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
         self._regions = {entry.module for ledger in ledgers for entry in ledger.entries.values() if entry.module}
         modules = [name for ledger in ledgers for alloc in ledger.allocations if (name := _module_of(alloc)) is not None]
@@ -161,7 +161,7 @@ _SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _MOST_BLOCKS = 9  # colours that are told apart, in grey too
 _MOST_MOMENTS = 700  # about the pixels of an axis
 _NARROW = 0.06  # of the axis: narrower phases have no name
-_MOST_LABELS = 12  # for which there is room beside a bar
+_MOST_LABELS = 12  # labels for which there is room beside a bar
 _LEAST = 0.01  # of the axis: smaller parts of a bar have no label
 _LINE = 0.075  # of the axis: the height of a label
 _LONGEST = 20  # characters of a label
@@ -244,7 +244,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
     colours = _colours(blocks.labels)
     most = max(ledger.base_nbytes + max(0, ledger.peak.nbytes) for ledger in drawn)
     unit, size = scale_of(most)
-    # Cuts off much older memory, such as parameters, at the bottom.
+    # If older memory, such as parameters, is most of the memory, the axis leaves out its lower part.
     older = min(panel.base_nbytes + sum(free.nbytes for free in panel.changes if free.allocation is None) for panel in drawn)
     floor = older - (most - older) // 8 if older > 2 * (most - older) else 0
     all_axes[0, 0].set_ylim(floor / size, (most + 0.18 * (most - floor)) / size)
@@ -312,7 +312,7 @@ def _draw_bands(axes: Any, moments: list[int], bands: list[Band], colours: list[
         upper = [below + nbytes / size for below, nbytes in zip(lower, band.nbytes, strict=True)]
         filled = [at for at, nbytes in enumerate(band.nbytes) if nbytes]
         first, last = max(0, filled[0] - 1), min(filled[-1] + 1, len(moments) - 1)
-        # Corners only where a value changes: files are a third as large.
+        # Draw corners only where a value changes: files are a third as large.
         corners = [
             at
             for at in range(first, last + 1)

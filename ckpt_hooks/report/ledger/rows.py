@@ -55,7 +55,7 @@ class Marks:
         self._next = itertools.count().__next__
         self._thread = threading.get_ident()
         self._tick = ticker()
-        self.is_open = True  # False once the ledger has ended: frames keep their observers, and may tell more
+        self.is_open = True  # False once the ledger has ended: frames keep their observers, which may report later events
         if (listen := getattr(active_fake_mode(), "listen", None)) is not None:
             listen(functools.partial(self.add, _MEMORY))
 
@@ -74,7 +74,7 @@ class Marks:
 
 
 class RegionMarks(Observer):
-    """Marks what regions do."""
+    """Adds a mark for each event of a region."""
 
     def __init__(self, marks: Marks) -> None:
         self._mark = marks.add
@@ -147,7 +147,7 @@ class _LineMarks(TorchFunctionMode):
             if func == _GET_GRADIENT:
                 self._note_gradients((attribute,))
             return attribute
-        if getattr(func, "__module__", None) == "torch._ops.profiler":  # would begin or end a range inside of ours
+        if getattr(func, "__module__", None) == "torch._ops.profiler":  # the program's range would begin or end inside of ours
             return func(*args, **(kwargs or {}))
         with self._range_of(_LINE, site_of(sys._getframe(1))):
             return func(*args, **(kwargs or {}))
@@ -193,9 +193,9 @@ def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
 @contextlib.contextmanager
 @skipped
 def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Marks what happens in a block."""
-    # Names in the model, or else in the outermost called module. Weak, since modules that the step makes and drops have to free
-    # their memory.
+    """Adds marks for regions, modules, lines and gradients, inside a ``with`` statement."""
+    # Names of modules in the model, or else in the outermost called module. Weak, since modules that the step makes and drops
+    # have to free their memory.
     names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
     names.update({inner: name for name, inner in (() if model is None else model.named_modules())})
 
