@@ -77,7 +77,7 @@ def taken_apart(
             kwargs = {name: capture.value(argument, "") for name, argument in kwargs.items()}
     except TypeError:  # raised by :class:`Capture` for an iterator
         tensors += [argument for argument in args[len(arguments) :] if isinstance(argument, torch.Tensor)]
-        return [], {}, tensors, (), [], "has an iterator among its arguments, which can be read once"
+        return [], {}, tensors, (), [], "takes an iterator, which can be read only once"
     objects = []
     if capture is not None:
         capture.finish()
@@ -174,7 +174,7 @@ class FunctionCall:
         if facts.objects:
             parts = parts_of(facts.objects)
             if parts is None:
-                reason = "has an object among its arguments, which it may change"
+                reason = "takes an object that it may change"
             else:
                 facts.parts, facts.memory = parts, memory_of(parts)
                 self._tensors += [part for part in parts if isinstance(part, Tensor)]
@@ -260,7 +260,7 @@ class FunctionCall:
         if isinstance(tensor, Tensor):
             address = storage_of(tensor)
             if address not in self._born and address not in self._stores and address is not None:
-                self.keep("reads a tensor which is not among its arguments, or which no operator made")
+                self.keep("reads a tensor that is neither an argument nor made by an operator")
 
     def _is_foreign(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
         """Whether a write goes beyond memory that the function or the innermost region made; notes writes to arguments."""
@@ -271,7 +271,7 @@ class FunctionCall:
             if store is None:
                 if address in self._born:
                     continue
-                self.keep("writes to a tensor which is not among its arguments")
+                self.keep("writes to a tensor that is neither an argument nor made by an operator")
             elif facts.is_inplace_view or facts.replaces_storage:
                 self.keep("gives an argument another shape")
             elif self._is_inside(store):

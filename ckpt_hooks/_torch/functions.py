@@ -96,7 +96,8 @@ def divert_functions(find: _Find, unseen: _Unseen, shared: _Unseen, missed: Call
     """Diverts calls of custom functions to ``find``, and methods which write by a Python function or share memory."""
     global _find, _missed
     # ``missed`` gets each function that calls ``save_for_backward``, however it was called. The methods are replaced for the
-    # whole process, since no hook or mode sees such calls (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py).
+    # whole process, since no hook or mode sees such calls
+    # (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py).
     _find, _missed = find, missed
     base: Any = torch.autograd.Function if IS_BOUND_EARLY else _SingleLevelFunction
     base.apply = _Apply()
