@@ -160,7 +160,7 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
 # A draw holds the state of the generator before it (5 KB on the CPU); short draws of a frame that follow each other share the
 # state before the first. A replay repeats the draws before the wanted draw, and keeps the results it needs later.
 
-#: Operators whose count of random numbers depends on shapes alone.
+#: Operators whose count of random numbers depends on shapes only.
 _BY_SHAPE = {
     id(operator)
     for operator in (

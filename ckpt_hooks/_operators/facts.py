@@ -279,7 +279,7 @@ class OpFacts:
         self.is_trusted = namespace in TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
-        # It may take dropout masks from a buffer, from which a second call takes others.
+        # It may take dropout masks from a buffer: a second call would take the next masks.
         self.has_buffered_masks = aten and self.name in BUFFERED_MASKS
         # Whether routes or shapes depend on the result; None if that depends on the arguments.
         self.is_routing = _is_routing(operator)
@@ -367,7 +367,7 @@ class OpFacts:
 
     def chooses(self, args: Any, kwargs: Any) -> bool:
         """Whether a run of the operator chooses among floating-point numbers, which a recompute may round otherwise."""
-        # Choices among integers and masks follow from such choices.
+        # Choices among integers and masks follow from choices among floating-point numbers.
         if not self.is_routing:
             return self.is_routing is None and self.routes(args, kwargs)
         if not self.operator._schema.name.startswith("aten::"):

@@ -109,7 +109,7 @@ def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
 
 
 def take(replay: Replay, value: Value) -> torch.Tensor:
-    """Returns the tensor of ``value`` from ``replay``, or from a replay of this value alone if its read count is used up."""
+    """Returns the tensor of ``value`` from ``replay``, or from a replay of only this value if its read count is used up."""
     if not replay.expects(value):
         replay = Replay(replay.frame, (value,), None)
     if not replay.has(value):

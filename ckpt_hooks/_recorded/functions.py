@@ -44,8 +44,8 @@ from .function_rerun import FunctionFacts, is_without_state, memory_of, parts_of
 from .tape import Tape, decide
 from .values import ANEW, Op, Store, Value, counter_in, counter_of, new_store, new_value
 
-#: Bytes up to which arguments from outside without a history (weights, tables) are compared, which takes some 0.2 ms. Kernels
-#: do not write to larger weights.
+#: Bytes up to which arguments from outside without a history (weights, tables) are compared: a comparison takes 0.2 ms, and
+#: kernels do not write to larger weights.
 MOST_COMPARED = 1 << 20
 
 

@@ -292,7 +292,7 @@ class Tape:
         address, reference = storage_of(tensor), self.tables.inputs.get(key)
         if reference is not None:
             known = reference()
-            # In a function frame each read has its own value: the rerun may read two tensors where forward read one twice.
+            # In a function frame each read except of a leaf has its value: the rerun may read two tensors instead of one twice.
             same = known is not None and known.saved is not None and known.saved.tensor is tensor
             same = same and (not self.is_in_frame or is_kept_anyway(tensor))
             if known is not None and same and known.store.address == (address or 0):

@@ -365,7 +365,7 @@ _RRELU = "RreluWithNoise"
 _FUSED = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FusedAttentionOverrideable")
 _NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm", "BatchNormWithUpdate", "BatchNormNoUpdate")
 
-#: Nodes of operators which save memory partly unfilled, with a test for such tensors, all without gradient: oneDNN's workspace,
+#: Nodes of operators that save memory partly unfilled, with a test for these tensors, all without gradient: oneDNN's workspace,
 #: the paths of shorter sequences, the noise of a leaky rectifier in evaluation; the generator's state of attention without
 #: dropout; and workspaces of cuDNN and MIOpen, of which only the library knows the filled part.
 _UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {

@@ -120,7 +120,7 @@ class DryMode(FakeTensorMode):
     def _converted(self, tensor: torch.Tensor) -> Any:
         if tensor.is_meta:
             return self.like(tensor)
-        # The value of a single number stays known, such as an optimizer's count of steps. A copy, since operators write to it.
+        # The value of a single number is known, such as an optimizer's count of steps; on a copy, since operators write there.
         is_known = tensor.numel() == 1 and tensor.device.type == "cpu"
         constant = tensor.detach().clone() if is_known else tensor
         return self.fake_tensor_converter.from_real_tensor(self, constant, make_constant=is_known)

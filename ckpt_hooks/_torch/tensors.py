@@ -126,7 +126,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_kept_anyway(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf which requires grad, a parameter mostly, which costs nothing to keep; False for views."""
+    """Whether a tensor is a leaf that requires grad, mostly a parameter: to keep it costs nothing. False for views."""
     # ``is_leaf`` of a view whose base was written to may give the view a new place in the graph, or raise.
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
