@@ -97,7 +97,7 @@ def set_device_states(devices: Sequence[int], states: Iterable[torch.Tensor], *,
         return
     module: Any = getattr(torch, kind, None)
     if not hasattr(module, "set_rng_state"):
-        wanted, advice = "a type of devices with states", "For the host write torch.set_rng_state(state)."
+        wanted, advice = "a device type with random states", "Pass device_type=, or use torch.set_rng_state for the CPU."
         raise wrong(kind, "device_type", wanted, advice, ValueError)
     for index, state in zip(indices, tensors, strict=False):
         with module.device(index):

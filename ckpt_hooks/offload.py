@@ -56,7 +56,7 @@ class offload_saved_tensors(  # noqa: N801 -- used like a function
         self, min_offload_size: int | str = DEFAULT_MIN_OFFLOAD_SIZE, max_fwd_stash_size: int = MAX_STASH_SIZE
     ) -> None:
         min_size = checked_bytes(min_offload_size, "min_offload_size")
-        advice = f"Pass 1 to hold as little memory as can be, or leave it out for {MAX_STASH_SIZE}."
+        advice = f"Pass 1 for the least memory, or leave the argument out for the default of {MAX_STASH_SIZE}."
         stash_size = checked_integer(max_fwd_stash_size, "max_fwd_stash_size", advice)
         waiting = self._waiting = _Waiting()
         shared = self._shared = Shared()
@@ -71,7 +71,7 @@ class offload_saved_tensors(  # noqa: N801 -- used like a function
                 return [tensor, tensor._version]
             transfers = transfers_for(tensor, min_size)
             if transfers is None:
-                # Detached: the operator that saves a tensor may return it, and its node would own itself.
+                # Detached: if an operator saves the tensor that it returns, its node would own itself.
                 return [counted_detach(tensor) if tensor.requires_grad else tensor, tensor._version]
             if not tensor.requires_grad:
                 saved = Moved(tensor, transfers, stash_size)
@@ -98,15 +98,14 @@ class offload_saved_tensors(  # noqa: N801 -- used like a function
 
 
 class _Waiting(threading.local):
-    """Tensors saved by an operator of this thread which may yet write to the tensors: ``rrelu`` saves its noise unfilled.
+    """Tensors saved on this thread that their operator may still fill, as ``rrelu`` fills its noise."""
 
-    Such tensors require no gradient, and are complete when another operator saves, or the block ends.
-    """
+    # These tensors require no gradient, and are complete when another operator saves, or the block ends.
 
     def __init__(self) -> None:
         self.saved: list[weakref.ref[Moved]] = []
         self.sequence = -1
-        #: For each block that this thread is in: whether it was entered while operators are traced, so that it does nothing.
+        #: For each open block of this thread, whether operators were traced at its entry: then the block does nothing.
         self.traced: list[bool] = []
 
     def add(self, saved: Moved) -> None:
@@ -123,7 +122,7 @@ class _Waiting(threading.local):
 
 @skipped
 def _bring_back(packed: Any) -> torch.Tensor:
-    """Unpacks a moved tensor, or a tensor which stayed, with its version."""
+    """Returns a moved tensor, or a tensor that stayed if its version is the same."""
     if type(packed) is not list:
         moved: torch.Tensor = packed.get()
         return moved

@@ -267,12 +267,12 @@ class _Once:
 
 
 REASONS = {
-    "an object": (functools.partial(torch.sin), "has an object among its arguments, which it may change"),
-    "an iterator": (_Once(), "has an iterator among its arguments, which can be read once"),
-    "a default": (lambda x, by=[2.0]: x * by[0], "has an object among its arguments, which it may change"),
-    "a closure": (_closure(1), "has an object among its arguments, which it may change"),
-    "a tensor from elsewhere": (lambda x: x + _buffer, "reads a tensor which is not among its arguments"),
-    "a buffer": (lambda x: _buffer.add_(1), "a tensor which is not among its arguments"),
+    "an object": (functools.partial(torch.sin), "takes an object that it may change"),
+    "an iterator": (_Once(), "takes an iterator, which can be read only once"),
+    "a default": (lambda x, by=[2.0]: x * by[0], "takes an object that it may change"),
+    "a closure": (_closure(1), "takes an object that it may change"),
+    "a tensor from elsewhere": (lambda x: x + _buffer, "reads a tensor that is neither an argument"),
+    "a buffer": (lambda x: _buffer.add_(1), "a tensor that is neither an argument"),
     "a graph": (lambda x: _with_grad(x).sum(), "records a graph of its own"),
     "a backward": (lambda x: grad(_with_grad(x), _leaf[0], torch.ones_like(x)), "records a graph of its own"),
     "a region": (_in_a_region, "records a graph of its own"),

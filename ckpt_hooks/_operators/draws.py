@@ -41,7 +41,7 @@ def _signature_of(operator: Any) -> _DrawSignature:
 
 
 def _find_signature(operator: Any) -> _DrawSignature:
-    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # operators of operators have none
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # higher-order operators have no tags
         return _NO_DRAW
     names = [argument.name for argument in operator._schema.arguments]
     if "generator" in names:
@@ -92,12 +92,12 @@ def _generator_at(explicit: torch.Generator | None, device: torch.device) -> tor
     return modes[-1].generator_for(default) if modes and not modes[-1].paused else default
 
 
-# For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
+# For each operator that draws only for dropout, such as attention: the position of the probability; -1 for other operators.
 _dropout_at: dict[int, int] = {}
 
 
 def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator, such as attention, draws for dropout alone and the probability is 0."""
+    """Whether an operator, such as attention, draws only for dropout and the probability is 0."""
     position = place_of_probability(operator)
     if position < 0:
         return False
@@ -107,7 +107,7 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def place_of_probability(operator: Any) -> int:
     position = _dropout_at.get(id(operator))
     if position is None:
-        schema = getattr(operator, "_schema", None)  # operators of operators have none
+        schema = getattr(operator, "_schema", None)  # higher-order operators have none
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         position = _dropout_at[id(operator)] = names.index("dropout_p") if "dropout_p" in names else -1
     return position
@@ -131,7 +131,7 @@ def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator
     if position >= 0 and (not _is_for_subclass(args) or _explicit_generator(operator, args, kwargs) is not None):
         return facts_of(form).call(*args[:position], **{**kwargs, "generator": generator})
     default = default_generator(generator.device)
-    # No lock for an operator that is not known to draw: a collective waits for other threads or processes.
+    # No lock for an operator that is not known to draw: a collective would hold the lock while it waits for other threads.
     with _one_draw if is_draw else nullcontext():
         before, wanted = default.get_state(), generator.get_state()
         if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.random`
@@ -158,9 +158,9 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
 
 
 # A draw holds the state of the generator before it (5 KB on the CPU); short draws of a frame that follow each other share the
-# state before the first. A replay repeats the draws passed on the way to a later draw, and keeps what will be asked for.
+# state before the first. A replay repeats the draws before the wanted draw, and keeps the results it needs later.
 
-#: Operators whose count of random numbers depends on shapes alone.
+#: Operators whose count of random numbers depends on shapes only.
 _BY_SHAPE = {
     id(operator)
     for operator in (
@@ -181,7 +181,7 @@ class Series:
 
     def __init__(self, state: torch.Tensor, frame: int) -> None:
         self.state = state  # before the first draw
-        self.frame = frame  # where the frame begins on its tape
+        self.frame = frame  # the number on the tape at which the frame begins
         self.calls: list[tuple[int, Any, list[Any], dict[str, Any]]] = []  # number on the tape, operator, arguments
 
 
@@ -222,7 +222,7 @@ class NotedStates:
 
     def __init__(self) -> None:
         self._series: weakref.ref[Series] | None = None
-        self._after: Any = None  # the generator's ``look`` after the series
+        self._after: Any = None  # ``CPU.look()`` after the latest draw of the series
 
     def draw(self, operator: Any, args: Any, kwargs: Any, number: int, frame: int) -> tuple[Any, Any]:
         """Runs a short draw; returns also the state before, as it is held."""
@@ -231,7 +231,7 @@ class NotedStates:
         if series is None or series.frame != frame or len(series.calls) == _LONGEST or CPU.look() != self._after:
             series = Series(torch.default_generator.get_state(), frame)
         result = facts_of(operator).call(*args, **kwargs)
-        if type(result) is not torch.Tensor:  # a mode returned another class
+        if type(result) is not torch.Tensor:  # a mode returned another class: a replay keeps no such result
             number = -1
         if not isinstance(args[0], torch.Tensor):
             kwargs = {**kwargs, "dtype": result.dtype}  # a replay may run under another default dtype
@@ -244,7 +244,7 @@ def draw_noting(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: NotedStates | None, number: int = 0, frame: int = 0
 ) -> tuple[Any, Any]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
-    # A fast path for dropout on a host, with the result of the lines below: a fifth of the draw of a small block.
+    # A fast path for dropout on a host, with the result of the lines below: saves a fifth of a small block's draw.
     is_simple = args and not kwargs and type(args[0]) is torch.Tensor and args[0].is_cpu
     if states is not None and is_simple and _is_short(operator, args) and not _own_draws.active:
         return states.draw(operator, args, kwargs, number, frame)
@@ -265,7 +265,7 @@ def draw_noting(
 class _Spare(threading.local):
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}
-        # How far the CPU's spare generator is: a series, and the number of its draws repeated so far; None outside of series.
+        # How far the CPU's spare generator is: a series, and the number of its draws repeated so far; None outside of a series.
         self.place: tuple[weakref.ref[Series], int] | None = None
 
 
@@ -311,7 +311,7 @@ def _draw_on_the_way(calls: Any, generator: torch.Generator, keep: Callable[[int
 
 
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], replaced: ReplacedGenerators) -> Any:
-    """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
+    """Runs an operator with draws of new numbers, from the replay's own generators; the user's generators do not move."""
     explicit, device = _source_of(operator, args, kwargs)
     # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
     if device.type == "meta" or (device.type != "cpu" and is_capturing(device.type)):

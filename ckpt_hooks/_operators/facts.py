@@ -1,6 +1,6 @@
 """Facts of an operator, known before a run: kind, places of tensors, writes, outputs.
 
-Most facts follow from the schema. Lists of what is missing or wrong there come first; names without a library are of ``aten``.
+Most facts follow from the schema. Lists of facts that schemas lack come first; names without a library are of ``aten``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REWRITING = frozenset({"c10d", "fsdp"})
 #: Tells the allocator that a stream uses a tensor's memory. Its schema declares a write, but the tensor does not change.
 RECORD_STREAM: Any = torch.ops.aten.record_stream.default
 
-#: Give every written element a new value, whatever the old. Schemas do not say whether the old value matters.
+#: Operators that give every written element a new value, whatever the old. Schemas do not say whether the old value matters.
 OVERWRITES = frozenset(
     {
         *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_"),
@@ -50,7 +50,7 @@ OVERWRITES = frozenset(
     }
 )
 
-#: Write the same again in a second run, so that a rerun may repeat the write. Schemas do not say this.
+#: Operators that write the same in a second run, so that a rerun may repeat the write. Schemas do not say this.
 REPEATABLE = frozenset(
     {
         *("abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "copy_", "embedding_renorm_", "fill_"),
@@ -60,23 +60,23 @@ REPEATABLE = frozenset(
     }
 )
 
-#: Give a tensor another storage, or its storage another size. Schemas say a write.
+#: Operators that give a tensor another storage, or its storage another size. Schemas only declare a write.
 REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
 
 # Memory of outputs
 
-#: Their outputs share the input's memory, which schemas deny: the caller promises not to use the input any more.
+#: Operators whose outputs share the input's memory, which schemas deny: the caller promises not to use the input any more.
 ALIASES = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
 
-#: Return uninitialised memory.
+#: Operators that return uninitialised memory.
 UNINITIALIZED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
-#: Libraries whose operators return new memory, or an argument's.
+#: Libraries whose operators return new memory, or the memory of an argument.
 TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})
 
 # What a result depends on
 
-#: Read the shape of their first argument, and not its content.
+#: Operators that read the shape of their first argument, and not its content.
 LIKE = frozenset(
     {
         *("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randint_like"),
@@ -84,7 +84,7 @@ LIKE = frozenset(
     }
 )
 
-#: Return the layout of a tensor of another class, which some classes cache after the first call; so does all of ``prim``.
+#: Operators that ask for the layout of a tensor, which some classes cache after the first call. All of ``prim`` is like this.
 LAYOUT = frozenset(
     {
         *("dim", "is_contiguous", "is_non_overlapping_and_dense", "is_pinned", "is_strides_like_format"),
@@ -93,19 +93,19 @@ LAYOUT = frozenset(
     }
 )
 
-#: Return more where an argument requires grad. No argument of a replay does, so the results are kept.
+#: Operators that return more if an argument requires grad. No argument of a replay does, so the results are kept.
 LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
 
 # Random numbers and effects
 
-#: Libraries which tag their random operators; operators of other libraries are watched when they run.
+#: Libraries that tag their random operators; operators of other libraries are watched when they run.
 TAGGED = frozenset({"aten", "prims", "_c10d_functional"})
 
-#: Draw the masks of recurrent layers from a buffer of the device and advance it, which schemas do not say; and the operator
-#: which makes the buffer, with its seed among the arguments.
+#: Operators that take masks of recurrent layers from a buffer of the device and advance the buffer, which schemas do not say;
+#: and the operator that makes the buffer from a seed.
 BUFFERED_MASKS = frozenset({"_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"})
 
-#: Higher-order operators which only compute an output. Others may write to their arguments.
+#: Higher-order operators that only compute an output. Other higher-order operators may write to their arguments.
 PURE_HIGHER_ORDER = frozenset({"flex_attention"})
 
 #: The operator by which Inductor calls its code, under ``wrap_inductor_compiled_regions``.
@@ -115,35 +115,35 @@ COMPILED = "inductor_compiled_code"
 class OpKind(enum.Enum):
     """What a recompute may do with an operator: a kept output stands in for a run, but not for a view or a write."""
 
-    #: Does no work, or runs in one of forward and recompute alone: not part of the sequence that is compared.
+    #: The operator does no work, or runs only in forward or only in a recompute: the comparison of operators leaves it out.
     IGNORED = enum.auto()
-    #: Like ``IGNORED``: begins or ends a named range of a profiler.
+    #: Like ``IGNORED``: the operator begins or ends a named range of a profiler.
     RANGE = enum.auto()
-    #: A cast of a leaf, which autocast makes once and keeps until its block ends: sometimes in the sequence, sometimes not.
+    #: A cast of a leaf. Autocast makes the cast once and keeps it until its block ends, so only some runs have the operator.
     CAST = enum.auto()
-    #: A view of its input: has to run again, and is not part of the sequence either, since autograd runs some views once more
-    #: after a write to their base.
+    #: A view of the input. It has to run again. The comparison leaves it out, since autograd runs some views once more after a
+    #: write to their base.
     VIEW = enum.auto()
-    #: Has to run again, since it writes to its arguments.
+    #: The operator has to run again, since it writes to its arguments.
     WRITES = enum.auto()
     #: Like ``WRITES``, but neither schema nor versions tell of the write.
     REWRITES = enum.auto()
-    #: Has to run again, since its outputs share the input's memory, which the schema denies, but not the version counter.
+    #: It has to run again: its outputs share the input's memory, which the schema denies, but not its version counter.
     ALIASES = enum.auto()
-    #: Runs again although its output could be kept: it costs little, and the user got a view of the output with a version
-    #: counter of its own.
+    #: The operator runs again although its output could be kept: a run costs little, and the user has a view of the output with
+    #: another version counter.
     FACTORY = enum.auto()
-    #: May be skipped where its output is at hand.
+    #: A kept output can replace another run of the operator.
     SAVEABLE = enum.auto()
     #: Like ``SAVEABLE``, but the output is complete only after a wait: it is kept as it is, and never copied.
     COLLECTIVE = enum.auto()
-    #: Like ``SAVEABLE``, but draws random numbers, or may.
+    #: Like ``SAVEABLE``, but the operator draws random numbers, or may draw.
     RANDOM = enum.auto()
-    #: Like ``SAVEABLE``, but has an effect, ordered with other effects: runs again only where a policy insists.
+    #: Like ``SAVEABLE``, but the operator has an effect, ordered with other effects: it runs again only if a policy insists.
     EFFECT = enum.auto()
 
 
-#: Kinds whose outputs can stand in for running the operator again; for writing kinds only outputs which are new.
+#: Kinds whose kept outputs can replace another run of the operator; of the writing kinds below, only outputs in new memory.
 _ASKED = frozenset({OpKind.CAST, OpKind.SAVEABLE, OpKind.COLLECTIVE, OpKind.RANDOM, OpKind.EFFECT})
 _WRITING = frozenset({OpKind.WRITES, OpKind.REWRITES})
 
@@ -151,8 +151,8 @@ _WRITING = frozenset({OpKind.WRITES, OpKind.REWRITES})
 class Written(NamedTuple):
     position: int  # among positional arguments
     name: str
-    counted: bool  # by the version
-    overwritten: bool  # nothing is left of the old content
+    counted: bool  # whether the version counts the write
+    overwritten: bool  # whether nothing is left of the old content
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Returns the argument of a call; None where left out."""
@@ -160,7 +160,7 @@ class Written(NamedTuple):
 
 
 class OpFacts:
-    # Read from a schema once an operator: each look at a schema takes microseconds, and recorders ask at each run.
+    # The schema is read once for each operator: a look at a schema takes microseconds, and recorders ask at each run.
     # A call of a custom ``autograd.Function`` is recorded as an operator, which has ``rerun`` in place of ``call``.
     is_function = False
     rerun: Callable[..., list[Any]]
@@ -212,38 +212,38 @@ class OpFacts:
 
     def __init__(self, operator: Any) -> None:
         self.operator, self.full_name = operator, str(operator)
-        # An overload's own callable spares a call of Python.
+        # The ``_op`` of an overload spares a Python call.
         self.call: Callable[..., Any] = operator._op if type(operator) is OVERLOAD else operator
         self.kind = kind = operator_kind(operator)
         schema = getattr(operator, "_schema", None)
         namespace, _, name = ("", "", self.full_name) if schema is None else schema.name.partition("::")
         self.name: str = name
         aten = namespace == "aten"
-        # What it does to its arguments is unknown.
+        # It is unknown what the operator does to its arguments.
         self.is_opaque = schema is None or (kind is OpKind.REWRITES and not aten)
         arguments = [] if schema is None else schema.arguments
         types = [str(argument.type) for argument in arguments]
         positions = tuple(index for index, type_name in enumerate(types) if type_name in ("Tensor", "Optional[Tensor]"))
         self.is_compiled = schema is None and self.full_name == COMPILED
-        # Positions of lists of tensors; of tensors, for each number of positional arguments; names of both.
+        # Positions of arguments that are lists of tensors; positions of tensors, for each number of arguments; names of both.
         self.lists = tuple(index for index, type_name in enumerate(types) if "Tensor" in type_name and index not in positions)
         self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
         # The quickest call for each number of positional arguments, without keywords; None until it is asked for.
         self.calls: list[Callable[..., Any] | None] = [None] * len(self.tensors)
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
         if self.is_compiled:
-            self.lists = (1,)  # behind the code; there is no schema
+            self.lists = (1,)  # the list of inputs comes after the code; there is no schema to say so
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
         self.replaces_storage = self.name in REPLACES_STORAGE
         self.is_mark = operator is RECORD_STREAM
         returns = () if schema is None else schema.returns
-        # It returns no tensor that could be brought back, such as a mark, or a question for a layout.
+        # The operator returns no tensor to bring back: it marks something, or asks for a layout.
         self.is_silent = kind is OpKind.IGNORED and not any("Tensor" in str(returned.type) for returned in returns)
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
-        # A result is neither an argument nor a view of an argument.
+        # Whether a result is neither an argument nor a view of an argument.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
-        # It writes to its first argument alone, counts the write, and returns nothing else.
+        # The operator writes to its first argument only, counts the write, and returns nothing else.
         self.writes_first = (
             len(self.written) == 1
             and self.written[0].position == 0
@@ -275,17 +275,17 @@ class OpFacts:
         # It draws only with a dropout probability.
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is OpKind.COLLECTIVE
-        # Outputs are new, or share memory with arguments.
+        # Its outputs are in new memory or in that of an argument, as the schema says.
         self.is_trusted = namespace in TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
-        # It may take dropout masks from a buffer, from which a second call takes others.
+        # It may take dropout masks from a buffer: a second call would take the next masks.
         self.has_buffered_masks = aten and self.name in BUFFERED_MASKS
         # Whether routes or shapes depend on the result; None if that depends on the arguments.
         self.is_routing = _is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
         self.is_repeatable = self.name in REPEATABLE
-        # Without it, random sources and everything outside of the program are the same.
+        # Whether a run without the operator leaves random sources and all outside of the program the same.
         self.may_be_left_out = not (
             schema is None
             or kind is OpKind.RANDOM
@@ -293,7 +293,7 @@ class OpFacts:
             or (kind is OpKind.WRITES and namespace not in TAGGED)
             or self.draws
         )
-        # A replay may call it with tensors by position alone, and takes its results as they come.
+        # A replay may call it with tensors by position only, and takes its results as they come.
         self.is_plain = not (self.lists or self.written or self.is_inplace_view or self.has_shape_from_data)
         self.looks_at_grad = aten and self.name in LOOKS_AT_GRAD
         self.is_fast = self._is_fast(is_aten=aten)
@@ -367,7 +367,7 @@ class OpFacts:
 
     def chooses(self, args: Any, kwargs: Any) -> bool:
         """Whether a run of the operator chooses among floating-point numbers, which a recompute may round otherwise."""
-        # Choices among integers and masks follow from such choices.
+        # Choices among integers and masks follow from choices among floating-point numbers.
         if not self.is_routing:
             return self.is_routing is None and self.routes(args, kwargs)
         if not self.operator._schema.name.startswith("aten::"):
@@ -375,7 +375,7 @@ class OpFacts:
         return _has_fractions(args[1 if self.name == "masked_select" else 0])
 
     def under(self, mode: Any) -> OpFacts:
-        """Returns the facts of the operator under a dispatch mode which makes fake tensors without fake inputs."""
+        """Returns facts whose calls run under a fake mode, for an operator that makes fake tensors without fake inputs."""
         facts = copy.copy(self)
         facts.call = functools.partial(_call_under, mode, self.call)
         facts.calls = [facts.call] * len(self.calls)
@@ -439,18 +439,18 @@ def _written(schema: Any, name: str) -> tuple[Written, ...]:
 # Routing operators. Their inputs are continuous and their results are not: a last bit, or a tie which comes out otherwise,
 # changes a result altogether, to another expert or another number of rows. Names are of ``aten``; operators of other libraries
 # are known by their tags.
-#: Choose among values, or count values in bins.
+#: Operators that choose among values, or count values in bins.
 _CHOICES = frozenset(
     {
         *("argmax", "argmin", "bincount", "bucketize", "histc", "kthvalue", "mode", "multinomial", "nonzero_static"),
         *("searchsorted", "sort", "topk"),
     }
 )
-#: Choose among values in overloads which return indices too (``max.dim``).
+#: Operators that choose among values in overloads that return indices too (``max.dim``).
 _CHOICES_WITH_INDICES = frozenset({"cummax", "cummin", "max", "median", "min", "nanmedian"})
 #: Operators that torch tags with shapes from data, but that choose nothing: ``index`` reads rows that other operators chose.
 _NO_CHOICES = frozenset({"_ctc_loss", "index", "linalg_lstsq"})
-#: Turn numbers into truth values.
+#: Operators that turn numbers into truth values.
 _COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
 _CAST = "_to_copy"
 _ROUTING_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -472,7 +472,7 @@ def _is_routing(operator: Any) -> bool | None:
 
 
 def _kind_of(value: Any) -> tuple[Any, Any]:
-    """Returns dtype and device of a tensor, or of the kind of a tensor in a log of operators (dtype, shape, device)."""
+    """Returns dtype and device of a tensor, or of its kind (dtype, shape, device) in a log of operators."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device
     return (value[0], value[2]) if type(value) is tuple and len(value) == 3 else (None, None)
@@ -484,11 +484,11 @@ def _has_fractions(value: Any) -> bool:
 
 
 def routing_advice(operators: Sequence[str]) -> str:
-    """Returns sentences on a recompute which ran operators again by which it chose, given in words."""
+    """Returns advice on a recompute that ran these choosing operators again."""
     return (
         f" The recompute ran {' and '.join(operators)} again. Routes and shapes depend on the result, which may differ from "
         "forward's on a tie or by a last bit. Keep such results: pass policy=ckpt_hooks.policies.routing_saveable, or "
-        "save_from_both_policies(routing_saveable, policy) where there is a policy already."
+        "save_from_both_policies(routing_saveable, policy) if the region has a policy already."
     )
 
 

@@ -1,4 +1,4 @@
-"""A log of operators: names, kinds of arguments and lines, noted cheaply, in words for errors alone.
+"""A log of operators: names, kinds of arguments and lines, noted cheaply, and put into words only for errors.
 
 An operator of a small tensor takes a microsecond. So the log notes sizes and lines as they are, and keeps neither tensors nor
 frames of Python.
@@ -29,13 +29,13 @@ from .facts import KNOWN, OpKind, facts_of
 _IGNORED, _RANGE, _WRITES = OpKind.IGNORED, OpKind.RANGE, OpKind.WRITES
 _TENSOR = torch.Tensor
 
-#: Arguments noted as they are.
+#: Classes of arguments that are noted as they are.
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
 
-#: Seconds that the processor spent on this thread, which other programs do not add to; where they are too coarse (Windows: 16
-#: ms), seconds of the clock.
+#: Seconds of the processor on this thread, to which other programs do not add; seconds of the clock if that timer is too coarse
+#: (Windows: 16 ms).
 thread_seconds = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
 
 #: Stands for the result of an operator which has not returned.
@@ -52,7 +52,7 @@ class Entry:
     kwargs: dict[str, Any]
     output: Any
     grad: bool  # whether a tensor among the positional arguments requires grad
-    mark: int  # what the log counted when the operator began
+    mark: int  # the result of the log's ``count`` when the operator began
     place: CallSite
 
     def kinds(self) -> tuple[Any, Any, Any]:

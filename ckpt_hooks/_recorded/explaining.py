@@ -64,7 +64,7 @@ def _in_words(shapes: list[tuple[int, ...]]) -> str:
 class OperatorLines:
     """The lines of the operators of an outermost region and of recorded regions inside."""
 
-    # Each log entry has the number of the latest value before its operator, by which operators of the tape are found.
+    # ``Entry.mark`` is the number of the latest value before the operator: by this number an operator of the tape is found.
     __slots__ = ("_entries", "_latest", "_log", "_places", "_root")
 
     def __init__(self, tables: Tables) -> None:
@@ -160,11 +160,11 @@ class ComparedValues:
 
     def __init__(self, modes: Sequence[str], sampled: Sampled | None = None) -> None:
         self.modes = modes  # names of the modes around the outermost region
-        self._sampled, self._gives_up = sampled, False  # for the self-check
+        self._sampled, self._gives_up = sampled, False  # the self-check's pass, and whether it compares nothing
         self._fingerprint: Callable[[torch.Tensor], Any] = _fingerprint if sampled is None else sample_of
         self._fingerprints = Fingerprints(self._fingerprint, ())
         self._taken = self._fingerprints.taken
-        self._numbers: list[int] = []  # numbers of values
+        self._numbers: list[int] = []  # the numbers of the values of handles, by index
         self._without_grad: set[int] = set()
         self._task = -1  # the latest backward at whose end values are compared
         # Samples of forward and replays to compare, each with a function that makes the error.

@@ -43,7 +43,7 @@ from .replay import Replay, Replayable, bring_back
 from .tape import Tape
 from .values import Value, is_held_twice, values_below
 
-has_warned = False  # of a policy inside of a plain region
+has_warned = False  # whether the user was warned of a policy inside of a plain region
 
 _number = operator.attrgetter("number")
 
@@ -109,7 +109,7 @@ def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
 
 
 def take(replay: Replay, value: Value) -> torch.Tensor:
-    """Returns the tensor of ``value`` from ``replay``, or from a replay of this value alone if its read count is used up."""
+    """Returns the tensor of ``value`` from ``replay``, or from a replay of only this value if its read count is used up."""
     if not replay.expects(value):
         replay = Replay(replay.frame, (value,), None)
     if not replay.has(value):
@@ -216,9 +216,9 @@ class RecordedFrame(Replayable):
         self._compares_values, self._place = options.check.fingerprint is not None, place
         self.around_replays = around_replays
         self._at_end = at_end  # called with the tape of an outermost frame before the tape is closed
-        # Compares values, on request, for the self-check, or inside of a user's dispatch mode.
+        # Compares values on request, for the self-check, or inside of a user's dispatch mode; else None.
         self.compared: ComparedValues | None = None
-        # Foreign saved-tensor hooks around, inside the innermost function frame; None after the end.
+        # Saved-tensor hooks of the user or of ``offload_from``, inside the innermost function frame; None after the end.
         self.hooks_around: Hooks | None = None
         self._decisions = None if options.policy is None else Decisions(options.policy)
         self._respect_hooks = options.respect_hooks
@@ -384,7 +384,7 @@ class RecordedFrame(Replayable):
             kept.tensor, kept.version, kept.path = tensor, tensor._version, self.path
             return kept
         if value is None or storage_of(tensor) != value.store.address:
-            # Gets a handle: a tensor without a version, and a non-leaf from a custom function, whose backward may write to it.
+            # A tensor without a version gets a handle. So does a non-leaf of a custom function, whose backward may write to it.
             is_value = (tape.is_of_function and tensor.requires_grad) or version_of(tensor) < 0
             store = tape.tables.store_of(tensor)
             if store.uninitialized:

@@ -78,7 +78,7 @@ class _DrawsAgain(QuietDispatchMode):
         except StopIteration:
             raise self._facts.error(self._frame, "fewer random draws", f"another draw by {func}") from None
         if state is None or (self._facts.sources is not None and device_of(args, kwargs).type != "cpu"):
-            return func(*args, **kwargs)  # on a device, whose random source has been set
+            return func(*args, **kwargs)  # drew nothing, or draws from a device's source, set as in forward
         return draw_again(func, list(args), kwargs, state)
 
 
@@ -88,7 +88,7 @@ _MOST_PARTS = 1000
 
 def parts_of(values: Iterable[Any]) -> list[Any] | None:
     """Returns all parts of objects, in the order of a walk; None if they may change unseen or lead to a graph."""
-    # Not to a graph, which may hold these objects: the garbage collector sees no cycle through autograd.
+    # A graph to which an object leads may hold the object: a cycle that the garbage collector does not see.
     todo, seen, parts = list(values), set[int](), list[Any]()
     while todo:
         value = todo.pop()
@@ -223,7 +223,7 @@ class FunctionFacts(OpFacts):
         """Runs forward again; returns the results in the order of :attr:`results`."""
         if self.objects and not self.are_as_noted():
             raise self.error(frame, "the objects unchanged", "objects among its arguments that have changed")
-        # The last tensors are parts of objects.
+        # The last of ``inputs`` are parts of objects, in the order of ``inside``.
         inputs = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
         inside = [part for part in self.parts if isinstance(part, torch.Tensor)]
         first, lent = len(inputs) - len(inside), []
@@ -258,7 +258,7 @@ class FunctionFacts(OpFacts):
         return [self._result(results, result, frame) for result in self.results]
 
     def _run(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Runs forward as autograd does; returns the results and the saved tensors."""
+        """Runs forward as autograd does; returns the saved tensors and the results."""
         function = self.operator
         ctx = _Ctx(function, self.needs_input_grad)
         if has_setup_context(function):

@@ -44,8 +44,8 @@ from .function_rerun import FunctionFacts, is_without_state, memory_of, parts_of
 from .tape import Tape, decide
 from .values import ANEW, Op, Store, Value, counter_in, counter_of, new_store, new_value
 
-#: Bytes up to which arguments from outside without a history (weights, tables) are compared, which takes some 0.2 ms. Kernels
-#: do not write to larger weights.
+#: Bytes up to which arguments from outside without a history (weights, tables) are compared: a comparison takes 0.2 ms, and
+#: kernels do not write to larger weights.
 MOST_COMPARED = 1 << 20
 
 
@@ -77,7 +77,7 @@ def taken_apart(
             kwargs = {name: capture.value(argument, "") for name, argument in kwargs.items()}
     except TypeError:  # raised by :class:`Capture` for an iterator
         tensors += [argument for argument in args[len(arguments) :] if isinstance(argument, torch.Tensor)]
-        return [], {}, tensors, (), [], "has an iterator among its arguments, which can be read once"
+        return [], {}, tensors, (), [], "takes an iterator, which can be read only once"
     objects = []
     if capture is not None:
         capture.finish()
@@ -95,7 +95,7 @@ def is_compared(tensor: torch.Tensor, store: Store) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether an argument is safe to hold for a rerun: a value without parts, or a plain function or class."""
-    # An object with parts may lead to the graph through autograd, where the garbage collector sees no cycle: a leak.
+    # An object with parts may lead to the graph that holds this call: a cycle that the garbage collector does not see.
     if isinstance(value, torch.Generator):
         return False
     if isinstance(value, types.FunctionType):
@@ -104,7 +104,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def read_sources() -> random.RandomStates:
-    """Returns the states of random sources other than the CPU's, whose draws are noted call by call."""
+    """Returns the states of random sources except the CPU's generator, of which each draw is noted."""
     return None, random.read_devices(), tuple((source, source.read()) for source in random.TRACKED)
 
 
@@ -132,7 +132,7 @@ _CALLERS = (APPLY_CODE, _pack_saved.__code__)
 
 
 def _packing(call: FunctionCall, pack: Callable[[Tensor], Any]) -> tuple[Callable[[Tensor], Any], Callable[[], None]]:
-    """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor."""
+    """Returns a pack hook for a call, and a function that makes the hook drop the call: autograd keeps the hook."""
     open_call: FunctionCall | None = call
 
     def pack_in_call(tensor: Tensor) -> Any:
@@ -159,13 +159,13 @@ class FunctionCall:
         facts = self._facts = FunctionFacts(function)
         self._op = Op()
         self._draws: list[Any] = []
-        self._states = NotedStates()  # of this call alone: its rerun draws in forward's order
+        self._states = NotedStates()  # of this call only, since its rerun draws in the order of forward
         self._born: set[int] = set()  # addresses of storages made in the function
         self._stores: dict[int | None, Store] = {}  # storages of arguments, by address
         self._written: dict[int, Store] = {}  # storages that count as written to, by identity
-        self._lent: dict[int, int] = {}  # places of arguments from outside to which reruns write, by identity of the storage
+        self._lent: dict[int, int] = {}  # by identity of the storage: the place of an argument that a rerun writes to
         self._looked: list[tuple[Tensor, Store, Image]] = []  # arguments to compare
-        self._decisions: dict[int, int] = {}  # of the policy, on results of operators inside, by address
+        self._decisions: dict[int, int] = {}  # the policy's decisions on results of operators inside, by address
         self._made: list[Value] = []
         # Whether the policy keeps all results, including results of kernels.
         policy = None if tape.decisions is None or self._task != tape.task else tape.decisions.policy
@@ -174,7 +174,7 @@ class FunctionCall:
         if facts.objects:
             parts = parts_of(facts.objects)
             if parts is None:
-                reason = "has an object among its arguments, which it may change"
+                reason = "takes an object that it may change"
             else:
                 facts.parts, facts.memory = parts, memory_of(parts)
                 self._tensors += [part for part in parts if isinstance(part, Tensor)]
@@ -260,7 +260,7 @@ class FunctionCall:
         if isinstance(tensor, Tensor):
             address = storage_of(tensor)
             if address not in self._born and address not in self._stores and address is not None:
-                self.keep("reads a tensor which is not among its arguments, or which no operator made")
+                self.keep("reads a tensor that is neither an argument nor made by an operator")
 
     def _is_foreign(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
         """Whether a write goes beyond memory that the function or the innermost region made; notes writes to arguments."""
@@ -271,7 +271,7 @@ class FunctionCall:
             if store is None:
                 if address in self._born:
                     continue
-                self.keep("writes to a tensor which is not among its arguments")
+                self.keep("writes to a tensor that is neither an argument nor made by an operator")
             elif facts.is_inplace_view or facts.replaces_storage:
                 self.keep("gives an argument another shape")
             elif self._is_inside(store):
@@ -285,13 +285,15 @@ class FunctionCall:
         return False
 
     def _lend(self, store: Store, *, is_seen: bool) -> None:
-        """Lets reruns write to forward's contents of memory from outside, if that is possible; else keeps the results."""
+        """Lets reruns write to a storage from outside with the contents of forward, if possible; else keeps the results."""
         if id(store) in self._lent:
             return
         looked = [(tensor, image) for tensor, other, image in self._looked if other is store]
         places = [place for place, tensor in enumerate(self._tensors) if storage_of(tensor) == store.address]
+        # A rerun gets the noted content of an argument in a copy, or in place in a tensor of an object. Two arguments in one
+        # storage would need one copy. A tensor that requires grad becomes a result by the write (``mark_dirty``).
         if store.external and not store.birth and len(looked) == len(places) == 1 and not looked[0][0].requires_grad:
-            differing = is_seen and differs(*looked[0])  # whether a kernel wrote before the operator
+            differing = is_seen and differs(*looked[0])  # True if a kernel wrote before: a copy made now is too late
             if isinstance(differing, Tensor):
                 self._tape.unseen.append((differing, self._facts.name))
             if differing is not True:
@@ -329,7 +331,7 @@ class FunctionCall:
             elif not tensor.is_cpu and not tensor.is_meta and is_capturing(tensor.device.type):
                 self._is_capturing = True
             if store.external and store.birth:
-                # Unfilled memory has any contents, so a comparison may miss a write.
+                # Made in the region, and taken for memory from outside since. A comparison of unfilled memory may miss a write.
                 self.keep("got memory made in the region that operators had not filled, or that was kept before")
                 written[id(store)] = store
             elif grad and not store.external and store.birth > start:
@@ -343,7 +345,7 @@ class FunctionCall:
         if self._is_capturing:
             self._take_as_written(others)
         else:
-            if self.reason is not None:  # results are kept, so memory made in the region is compared too, on the host
+            if self.reason is not None:  # no replay runs the call, so a write counts only if a comparison shows it
                 for tensor, value in zip(self._tensors, values, strict=True):
                     if tensor.is_cpu and not value.store.external and written.pop(id(value.store), None) is not None:
                         others.append((tensor, value.store))

@@ -50,8 +50,8 @@ _was_seen = False
 class Recorder(SelectiveCheckpointContext):
     """Records for the outermost region of a thread, and for regions directly within it (Rule 14)."""
 
-    # Fast paths, by the instructions of a small block's step: to bypass :meth:`_record` saves a fifth, to write out
-    # :meth:`Tape.put` 3 to 5%, and to write it out in :meth:`_save` under a policy 5%.
+    # Instructions of a small block's step that the fast paths save: to bypass :meth:`_record` a fifth, to write out
+    # :meth:`Tape.put` in the handler 3 to 5%, and in :meth:`_save`, under a policy, 5%.
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Recorder(SelectiveCheckpointContext):
 
     def _be_in(self, surroundings: Surroundings) -> None:
         if surroundings not in self._seen:
-            # To reuse the latest ones saves 13% of a small step that turns gradients off and on.
+            # To look among the latest four saves 13% of a small step that turns gradients off and on.
             self._seen = [surroundings, *self._seen[:3]]
         self._tape.surroundings = surroundings
         self._check = surroundings.switches.guard.check
@@ -117,7 +117,7 @@ class Recorder(SelectiveCheckpointContext):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func)) or facts_of(func)
         if self.paused:
-            if self._call is not None and self.paused == 1:  # not a pause but a custom function
+            if self._call is not None and self.paused == 1:  # not paused, but in a custom function
                 return self._call.run_operator(func, facts, args, kwargs or _NO_KWARGS, self._record)
             out = facts.call(*args, **(kwargs or _NO_KWARGS))
             count_writes(func, args)
@@ -139,6 +139,7 @@ class Recorder(SelectiveCheckpointContext):
                 decision = decisions.of(facts)
             if decision != RECOMPUTE:
                 if facts.is_fresh and graph_task_id() == tape.task:
+                    # A policy that only counts runs answers here, unless masks from a buffer must be kept whatever the count.
                     if decision == ASK and (is_kept := decisions.is_kept) is not None and not facts.has_buffered_masks:
                         decision = SAVE if is_kept(func) else RECOMPUTE
                     if decision == SAVE:
@@ -181,7 +182,7 @@ class Recorder(SelectiveCheckpointContext):
         if not facts.single or type(out) is not Tensor:
             tape.note(op, values, out)
             return out
-        # As in :meth:`Tape.put`.
+        # As :meth:`Tape.put` does it, written out.
         try:
             address = storage_address(out)
         except NotImplementedError:  # it has no storage
@@ -268,17 +269,17 @@ class Recorder(SelectiveCheckpointContext):
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         tape, arguments = self._tape, args
         if facts.is_compiled and self._call is None:
-            if graph_task_id() != tape.task:  # a compiled backward, which may overwrite its saved tensors
+            if graph_task_id() != tape.task:  # a compiled backward may overwrite its saved tensors, so no replay could run it
                 return facts.call(*args, **kwargs)
             arguments = facts.arguments_of(args)
         elif self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and not facts.written and graph_task_id() != tape.task:
-            # A backward within forward. It adds to existing gradients, which may exist in the function frame's rerun and not in
-            # forward, so the tensors that it reads must not go to that frame.
+            # A backward within forward adds to gradients, which may exist in the function frame's rerun and not in forward. So
+            # the tensors that this backward reads must not go to the function frame.
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and facts.kind is _CAST and is_kept_anyway(args[0]):
-            # Autocast caches this cast, so it may not run in a rerun.
+            # Autocast caches this cast, so the rerun of the function frame may not run it.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
             self._look_closely(at_all=facts.looks_at_all_switches)

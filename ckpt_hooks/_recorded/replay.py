@@ -1,7 +1,7 @@
 """Replays of a tape: bring back values of a frame for a backward, each operator at most once (Rule 13).
 
-The plan of a replay has the values that backward needs, the number of readers of each, and whether all operators must run in
-the order of recording. It holds numbers, not values, so that values die with their handles, which backward drops in turn. A
+The plan of a replay counts the reads of each value that backward needs, and says whether all operators must run in the order of
+recording. The plan refers to values by number, so that a value dies with its handles, which backward drops in turn. A
 replay drops a value after its last reader. A small region is replayed as a whole when backward asks for the first value, which
 is faster; a larger region only as far as a wanted value needs, which takes less memory. An option chooses between the two. A
 region that overwrites a value after an operator has read it is replayed as a whole, in the order of recording.
@@ -52,7 +52,7 @@ from ckpt_hooks.errors import CheckpointError, MutationError
 from .explaining import OperatorLines, check_shapes
 from .values import ANEW, Op, OpWithShapes, Surroundings, Value, flatten, read_by, rebuild, values_on_tape
 
-_NOTHING = nullcontext()  # to enter
+_NOTHING = nullcontext()  # entered when the user has no context manager around replays
 
 
 class Work:
@@ -61,10 +61,10 @@ class Work:
     __slots__ = ("crossing", "leaves", "steps")
 
     def __init__(self) -> None:
-        # Operators to run and values after a write to note, by number.
+        # By number: operators to run, and values after a write, which take over the tensor of the value before the write.
         self.steps: dict[int, Op | Value] = {}
-        self.leaves: list[Value] = []  # kept values
-        self.crossing: list[Value] = []  # values of the outer frame
+        self.leaves: list[Value] = []  # values whose tensors are kept
+        self.crossing: list[Value] = []  # values that the outer frame brings back
 
 
 class ReplayPlan:
@@ -91,8 +91,8 @@ def plan_for(
     roots: Iterable[Value], start: int, *, nested: bool, present: Collection[int] = (), ran: Collection[int] = ()
 ) -> tuple[ReplayPlan, Work]:
     """Returns the plan for some values and the work to bring them back, except ``present`` values and operators in ``ran``."""
-    # Values up to ``start`` belong to the outer frame, if there is any (``nested``), which also unpacks tensors packed by
-    # hooks, so that hooks run once. Each backward pays for this walk, so the step for a read value is written out.
+    # Values up to number ``start`` belong to the outer frame. If there is an outer frame (``nested``), it also unpacks tensors
+    # that hooks packed, so that the hooks run once. Each backward pays for this walk, so the count of a read is written out.
     plan, work = ReplayPlan(), Work()
     steps, readers = work.steps, plan.readers
     stack: list[Value] = []
@@ -113,7 +113,7 @@ def plan_for(
             continue
         op, before = value.op, value.before
         assert op is not None
-        # A value after a write to a storage older than the region: the outer frame, which may hold views, brings it back.
+        # The outer frame brings back values after a write to a storage older than the region: it may hold views of the storage.
         if (op.number if before is None else value.store.birth) <= start:
             work.crossing.append(value)
             continue
@@ -150,7 +150,7 @@ def plan_for(
                     readers[number] = 1
                     if number not in present:
                         stack.append(value)
-    if writes and not ran:
+    if writes and not ran:  # callers that pass ``ran`` drop the plan: the replay's first plan has looked at the writes
         _look_at_writes(plan, [step for step in steps.values() if isinstance(step, Op)], asked)
     return plan, work
 
@@ -176,7 +176,7 @@ def _look_at_writes(plan: ReplayPlan, ops: list[Op], asked: list[Value]) -> None
             for value in values_on_tape(written.of(op.args, op.kwargs)):
                 made_by = value.op
                 if made_by is not None and made_by.facts.is_uninitialized and plan.readers[value.number] == 1:
-                    continue  # new memory for this write alone, as in place of statistics
+                    continue  # memory made for this write only, in place of statistics that no result depends on
                 last[id(value.store)] = max(op.number, last.get(id(value.store), 0))
     if not last:
         return
@@ -187,7 +187,7 @@ def _look_at_writes(plan: ReplayPlan, ops: list[Op], asked: list[Value]) -> None
 
 
 class Borrowing:
-    """Parts of a run, each with the memory that it reads; the end of the ``with`` block gives back the rest."""
+    """Splits a run into parts, and borrows the memory that a part reads from its owner, at most until the block ends."""
 
     __slots__ = ("_first", "_last", "_loans", "_steps")
 
@@ -207,7 +207,7 @@ class Borrowing:
                 key = id(value.store)
                 if key not in by_store:
                     tensor = tensors.get(value.number)
-                    if tensor is None:  # made in this run, in new or known memory
+                    if tensor is None:  # made in this run: in new memory, or in memory that an earlier value has shown
                         continue
                     owner = owners.get(storage_of(tensor) or 0)
                     by_store[key] = owner if owner is not None and (is_freed(tensor) or is_lent(owner)) else None
@@ -225,7 +225,7 @@ class Borrowing:
             self._give_back(next(iter(self._loans)))
 
     def parts(self) -> Iterator[dict[int, Op | Value]]:
-        """Yields the steps in parts; the memory that a part reads is filled meanwhile."""
+        """Yields the steps in parts; the memory that a part reads is filled while the part runs."""
         part: dict[int, Op | Value] = {}
         for number, step in self._steps:
             if number in self._first:
@@ -291,11 +291,12 @@ class ReplayContext:
             self._move(surroundings.current)
         set_grad_enabled(surroundings.grad)
         undo = switches.enter(surroundings.switches)
+        # The first undo that changed a switch has the switches from before the replay; later undos have an operator's.
         if self._undo is None or (undo[1] is not None and self._undo[1] is None):
             self._undo = undo
 
     def suspend(self) -> None:
-        """Leaves the level below autograd until :meth:`resume`: custom functions run above, without gradients."""
+        """Goes back above autograd, where custom functions run, without gradients, until :meth:`resume`."""
         self._guard.__exit__(None, None, None)
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
@@ -311,7 +312,7 @@ class ReplayContext:
         self._guard.__enter__()
 
     def _move(self, current: Current | None) -> None:
-        """Makes other streams current, which wait for earlier operators, and may read the present tensors."""
+        """Makes the streams of ``current`` current; they wait for earlier operators, and may read the present tensors."""
         if current is not None and self._current is not None and current != self._current:
             self._current.move(current, self._tensors.values())
         self._current = current or self._current
@@ -343,14 +344,14 @@ class Replayable(Frame):
     lines: OperatorLines | None  # the lines of operators, in debug mode; else None
     outer: Replayable | None  # the recorded frame directly outside, on the same tape
     start: int  # the number of the latest value when the frame began
-    # Names of custom functions, each with a tensor on a device: whether it wrote unseen to memory that no replay may write to.
+    # Tensors on devices, each with the name of a custom function: whether the function wrote unseen to an argument.
     unseen: list[tuple[torch.Tensor, str]]
     # Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to decide by :attr:`bytes`.
     whole: bool | None
 
     @abc.abstractmethod
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """Returns the replays that bring back values of the outer frame."""
+        """Returns each of these values of the outer frame, with the replay that brings the value back."""
 
 
 class Replay:
@@ -365,7 +366,7 @@ class Replay:
         self.tensors: dict[int, torch.Tensor] = {}  # the present tensors, by the number of the value
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
         self.readers = self._plan.readers  # the number of remaining reads of each value
-        self.crossing = [weakref.ref(value) for value in work.crossing]  # values of the outer frame, weakly
+        self.crossing = [weakref.ref(value) for value in work.crossing]  # weak, so that values die with handles
         self.owners: dict[int, Owner] = {}  # owners of memory that may be freed between runs, by address of the storage
         whole = frame.bytes <= AT_ONCE if frame.whole is None else frame.whole
         self._whole: Work | None = work if whole or self._plan.in_order else None
@@ -388,8 +389,8 @@ class Replay:
         if whole is not None:
             try:
                 self._fetch(whole)
-            except CheckpointError:  # a kept tensor is lost, which the wanted value may not need
-                if self._plan.in_order:
+            except CheckpointError:  # from a kept tensor that the wanted value may not need: tries this value only
+                if self._plan.in_order:  # all operators have to run, so each value needs all kept tensors
                     raise
             else:
                 return whole
@@ -414,7 +415,7 @@ class Replay:
         return tensor
 
     def put(self, value: Value, tensor: torch.Tensor) -> None:
-        """Puts in the tensor of a value, or its copy if an operator will write to it."""
+        """Enters the tensor of a value in the table, as a copy if an operator of the replay writes to the storage."""
         if id(value.store) in self._plan.written:
             tensor = copy_in(tensor, self._cloned)
         self.tensors[value.number] = tensor
@@ -443,7 +444,7 @@ class Replay:
         return saved.get() if id(value.store) in self._plan.written else tensor
 
     def run(self, work: Work) -> None:
-        """Runs work whose values of the outer frame are there."""
+        """Runs work once the values of the outer frame are in the table."""
         self._fetch(work)
         if work.steps:
             run = self._run_on_loans if self.owners else self._run
@@ -474,12 +475,12 @@ class Replay:
                     self._let_go((op.before,))
                     continue
                 assert isinstance(op, Op)
-                # Successive operators mostly share an object.
+                # Operators in a row mostly share the object, so that only a change of surroundings costs time.
                 if op.surroundings is not surroundings:
                     surroundings = op.surroundings
                     context.under(surroundings, tensors)
                 facts = op.facts
-                if op.call is None:  # others are written out below, which saves 8% of a small block's step
+                if op.call is None:  # for other operators it is written out below, which saves 8% of a small block's step
                     self._run_any(op, context)
                     continue
                 args = op.args.copy()
@@ -518,7 +519,7 @@ class Replay:
         args = [rebuild(argument, tensors) for argument in op.args]
         kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
         values = read_by(op)
-        # Operators such as ``squeeze_`` change the tensor itself, which is another value too.
+        # Operators such as ``squeeze_`` reshape the tensor itself, but the value before needs its shape: they get an alias.
         if facts.is_inplace_view:
             args[0] = args[0].detach()
         elif facts.written and self._plan.in_order:
@@ -564,7 +565,7 @@ class Replay:
 
 
 def _check_unseen(frame: Replayable) -> None:
-    """Raises if a custom function wrote unseen to memory from before the region; waits for devices, once for a tape."""
+    """Raises if a custom function wrote unseen to an argument; waits for devices, once for a tape."""
     writers = [name for changed, name in frame.unseen if changed.item()]
     if not writers:
         frame.unseen.clear()
@@ -607,7 +608,7 @@ def _bring_back(replay: Replay, value: Value) -> None:
             todo.append((current, None, work, sources))
             todo += [(source, crossing, None, []) for source, crossing in sources]
     except BaseException:
-        for broken in replays.values():  # with values missing: the next request makes new replays
+        for broken in replays.values():  # values are missing there, so the next request makes new replays
             if broken.key is not None:
                 broken.frame.passes.pop(broken.key, None)
         raise

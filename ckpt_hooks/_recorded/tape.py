@@ -64,12 +64,12 @@ class TensorsHeld:
     def __init__(self, frame: Frame | None) -> None:
         self.frame = frame  # the function frame around
         self._held: list[weakref.ref[Value]] = []
-        # Hooks must get the same tensors in forward and in a rerun of the function frame. The garbage collector decides which
-        # values are alive, so all are held up to the end of the region.
+        # In a function frame, hooks must get the same tensors in forward and in the rerun. So all values live until the region
+        # ends; otherwise the time of garbage collection would decide which values the hooks get.
         self._for_frame: list[Value] = []
-        # For each: the number of tensors that the innermost region had saved before, and the operator and place that read it.
+        # For each value above: the number of tensors that the innermost region had saved, the operator that read it, its place.
         self._reads: list[tuple[int, str, int]] = []
-        self.handles: Sized = ()  # of the innermost region
+        self.handles: Sized = ()  # the handles of the innermost region
         self._batch: Batch | None = None
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class TensorsHeld:
             references.append(reference)
 
     def note_version_later(self, value: Value) -> None:
-        """Notes the version of a kept tensor at the end of the region, since it moves without a write."""
+        """Notes the version of a kept tensor at the end of the region only, since an in-place view moves it without a write."""
         assert value.saved is not None
         value.saved.version = None
         self.note(value, _weakref(value))
@@ -126,6 +126,7 @@ class TensorsHeld:
         if self.frame is not None and hooks is not None and are_of_frame(hooks):
             places = self.frame.note_inside(list(self._labels()), path)
             self._seal([references[place] for place in places], hooks)
+            # Forward did not keep the other values of this rerun, so the function frame's hooks must not count them.
             self._seal([references[place] for place in {*range(len(references))}.difference(places)], None)
         else:
             self._seal(references, hooks, respect_hooks=respect_hooks)
@@ -163,7 +164,7 @@ class Tape:
 
     def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, frame: Frame | None) -> None:
         self.tables = Tables()  # the tables of tensors and storages
-        self.handles: list[list[weakref.ref[TapeHandle]]] = []  # of all regions
+        self.handles: list[list[weakref.ref[TapeHandle]]] = []  # a list for each region on the tape
         self.held = TensorsHeld(frame)  # the kept tensors
         self.hooks = hooks  # the saved-tensor hooks around the outermost region
         self.respect_hooks = respect_hooks  # whether outputs kept by a policy go through the hooks
@@ -172,18 +173,18 @@ class Tape:
         self.path: RegionPath = ("", None)  # the path of the innermost region
         self.lock = threading.RLock()  # held by a running replay of this tape
         self.decisions: Decisions | None = None  # the decisions of the innermost region's policy; None without a policy
-        self.states = NotedStates()  # of generators, before each operator that draws
+        self.states = NotedStates()  # states of generators before each operator that draws
         self.draws_anew = False  # whether a replay of the innermost region draws other random numbers
         self.has_refilled = False  # whether an operator read memory that its owner frees and fills again
         self.is_of_function = False  # whether the tensor being packed was saved by a custom function
-        self.has_others = False  # whether an operator read a tensor of a class that may handle functions
+        self.has_others = False  # whether an operator read a tensor of a class that may have a ``__torch_function__``
         self.start = 0  # the number of the latest value when the innermost region began
         self.unseen: list[tuple[torch.Tensor, str]] = []  # as :attr:`Replayable.unseen`
         self.users_modes: Sequence[str] = ()  # names of the user's dispatch modes around the outermost region
         self.watched: Sequence[Watch] = ()  # the watches of frames that have ended
 
     def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
-        """Puts an output of a numbered operator on the tape; returns its value, None if it has none of its own."""
+        """Puts an output of a numbered operator on the tape; returns its value, None for an argument and for unknown memory."""
         facts = op.facts
         try:
             address = storage_address(tensor)
@@ -209,7 +210,7 @@ class Tape:
                 store.members.append(reference)
                 break
         else:
-            # The tape has this memory already, though the schema says that it is new: a replay may not get the content.
+            # The tape knows this memory, although the schema says that it is new: a replay may not bring back the content.
             if not facts.is_trusted and self.tables.is_taken(address):
                 self.note_external(tensor, f"returned by {facts.operator}")
                 return None
@@ -238,6 +239,7 @@ class Tape:
                 value = self.put(op, index, values, tensor)
                 if value is not None:
                     made.append(value)
+                    # Only a result in new memory: to keep a view of an argument would keep the argument's memory.
                     if decision != RECOMPUTE and value.store.birth == value.number:
                         cause = Cause(Reason.POLICY, f"as a result of {op.facts.full_name}")
                         self.keep(value, tensor, decision, cause)
@@ -282,7 +284,7 @@ class Tape:
             return leaf
         if kind not in PLAIN_OR_FAKE:
             self.has_others = True
-        self.tables.known.pop(key, None)  # the tensor has another storage than its value
+        self.tables.known.pop(key, None)  # a value from before the tensor was given another storage
         if self.tables.uninitialized and (uninitialized := self.tables.uninitialized.get(key)) is not None:
             if facts is not None and facts.is_view:
                 return uninitialized
@@ -290,7 +292,7 @@ class Tape:
         address, reference = storage_of(tensor), self.tables.inputs.get(key)
         if reference is not None:
             known = reference()
-            # Inside a function frame a tensor may occur twice where its rerun has two tensors.
+            # In a function frame each read except of a leaf has its value: the rerun may read two tensors instead of one twice.
             same = known is not None and known.saved is not None and known.saved.tensor is tensor
             same = same and (not self.is_in_frame or is_kept_anyway(tensor))
             if known is not None and same and known.store.address == (address or 0):
@@ -436,7 +438,7 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
     else:
         decision = tape.decisions.decide(tape.recorder, facts, args, kwargs, out)
     if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
-        return SAVE  # a collective could run again only on all ranks at the same time
+        return SAVE  # a collective would need all ranks at once to run again; arguments of a replay require no grad
     return decision
 
 

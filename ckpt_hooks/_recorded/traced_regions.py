@@ -129,7 +129,7 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
         region = _compilation.regions.get(marks.get(_REGION, 0))
         if region is None or node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
-        if "ac_graph_id" in node.meta:  # a function region decides
+        if "ac_graph_id" in node.meta:  # a function region has marked the node, and decides
             continue
         node.meta["ac_graph_id"] = region.outermost
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -159,7 +159,7 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
         return decisions.decide(SelectiveCheckpointContext(), facts, args, kwargs, output) != RECOMPUTE
 
 
-#: Attributes that policies fill as regions ask them.
+#: Attributes that change as regions ask a policy, so that they are not part of the key.
 _LEARNED = frozenset({"decisions", "expects", "looked_through", "tables"})
 
 

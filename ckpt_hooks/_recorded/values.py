@@ -57,14 +57,14 @@ class Store:
     )
 
     address: int  # the address of the storage object
-    birth: int  # the number of the operator which made the storage; 0 for a storage from outside
+    birth: int  # the number of the first value in the storage; 0 for a storage from outside
     external: bool  # whether the contents come from outside: tensors in the storage are kept, not brought back
     uninitialized: bool  # whether no operator has filled the storage yet
     written: bool  # whether an operator on the tape wrote to the storage
     members: list[weakref.ref[torch.Tensor]]  # the tensors in the storage that the tape has seen
     handles: list[weakref.ref[Any]] | None  # the handles of tensors in the storage, or None
     held: list[weakref.ref[Value]] | None  # the values in the storage whose tensor is kept, or None
-    cause: Cause  # the reason for holding tensors in the storage; unset if an operator on the tape made the storage
+    cause: Cause  # the reason for keeping tensors in the storage; valid if ``external``
 
     def is_alive(self) -> bool:
         """Whether a known tensor is still in the storage, so that no other storage has the address."""
@@ -92,7 +92,7 @@ class Op:
 
     number: int  # the place on the tape, and the number of the first result
     facts: OpFacts
-    call: Callable[..., Any] | None  # for an operator with all tensors in ``present``; else None
+    call: Callable[..., Any] | None  # for an operator that takes tensors by position only; None for others
     args: list[Any]  # positional arguments, with values in place of tensors
     kwargs: dict[str, Any]  # keyword arguments, likewise
     present: tuple[int, ...]  # the positions of values among the positional arguments
@@ -217,14 +217,14 @@ class Tables:
         self.stores: dict[int, Store] = {}  # storages, by address
 
     def another_counter(self, store: Store) -> object:
-        """Returns an object that stands for a further version counter of a storage."""
+        """Returns an object that stands for another version counter in a storage."""
         self.shared.append(store)
         return object()
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
         """Gives a tensor a value, until the tensor dies."""
         key, table = id(tensor), self.uninitialized if value.store.uninitialized else self.known
-        # The weak reference calls ``pop`` with the key and itself, the default for a missing key.
+        # The weak reference calls ``pop`` with the key and with itself, which is the default for a missing key.
         value.tensor = _weakref(tensor, partial(table.pop, key))
         value.store.members.append(value.tensor)
         (self.known if value.store.uninitialized else self.uninitialized).pop(key, None)
@@ -311,7 +311,7 @@ def _gone() -> None:
 
 
 _NOBODY: Any = ()  # takes the place of members
-#: Replaces storages of which only the fate of the tensors will be asked.
+#: Takes the place of a storage when only the fate of its tensors will be asked for.
 _MADE = new_store(0, 0)
 
 
@@ -360,7 +360,7 @@ def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, surroundings: S
     """Returns a value for an unknown tensor in a storage, as a view of a known tensor there; None if there is no fit."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return None
-    if type(tensor) not in PLAIN_OR_FAKE and handles_operators(tensor):  # a plain view would miss its operators
+    if type(tensor) not in PLAIN_OR_FAKE and handles_operators(tensor):  # a plain view would bypass the class
         return None
     for member in tables.live_members(store):
         value = tables.known.get(id(member))

@@ -35,7 +35,7 @@ from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Value, counter_of, is_held_twice, new_value
 
-# The result of ``getrefcount`` for a value that a table and a local variable hold.
+# ``getrefcount`` of a value that only a table holds: the table, a local variable, and the argument of the call.
 _IN_TABLE = 3
 
 
@@ -64,7 +64,8 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         value = _alone(tape, facts, args[0])
         if value is not None:
             return _run_writing_alone(tape, value, func, facts, args, kwargs)
-        if _is_unmet(tape, args[0]):  # such as a counter of batches
+        # A counter of batches, say: no value depends on its old content, and a tensor read later is copied at the end.
+        if _is_unmet(tape, args[0]):
             store = tape.tables.store_of(args[0])
             store.written = True
             return facts.call(*args, **kwargs)
@@ -123,7 +124,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 
 def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
     """Returns a tensor's value if no other tensor shares its memory and no operator has read it; None otherwise."""
-    # Only a value of the innermost region, whose replay writes to memory that no other replay has.
+    # The value must be of the innermost region: then its replay writes to memory that no other replay has.
     tables, key = tape.tables, id(target)
     value = tables.known.get(key) or tables.uninitialized.get(key)
     if value is None or sys.getrefcount(value) > _IN_TABLE:
@@ -167,7 +168,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
     if out is target:
         value = new_value(op.number, store, before.counter, op)
         value.tensor = before.tensor
-    else:  # returned by ``__torch_function__`` or ``__torch_dispatch__`` of another argument
+    else:  # another argument's ``__torch_function__`` or ``__torch_dispatch__`` has returned another tensor
         op.facts, op.call = facts, None
         value = _after(tape, op, before)
     store.written = True
@@ -194,7 +195,7 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
                 continue
             tensor, saved = value.tensor(), value.saved
             in_table = tensor is not None and tape.tables.known.get(id(tensor)) is value
-            others = 1 - (not in_table)
+            others = 1 - (not in_table)  # holders that need no copy: the table, if it has the value
             del value
             if saved.tensor is not None and saved.tensor.nbytes > _SMALL:
                 for result, output in _readers_of(tape, reference, others, saved.tensor.nbytes):
@@ -206,7 +207,7 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
 def _forget_views(tape: Tape, store: Store) -> None:
     """Forgets unneeded views of memory from outside, such as the view through which a write goes."""
     known = tape.tables.known
-    for member in reversed(store.members):  # a view of a view first
+    for member in reversed(store.members):  # the latest first, since a view of a view holds the view
         if (tensor := member()) is None or (value := known.get(id(tensor))) is None:
             continue
         if value.op is not None and value.store is store and sys.getrefcount(value) <= _IN_TABLE:
@@ -244,7 +245,7 @@ def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], na
         if value is None or value.saved is None:
             continue
         saved = value.saved.tensor
-        if saved is None:  # on the host
+        if saved is None:  # the copy on the host stays valid
             continue
         replacements = [copy for tensor, copy in copies if are_one_place(tensor, saved)]
         if replacements:
@@ -279,13 +280,13 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
         if was_uninitialized:
             known.pop(id(tensor))
             tables.register(tensor, value)
-        else:  # the tensor's weak reference removes any value from the table
+        else:  # the weak reference to the tensor removes the new value too
             known[id(tensor)] = value
             store.members.append(member)
         made.append(value)
         if decision != RECOMPUTE:
             tape.keep(value, tensor, decision, Cause(Reason.POLICY, f"as written by {facts.full_name}"))
-    # A tensor saved without a shared version now has the written content.
+    # As in plain autograd, a tensor saved without a shared version has the written content from now on.
     store.handles = None
     for handle in quiet:
         tensor = handle.value.tensor()
@@ -350,7 +351,7 @@ def look_at_handles(
 
 
 def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> torch.Tensor | None:
-    """Returns a view of a storage with the layout of a dead tensor, taken from its copy; None if there is no fit."""
+    """Returns a view of a storage with the layout of ``tensor``, the copy of a dead tensor; None if no face fits."""
     if storage_address(tensor) == store.address:
         return tensor
     for face in faces:

@@ -140,7 +140,7 @@ def _alias(tensor: torch.Tensor, base: Base | None) -> torch.Tensor:
     if base is None:
         with torch.enable_grad():
             return _unviewed(tensor.detach().requires_grad_())
-    whole = _whole(tensor, base).detach().requires_grad_()  # a leaf: what may be written to has no stand-in
+    whole = _whole(tensor, base).detach().requires_grad_()  # a leaf refuses writes, but only unwritten results get stand-ins
     with torch.enable_grad():
         return _part(whole, tensor)
 
@@ -188,7 +188,7 @@ def _view(tensor: torch.Tensor, base: Base) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor, base: Base) -> torch.Tensor:
-    """Returns a tensor like the base, in the memory of its view; the view if that is a copy without the rest of the base."""
+    """Returns a tensor with the layout of the base in the view's memory; the view itself if the base does not fit there."""
     if base and base[3] == tensor.storage_offset():
         try:
             return tensor.as_strided(*base[:3])
@@ -244,7 +244,7 @@ _kind_of = operator.attrgetter("shape", "dtype", "device")
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a strided tensor is there, which a framework may have freed."""
+    """Whether a strided tensor still has its memory, which a framework may free."""
     return tensor.untyped_storage().nbytes() >= _needed(tensor)
 
 
@@ -279,7 +279,7 @@ Image = bytes | torch.Tensor
 
 def image_of(tensor: torch.Tensor) -> Image:
     if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        # For a small tensor, a tenth of the time of a copy.
+        # For a small tensor this takes a tenth of the time of a copy.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     return copy_of(tensor)
 
@@ -320,7 +320,7 @@ def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | No
     if not has_storage(tensor):
         tensor.untyped_storage().resize_(_needed(tensor))  # a rerun has freed it
     if not fits:
-        tensor.data = copy_of(content)  # an observer gave it another shape
+        tensor.data = copy_of(content)  # an observer of quantization gave the tensor another shape
     elif 0 in tensor.stride():
         _stored(tensor).copy_(_stored(content))
     else:

@@ -67,7 +67,7 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Yields a tensor's numbers in order: its memory as a vector where it is dense, else copies, each gone with the next."""
+    """Yields a tensor's numbers in order: one vector if contiguous, else copies, each overwritten by the next."""
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         yield tensor.view(-1)
         return
@@ -93,13 +93,13 @@ _ODD = 0x100000001B3
 
 
 def _hash_of_rows(integers: torch.Tensor, after: int = 0) -> torch.Tensor:
-    """Returns a hash of rows, after which so many others come."""
+    """Returns a hash of rows; ``after`` is the number of rows that follow in the tensor."""
     if integers.dtype is torch.int64:  # as pairs of int32: round float64s end in zeros, and their sums overflow
         if not integers.dim() or integers.stride(-1) != 1:
             integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
         integers = integers.view(torch.int32)
-    # Added up in the width of the integers, since a wider sum would copy them. Many equal numbers lose bits in this sum, so
-    # the last number of each row is added once more with a factor.
+    # A row is added up in the width of its integers, since a wider sum would copy them. Many equal numbers lose bits in this
+    # sum, so the last number of each row is added once more with a factor.
     if integers.dim() < 2 and integers.numel() <= _ROW:  # such as labels: a number is a row
         integers = integers.unsqueeze(-1)
     last = integers.select(-1, -1) if integers.dim() else integers
@@ -110,7 +110,7 @@ def _hash_of_rows(integers: torch.Tensor, after: int = 0) -> torch.Tensor:
     return torch.add(sums.sum(), sums[-1], alpha=after)
 
 
-_ROWS = 1 << 16  # each takes 32 bytes while they are added up
+_ROWS = 1 << 16  # rows hashed at once, each of which takes 32 bytes meanwhile
 _ROW = 1 << 12  # bytes of a row, where the last dimension is too long or too short
 _COPIED = 1 << 19  # bytes copied at once
 
@@ -125,7 +125,7 @@ def hash_of(tensor: torch.Tensor) -> Any:
     if count == 0:
         return None
     row = tensor.shape[-1] if tensor.dim() and not tensor.is_complex() else 1
-    # Rows are of the last dimension, or have _ROW bytes where those are long, or many and short: the same for any layout.
+    # A row is one of the last dimension, or _ROW bytes if the rows there are long, or many and short, whatever the layout.
     if row * width <= _COPIED and count <= row * max(_ROWS, count * width // _ROW):
         is_split = width == 8 and not tensor.is_complex()
         is_copied = tensor.is_conj() or tensor.is_neg() or (is_split and tensor.stride()[-1:] != (1,))
@@ -144,7 +144,7 @@ def hash_of(tensor: torch.Tensor) -> Any:
     return total
 
 
-_PART = 1 << 20  # numbers, to each of which a weight is made
+_PART = 1 << 20  # numbers hashed at once, each with a weight
 
 
 def hash_in_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def hash_in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:
-    """Whether a class takes operators itself, and does not say what its tensors are made of."""
+    """Whether a tensor's class handles operators itself, and does not tell the inner tensors."""
     is_plain = type(tensor).__torch_dispatch__ is DISABLED_DISPATCH
     return not (is_plain or isinstance(tensor, FAKE) or is_traceable_wrapper_subclass(tensor))
 
@@ -196,7 +196,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _signs(device: torch.device, count: int) -> torch.Tensor:
-    """Returns signs, each hashed from its place."""
+    """Returns numbers of 1 and -1, each hashed from its place."""
     signs = torch.empty(count, dtype=torch.float32, device=device)
     for part in signs.chunk(4 * len(signs) // _PROJECTED):
         start = int(part.storage_offset())
@@ -253,7 +253,8 @@ def _sums_on_device(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> t
 
 def projections_of(tensor: torch.Tensor) -> Any:
     """Returns a tensor's squared norm and four projections on signs, the same for any layout; None without values."""
-    # On the tensor's device. Then come the count and places of numbers that are not finite, and the unit of the first five.
+    # The result is on the tensor's device. After these five come the count and places of numbers that are not finite, and the
+    # unit of the five.
     if not _has_bits(tensor):
         return _of_parts(projections_of, tensor)
     if tensor.numel() == 0:
@@ -315,7 +316,7 @@ def _equal(fingerprint: Any, other: Any) -> bool:
     if isinstance(fingerprint, dict) and type(fingerprint) is type(other):
         return fingerprint.keys() == other.keys() and all(_equal(value, other[key]) for key, value in fingerprint.items())
     same: Any = (fingerprint == other) | ((fingerprint != fingerprint) & (other != other))
-    return bool(same.all() if hasattr(same, "all") else same)  # NumPy's arrays
+    return bool(same.all() if hasattr(same, "all") else same)  # NumPy's arrays compare by element
 
 
 def first_difference(expected: Sequence[Any], actual: Sequence[Any]) -> int | None:
@@ -364,7 +365,7 @@ _RRELU = "RreluWithNoise"
 _FUSED = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FusedAttentionOverrideable")
 _NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm", "BatchNormWithUpdate", "BatchNormNoUpdate")
 
-#: Nodes of operators which save memory partly unfilled, with a test for such tensors, all without gradient: oneDNN's workspace,
+#: Nodes of operators that save memory partly unfilled, with a test for these tensors, all without gradient: oneDNN's workspace,
 #: the paths of shorter sequences, the noise of a leaky rectifier in evaluation; the generator's state of attention without
 #: dropout; and workspaces of cuDNN and MIOpen, of which only the library knows the filled part.
 _UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {
@@ -456,7 +457,7 @@ class Fingerprints:
         saved = [(index, self.taken[index]) for index, *_ in self._late]
         for index, _ in saved:
             self.taken[index] = None
-        self._waiting, self._sequence = self._late, -2  # no node's
+        self._waiting, self._sequence = self._late, -2  # a number that no node has
         self.finish()
         for index, fingerprint in saved:
             if self.taken[index] is not None:

@@ -1,4 +1,4 @@
-"""Tensors held until backward besides handles: as they are, refilled by their owner, by hooks, on the host, or lost.
+"""Holders of tensors until backward: of the tensor, of memory that an owner refills, by hooks, on the host, or lost.
 
 :meth:`HeldTensor.sealed` decides which; :meth:`HeldTensor.get` returns the tensor of forward, or raises
 :class:`MutationError`.
@@ -44,11 +44,11 @@ class HeldTensor:
 
     tensor: torch.Tensor | None  # None where hooks or the host have it
     memory: torch.Tensor | None  # an alias in forward's memory with its own version, if the tensor may get other memory
-    version: int | None  # when sealed; None before, and where writes are not counted
+    version: int | None  # when sealed, or when read for a leaf; None before, and if writes are not counted
     cause: Cause
     path: RegionPath
-    is_fickle: bool  # later writes are likely, as by the region itself
-    steps: int  # the fused steps when sealed; unset before
+    is_fickle: bool  # whether later writes are likely, since the region wrote to the memory
+    steps: int  # the count of fused optimizer steps at the time of ``version``; unset before
     # Tensors in this memory with other version counters, and their versions: results of ``_unsafe_view`` in ``matmul``, say.
     faces: Sequence[tuple[torch.Tensor, int]]
 

@@ -48,7 +48,7 @@ def register_finder(framework: str, load: Callable[[], Finder]) -> None:
 def owner_of(tensor: torch.Tensor) -> RefillSource | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
     for framework, finder in _registered:
-        # Unless the framework is imported, a question costs a look-up.
+        # Unless the framework is imported, a question costs only a look-up.
         if framework in sys.modules and (origin := finder()(tensor)) is not None:
             return origin
     return None

@@ -18,7 +18,7 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 from .determinism import are_close, is_on_host, is_opaque, ordered_hash_of, projections_of
 
 _ADVICE = (
-    "Keep what differs where a recompute finds it: draw from torch's generators or name the generator by ckpt_hooks.track_rng, "
+    "Let the recompute find what forward found: draw from torch's generators or name the generator by ckpt_hooks.track_rng, "
     'and keep state on the module. Or write `with checkpoint_region():`, which runs Python once. determinism_check="metadata" '
     "switches this check off."
 )
@@ -31,7 +31,8 @@ class Sampled:
 
     def __init__(self, place: CheckedPlace) -> None:
         self._place, self.number = place, place.number
-        self.may_be_unfilled = False  # by an operator: what is in the memory differs from run to run
+        # Whether an operator may leave memory unfilled, whose content differs from run to run.
+        self.may_be_unfilled = False
 
     def passed(self) -> None:
         self._place.compared()
@@ -52,7 +53,7 @@ class Sampled:
 
 def sample_of(tensor: torch.Tensor) -> Any:
     """Returns projections of a tensor, or a hash of the bits where deterministic algorithms are asked for."""
-    # Without them, kernels may add in another order each time: on accelerators, and an accumulating ``index_put`` on a host.
+    # Otherwise kernels may add in another order each time: on accelerators, and in an accumulating ``index_put`` on a host.
     on_host = is_on_host(tensor)
     if is_opaque(tensor) or (not (on_host or tensor.is_meta) and is_capturing(tensor.device.type)):
         return None

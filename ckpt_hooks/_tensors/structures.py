@@ -1,4 +1,4 @@
-"""Values of users, of any structure: the tensors in them, and others in the same structure."""
+"""Users' values of any structure: which tensors are in a value, and how to build another value of its structure."""
 
 from __future__ import annotations
 

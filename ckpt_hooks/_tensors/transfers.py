@@ -41,7 +41,7 @@ from .copies import layout_of
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
 DEFAULT_MIN_OFFLOAD_SIZE = 256 * 1024
 
-#: How many tensors are on their way to the host at most.
+#: The most tensors on their way to the host at a time.
 MAX_STASH_SIZE = 5
 
 
@@ -49,7 +49,7 @@ class _Leaving(NamedTuple):
     """A tensor on its way to the host."""
 
     storage: torch.UntypedStorage
-    stream: Any  # which saved the tensor, and may use the memory again after waiting for the copy
+    stream: Any  # the stream that saved the tensor; it may use the memory again after the copy
     copied: Any  # the event at the end of the copy
 
 
@@ -90,7 +90,7 @@ class Transfers:
         self._device = device
         self._out: Any = self._module.Stream(device)
         self._back: Any = self._module.Stream(device)
-        #: Guards what threads share: the stash, and what was fetched. No copy is started under it.
+        #: Guards what threads share: the stash, and what was fetched. No copy is started under the lock.
         self.lock = threading.RLock()
         self._number = 0
         self._stash: dict[int, _Leaving] = {}
@@ -168,7 +168,7 @@ def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:
 
 def _with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Makes ``other`` the conjugate, or the negative, of its memory, if ``tensor`` is."""
-    # A copy between the two copies memory then. Otherwise torch conjugates the host's tensor at once, before the copy lands.
+    # If both are conjugates, a copy copies memory. Otherwise torch would conjugate the host's tensor before the copy arrives.
     if tensor.is_conj():
         set_conj(other, True)
     if tensor.is_neg():
@@ -242,7 +242,7 @@ class Offloaded:
         self.takers: list[weakref.ref[Moved]] = []
         self._transfers = transfers
         self._version = tensor._version
-        # By graph task, a fetch ahead or for further takers; gone when the backward ends or fails.
+        # By graph task, a tensor fetched ahead, or kept for other takers; dropped when the backward ends or fails.
         self._arrivals: dict[int, Arrival] = {}
         self._endings: tuple[Ending, ...] = ()
         self._task = -1  # the graph task that has taken it last
@@ -380,16 +380,16 @@ class Moved:
         tensor: torch.Tensor,
         transfers: Transfers,
         max_stash_size: int = MAX_STASH_SIZE,
-        batch: Batch | None = None,  # None for a batch of this tensor alone
+        batch: Batch | None = None,  # None for a batch of this tensor only
         path: RegionPath | None = None,  # None outside of regions
     ) -> None:
         self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
         self._stream, self._max_stash_size = transfers.present_stream(), max_stash_size
-        # How many batches a backward fetches ahead of this: where each is a single tensor, as many as may be on their way.
+        # How many batches a backward fetches ahead: if each is a single tensor, as many as may be on their way.
         self._ahead = max_stash_size if batch is None else 1
         self._sent: Offloaded | None = None
         self.batch, self.path = batch, path
-        self.task = -1  # the graph task of the latest use, where several saved the tensor
+        self.task = -1  # the graph task of the latest use, if the copy has several takers
         self.storage = weakref.ref(tensor.untyped_storage())
 
     def send(self, shared: Shared) -> None:
@@ -398,7 +398,7 @@ class Moved:
             self.batch = Batch()
         self._sent = self.batch.send(tensor, self._transfers, self._stream, self._max_stash_size)
         self._tensor = version_witness(tensor)  # which keeps no memory alive
-        if is_unchanged:  # only now, since another thread may ask for the copy
+        if is_unchanged:  # after the send, since another thread that finds this object asks for the copy
             shared.add(tensor, self)
 
     def again(self, batch: Batch | None, path: RegionPath | None) -> Moved:

@@ -1,6 +1,6 @@
 """Every private call into torch: its use, and why the public way does not serve.
 
-Unless a comment says otherwise, each is in torch 2.11 to 2.15, and goes when there is a public way.
+Unless a comment says otherwise, each call is in torch 2.11 to 2.15, and can be removed once there is a public way.
 
 To check a new release of torch, read these modules and run the suite. Timings: torch 2.13, an x86-64 core.
 """

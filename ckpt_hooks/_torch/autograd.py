@@ -16,7 +16,7 @@ Hook = Callable[[Any], Any]
 Hooks = tuple[Hook, Hook]
 
 # Pushing the pair of hooks directly costs 0.1 us; ``torch.autograd.graph.saved_tensors_hooks``, the public form, builds an
-# object and enters it, and does nothing else. Goes when the public way is as quick.
+# object and enters it, and does nothing else. Remove once the public way is as quick.
 push_saved_tensors_hooks: Callable[[Hook, Hook], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -39,8 +39,8 @@ def is_called_by_engine(frame: FrameType | None) -> bool:
 
 
 # Runs a callable when the graph task of this thread ends, and owns it until then. A backward that fails drops it, and the
-# recomputed values with it. FSDP and DDP rely on the same call. Torch 2.15 has made it public; the engine's private call goes
-# when 2.14 does.
+# recomputed values with it. FSDP and DDP rely on the same call. Torch 2.15 has made it public: remove the engine's
+# private call with torch 2.14.
 queue_callback: Callable[[Callable[[], None]], None] = getattr(
     torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback
 )
@@ -60,7 +60,7 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # The sequence number of a node, given by its thread.
 node_number: Callable[[Any], int] = lambda node: node._sequence_nr()  # noqa: E731
 
-# ``torch.set_grad_enabled`` without its object. Goes when the public way is as quick.
+# ``torch.set_grad_enabled`` without its object. Remove once the public way is as quick.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
@@ -95,7 +95,7 @@ class NodeSavedTensor:
         return tensor
 
 
-# 2.12 added a way to make a ``SavedTensor`` from Python. ``NodeSavedTensor`` goes with torch 2.11, the call with a public way.
+# 2.12 added a way to make a ``SavedTensor`` from Python. Remove ``NodeSavedTensor`` with torch 2.11.
 save_tensor: Callable[[torch.Tensor], SavedTensor] = (
     (lambda tensor: torch._C._autograd._make_saved_tensor(tensor, False))
     if hasattr(torch._C._autograd, "_make_saved_tensor")
@@ -104,12 +104,12 @@ save_tensor: Callable[[torch.Tensor], SavedTensor] = (
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    # Goes with a public way to ask whether there is a level.
+    # Remove once torch has a public way to ask whether there is a level.
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-# The classes of saved tensors, which have the packed object as ``data``. Goes with a public way to list the tensors that a node
-# saved, without the unpack hooks.
+# The classes of saved tensors, which have the packed object as ``data``. Remove once torch has a public way to list the
+# tensors that a node saved, without the unpack hooks.
 SAVED_TENSORS: tuple[type, ...] = (torch._C._autograd.SavedTensor, NodeSavedTensor)
 
 _functions: Any = torch._C._functions
@@ -126,7 +126,7 @@ def saved_in(node: Any) -> Sequence[Any]:
     kind = type(node)
     fields = _fields.get(kind)
     if fields is None and issubclass(kind, torch.autograd.function.BackwardCFunction):
-        fields = ("_raw_saved_tensors",)  # the class of a custom function may go
+        fields = ("_raw_saved_tensors",)  # not noted, since the class of a custom function may die
     elif fields is None:
         fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
     tensors: list[Any] = []

@@ -15,14 +15,14 @@ import torch
 from .functions import OVERLOAD
 from .modes import TorchDispatchMode, made_apart
 
-# The holders of the generated bindings. Goes when an overload takes its arguments as quickly.
+# The holders of the generated bindings. Remove this module once an overload takes its arguments as quickly.
 _HOLDERS = (
     torch._C._VariableFunctions,
     torch._C.TensorBase,
     *(getattr(torch._C, name) for name in ("_nn", "_linalg", "_special", "_fft")),
 )
 
-#: Values of each type in a schema, which lead to all overloads that such values may lead to. None can stand for no argument.
+#: Examples for each type in a schema: together they reach all overloads that values of the type may reach.
 _EXAMPLES: dict[str, tuple[Any, ...]] = {
     "int": (1,),
     "float": (1.0, 1),
@@ -38,7 +38,7 @@ _MOST = 256  # calls to try
 
 
 def is_composite(overload: Any) -> bool:
-    """Whether an operator is made of others for all devices, or TorchScript's own."""
+    """Whether an operator is composed of other operators on all devices, or is TorchScript's own."""
     name = overload.name()
     has_kernel: bool = torch._C._dispatch_has_kernel(name)
     return not has_kernel or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")

@@ -18,13 +18,13 @@ _torchs: Any = torch.utils.checkpoint
 
 # The generator function of all non-reentrant calls: of ``checkpoint``, of the curried form, and of the composable form in
 # ``torch.distributed``, which imports the name. 2.14 and 2.15: ``..._impl(function, args, kwargs, *, options)``. 2.11 to
-# 2.13: without ``_impl``, options second, the function's arguments last. Goes with a public way to register an engine.
+# 2.13: without ``_impl``, options second, the function's arguments last. Remove once torch can register an engine.
 _ARGUMENTS_LAST = not hasattr(_torchs, "_checkpoint_without_reentrant_generator_impl")
 FUNCTION_OF_ENGINE = f"_checkpoint_without_reentrant_generator{'' if _ARGUMENTS_LAST else '_impl'}"
 
 
 def _called(*args: Any, **kwargs: Any) -> Any:
-    """Lends its code to torch's function, in whose module its names would be looked up: so it imports them itself."""
+    """Lends its code to torch's function; imports ``engine`` itself, since torch's module is where its names are looked up."""
     from ckpt_hooks._torch.checkpoint import engine
 
     # A generator like torch's: Python 3.13 warns of code of another kind.
@@ -90,7 +90,7 @@ def _arguments_first(region: Diversion, function: Callable[..., Any], /, *args: 
 class _ReentrantEngine:
     """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
 
-    # The class gets an ``apply`` of its own, before the inherited method. Goes with the reentrant engine.
+    # The class gets an ``apply`` of its own, before the inherited method. Remove with the reentrant engine.
     __slots__ = ("_before", "_class", "_original", "_set")
 
     def __init__(self) -> None:
@@ -133,11 +133,11 @@ def settings_of_torch() -> tuple[bool | None, bool | None]:
 
 
 # The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have the
-# same ``storage``. The package's modes replace such a pair. Goes when torch's modes are exact.
+# same ``storage``. The package's modes replace such a pair. Remove once torch's modes are exact.
 SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
 
-# Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. Goes with
+# Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. Remove with
 # torch 2.12.
 _RUNS_FOR_SHAPES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 

@@ -55,7 +55,7 @@ def graph_of(compiled: Any) -> Any:
 
 
 def _is_generated(call: Any) -> bool:
-    # Not if it is run as a CUDA graph, whose next run overwrites the results: that wraps the code, or each partition, in
+    # False for code run as a CUDA graph, whose next run overwrites the results: the graph wraps the code, or each partition, in
     # functions of other modules. The wrapper that copies unaligned inputs does no harm, and is known by its name.
     if getattr(call, "__qualname__", "") == "align_inputs_from_check_idxs.<locals>.run":
         call = call.__closure__[call.__code__.co_freevars.index("model")].cell_contents

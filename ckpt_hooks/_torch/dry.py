@@ -21,7 +21,7 @@ _DEPENDS: Any = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-# Results of other sizes than on fake tensors: what kernels leave for backward.
+# Operators whose results on real tensors have other sizes than on fake tensors: kernels leave workspaces for backward.
 _UNKNOWN = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 _BLOCK = 512  # bytes, which the allocators of accelerators round up to
 
@@ -47,7 +47,7 @@ class DryMode(FakeTensorMode):
         self._tell: Callable[..., object] = lambda *_: None
         self._is_inside = False  # of an operator: operators of its decomposition are not the program's
         self._made: dict[int, weakref.ref[Any]] = {}
-        self._real: dict[int, tuple[torch.Tensor, int, FakeTensor]] = {}  # with versions from before, by identity
+        self._real: dict[int, tuple[torch.Tensor, int, FakeTensor]] = {}  # by identity, with versions before and fakes
         self._totals: dict[Any, int] = {}
         vars(torch._subclasses)["FakeTensor"] = _Fake
 
@@ -120,7 +120,7 @@ class DryMode(FakeTensorMode):
     def _converted(self, tensor: torch.Tensor) -> Any:
         if tensor.is_meta:
             return self.like(tensor)
-        # A single number stays known, as the number of steps of an optimizer, on a copy.
+        # The value of a single number is known, such as an optimizer's count of steps; on a copy, since operators write there.
         is_known = tensor.numel() == 1 and tensor.device.type == "cpu"
         constant = tensor.detach().clone() if is_known else tensor
         return self.fake_tensor_converter.from_real_tensor(self, constant, make_constant=is_known)
@@ -149,8 +149,8 @@ def _tensors_in(values: Any) -> list[Any]:
 
 def _unknown(func: Any) -> ValueError:
     return ValueError(
-        f"The step calls {func}, and a dry run has no values for it, or no rule for the sizes of its results. Leave it out of "
-        "the step, as `.item()` for a log, make sizes and branches of the step independent of data, or run the step for real: "
+        f"The step calls {func}, and a dry run has no values for it, or no rule for the sizes of its results. Leave the call "
+        "out of the step (`.item()` for a log, say), make sizes and branches independent of data, or run the step for real: "
         "plan_memory without dry_run, or memory_ledger."
     )
 
@@ -182,7 +182,7 @@ def _of_convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, 
     # oneDNN copies tensors to a form in which channels lie in groups, a channel for each lane of a register, and results back.
     # Torch does not report these bytes (https://uxlfoundation.github.io/oneDNN/dev_guide_understanding_memory_formats.html).
     y, x, weight = (inputs[0], *inputs[1:3]) if is_backward else (outputs[0], *inputs[:2])
-    step = x.shape[-1] / y.shape[-1]  # the stride, or a part of one where convolutions are transposed
+    step = x.shape[-1] / y.shape[-1]  # the stride, or its inverse for a transposed convolution
     if max(weight.shape[2:]) == 1 and step == 1 and x.shape[0] < 16 and torch.get_num_threads() == 1:
         return 0  # a product of matrices
     if not x.is_contiguous() or x.dtype is not torch.float32:  # channels last, and layouts which are not copied as a whole

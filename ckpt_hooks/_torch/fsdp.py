@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from ckpt_hooks._torch.tensors import storage_of
 
 # ``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were there before, and in which
-# of two forms of shards. Goes with a public way to ask whose memory a tensor has.
+# of two forms of shards. Remove once torch has a public way to ask whose memory a tensor has.
 
 
 def num_units() -> int:
@@ -56,10 +56,10 @@ def gather(group: Any) -> Callable[[], None] | None:
     if group.is_unsharded:
         return None
     state = group._training_state
-    # A prefetch, after which FSDP uses and frees the parameters; not so after the backward of the group.
+    # Whether FSDP has begun a prefetch, and will use and free the parameters; after the group's backward it will not.
     is_begun = group._all_gather_result is not None and state != TrainingState.POST_BACKWARD
     between = TrainingState.FORWARD if group.is_sharded_post_forward else TrainingState.IDLE
-    with group.use_training_state(TrainingState.IDLE):  # in which nothing is passed over, on the current stream
+    with group.use_training_state(TrainingState.IDLE):  # the state in which FSDP skips no step, and uses the current stream
         group.lazy_init()
         group.unshard(async_op=False)
         group.wait_for_unshard()

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiling import skipped
 
-# The classes of operators: overloads, higher-order operators, and packets of the overloads of a name. Goes when public.
+# The classes of operators: overloads, higher-order operators, and packets of the overloads of a name. Remove once public.
 OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator  # for type checkers
@@ -30,15 +30,15 @@ OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 # TorchBind among its arguments. ``import torch`` loads the module; torch's own policies ask it since 2.15.
 has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
 
-# Returns a tensor that a collective fills, when it is complete; to wait for it again does no harm. Goes when the operator is
+# Returns a tensor that a collective fills, when it is complete; a second wait does no harm. Remove once the operator is
 # public.
 wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
 
-# Whether ``torch.jit.trace`` is at work, which records each look at a size as an operator. Goes when the public
-# ``torch.jit.is_tracing`` is as quick.
+# Whether ``torch.jit.trace`` is at work, which records each look at a size as an operator. Remove once the
+# public ``torch.jit.is_tracing`` is as quick.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
-# Custom functions, diverted. Goes when dispatch modes are told of custom functions.
+# Calls of custom functions are diverted. Remove once torch tells dispatch modes of custom functions.
 # 2.11 to 2.14: ``Function.apply`` calls this base method, so that ``apply = F.apply``, bound early, is diverted too.
 # 2.15: ``Function.apply`` is this method, and binds defaults of arguments itself; names bound before the first region skip the
 # diversion.
@@ -83,7 +83,7 @@ class _Apply:
 
     __slots__ = ()
 
-    # Default arguments, since both are set once, and an attribute takes twice the time.
+    # ``at_work`` and ``plain`` are default arguments, since both are set once, and an attribute takes twice the time.
     def __get__(self, instance: Any, function: Any, at_work: set[Any] = AT_WORK, plain: Any = _apply) -> Any:
         return (at_work and _find(function)) or plain(None, function)
 
@@ -95,8 +95,9 @@ _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 def divert_functions(find: _Find, unseen: _Unseen, shared: _Unseen, missed: Callable[[Any], None]) -> None:
     """Diverts calls of custom functions to ``find``, and methods which write by a Python function or share memory."""
     global _find, _missed
-    # ``missed`` gets each function that calls ``save_for_backward``, however it was called. For the whole process: no hook or
-    # mode sees such calls (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py).
+    # ``missed`` gets each function that calls ``save_for_backward``, however it was called. The methods are replaced for the
+    # whole process, since no hook or mode sees such calls
+    # (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py).
     _find, _missed = find, missed
     base: Any = torch.autograd.Function if IS_BOUND_EARLY else _SingleLevelFunction
     base.apply = _Apply()
@@ -165,7 +166,8 @@ def divert_conversions(note: Callable[[torch.nn.Module], None]) -> None:
 
 
 def tell_hooks(tell: Callable[[RemovableHandle], None]) -> None:
-    """Has every new hook told, of tensors, nodes and modules. Goes when torch tells which hooks a node has."""
+    """Calls ``tell`` with every new hook of tensors, nodes and modules."""
+    # Remove once torch tells which hooks a node has.
     register = RemovableHandle.__init__
 
     @skipped
@@ -177,8 +179,8 @@ def tell_hooks(tell: Callable[[RemovableHandle], None]) -> None:
 
 
 def divert_scripted(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
-    """Has all calls of TorchScript run by ``run(call, function, args, kwargs)``. Goes with TorchScript."""
-    # Scripted and traced functions, and methods of scripted and traced modules.
+    """Has all calls of TorchScript run by ``run(call, function, args, kwargs)``."""
+    # The classes of scripted and traced functions, and of methods of such modules. Remove with TorchScript.
     kinds: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
     for kind in kinds:
         kind.__call__ = _scripted(kind.__call__, run)

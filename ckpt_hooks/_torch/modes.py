@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
-# The dispatch modes that are active on this thread, from the outermost. Goes when the public way is as quick. Entering a mode
+# The dispatch modes that are active on this thread, from the outermost. Remove once the public way is as quick. Entering a mode
 # by its own methods also sets flags, at 1.6 us, by which compiled functions know that they run under a mode.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
@@ -23,7 +23,7 @@ push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_sta
 pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
 # The flag by which Inductor's code, under ``wrap_inductor_compiled_regions``, asks whether to be called by an operator: whether
-# some thread is under a mode (``torch/_inductor/output_code.py``). Modes that are pushed past their ``__enter__`` leave it.
+# some thread is under a mode (``torch/_inductor/output_code.py``). A mode pushed without ``__enter__`` does not set it.
 _python_dispatch = torch.utils._python_dispatch
 
 
@@ -81,7 +81,7 @@ def set_global_device_mode(mode: object | None) -> None:
 
 
 # Whether a ``torch.func`` transform (grad, vjp, ...) is running. Asking for the innermost transform makes a stack for
-# this thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us.
+# this thread, even an empty stack, which autograd copies for each node of each later backward, at 0.1 us.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # Transforms refuse hooks by this code. Their error has no class of its own, and is known by the code in its traceback.
@@ -97,7 +97,7 @@ def is_refused_by_transform(error: BaseException) -> bool:
 
 # Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The
 # tracer is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well.
-# The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. Goes when that does not.
+# The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. Remove once it does not.
 _slot_of_mode, _TRACER = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
@@ -136,14 +136,14 @@ def resume_transforms(suspended: tuple[list[object], int]) -> None:
         _enter_batched_grads()
 
 
-# In 0.06 us; the public way takes a call for each device type. Goes when the public way is as quick.
+# Takes 0.06 us; the public way takes a call for each device type. Remove once the public way is as quick.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # A generator's address.
 address_of_generator: Callable[[Any], int] = lambda generator: generator._cdata  # noqa: E731
 
 # The current device of CUDA, and number, device and kind of a device's current stream, without a look whether CUDA is
-# initialised and without an object: 0.1 us each. None in builds without CUDA. Goes when the public way is as quick.
+# initialised and without an object: 0.1 us each. None in builds without CUDA. Remove once the public way is as quick.
 cuda_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 cuda_stream_data: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
 

@@ -14,17 +14,17 @@ from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 is_traceable_wrapper_subclass: Callable[[Any], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 # Returns the address of a tensor's storage object, in half the time of asking for the storage; raises
-# ``NotImplementedError`` for tensors without a storage. Goes when the public way is as quick.
+# ``NotImplementedError`` for tensors without a storage. Remove once the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 # The ``__torch_dispatch__`` of classes of tensors that do not handle operators themselves.
 DISABLED_DISPATCH: Any = torch.Tensor.__torch_dispatch__
 
-# A context: operators go past autograd, and past the counting of versions and the tracking of views.
+# A context in which operators bypass autograd, the counting of versions, and the tracking of views.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
-# Returns a view that is the negative of its memory; the public way copies. And setters, without a copy, of whether a tensor is
-# the conjugate, or the negative, of its memory.
+# The first returns a view that is the negative of its memory, where the public way copies. The setters say, without a copy,
+# whether a tensor is the conjugate, or the negative, of its memory.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
@@ -32,8 +32,8 @@ _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 # ``detach()`` has, the ``detach`` of ``.data`` has not.
 is_below_counting: Callable[[], bool] = functools.partial(is_key_excluded, _COUNTING)
 
-# While a guard exists, this thread's dispatch modes are not asked. However the function that holds the guard ends, by Ctrl-C
-# too, they are asked again.
+# Makes a guard: while the object exists, dispatch modes are not asked on this thread. A guard in a local variable ends with the
+# function, even by Ctrl-C.
 _ModesNotAsked: Callable[[], object] = torch._C._DisableTorchDispatch
 
 
@@ -65,7 +65,7 @@ def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: An
         return function(*args)
     if type(tensor) in _PLAIN:
         return run_past_modes(function, *args)
-    # A fake tensor makes others under its own mode, active or not.
+    # A fake tensor makes fake tensors under its own mode, even if that mode is not active.
     with torch.utils._python_dispatch._disable_current_modes():
         return function(*args)
 
@@ -78,7 +78,7 @@ def handles_operators(tensor: torch.Tensor) -> bool:
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an empty tensor with the version counter of another tensor, which keeps no memory alive."""
     witness = counted_detach(tensor)
-    # Others stay aliases: the data of a subclass cannot be exchanged.
+    # Witnesses of other tensors stay aliases: the data of a subclass cannot be exchanged.
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
         empty = run_past_modes(functools.partial(torch.empty, 0, dtype=tensor.dtype, device=tensor.device))
         run_past_modes(setattr, witness, "data", empty)
@@ -97,7 +97,7 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # The content of a nested tensor of the strided kind: all of its numbers, and the sizes of its parts. The public way goes
-# through the parts in turn. Goes when the public way is as quick.
+# through the parts in turn. Remove once the public way is as quick.
 nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor.contiguous().values(),
     tensor._nested_tensor_size().tolist(),
@@ -118,7 +118,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns a tensor's version; -1 if it counts no writes, made in inference mode, whatever memory it got since."""
+    """Returns a tensor's version; -1 for a tensor made in inference mode, which counts no writes, even in other memory."""
     try:
         return -1 if tensor.is_inference() else tensor._version
     except RuntimeError:
@@ -126,7 +126,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_kept_anyway(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf which requires grad, a parameter mostly, which costs nothing to keep; False for views."""
+    """Whether a tensor is a leaf that requires grad, mostly a parameter: to keep it costs nothing. False for views."""
     # ``is_leaf`` of a view whose base was written to may give the view a new place in the graph, or raise.
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
@@ -180,7 +180,7 @@ def _count(tensor: torch.Tensor) -> int:
     return count
 
 
-# The count for a tensor that alone has its memory: the tensor, and the object made to ask.
+# The count for memory with a single tensor: the tensor, and the object made to ask.
 _ALONE = made_apart(lambda: _count(torch.empty(1)))
 
 
@@ -193,8 +193,8 @@ def num_holders(tensor: torch.Tensor) -> int:
 dry_storages: dict[int, torch.device] = {}
 
 
-# A weak reference to the object of a tensor's storage: while the reference exists, no other storage takes the address. And the
-# storage of such a reference, None if it is gone.
+# A weak reference to the object of a tensor's storage: while the reference exists, no other storage takes the address. The
+# second function returns the storage of such a reference, None if it is gone.
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
