@@ -552,7 +552,7 @@ def test_a_device_is_not_waited_for(monkeypatch):
         for _ in range(2):
             if fails:
                 with pytest.raises(
-                    MutationError, match=r"^region 'block'.*ForwardSwiGLU\.apply` wrote.*Pass the function a clone"
+                    MutationError, match=r"^region 'block'.*ForwardSwiGLU\.apply` wrote.*Pass a clone to the function"
                 ):
                     grad(y.sum(), (x, w), retain_graph=True)
             else:

@@ -348,7 +348,7 @@ def a_span_in_another_order_than_the_calls():
     Spanned(True, "other", "one")(torch.ones(2, 3))
 
 
-@says(CheckpointError, "a tensor that a recompute of the region has left outside")
+@says(CheckpointError, "a tensor that a recompute of the region stored outside")
 def a_result_of_a_recompute_in_backward():
     left = Log()
 
@@ -384,7 +384,7 @@ def a_function_with_other_results():
     y.sum().backward()
 
 
-@says(CheckpointError, "is not open on this thread: it was left before", "once for each __enter__", region=("block",))
+@says(CheckpointError, "is not open on this thread: it was exited before", "once for each __enter__", region=("block",))
 def a_region_left_twice():
     with checkpoint_region(name="block") as region:
         region.__exit__(None, None, None)
@@ -404,7 +404,7 @@ def a_region_entered_on_another_thread():
     next(generator)
 
 
-@says(CheckpointError, "left open region 'outer/block'", "to its end, or close it", region=("outer",))
+@says(CheckpointError, "without exiting region 'outer/block'", "to its end, or close it", region=("outer",))
 def a_function_that_leaves_a_region_open():
     with contextlib.closing(one_step()) as generator:
         checkpoint(name="outer")(lambda x: next(generator))(leaf(2))
@@ -413,7 +413,7 @@ def a_function_that_leaves_a_region_open():
 # Tensors that are not what they were
 
 MODIFIED = r"has been modified by an inplace operation: it is at version 1; expected version 0 instead\. Backward needs"
-REPLACED = r"is another tensor than forward saw: it is at version 0; expected version \d instead\..*Bind or exchange it after"
+REPLACED = r"is another tensor than forward saw: it is at version 0; expected version \d instead\..*Assign or exchange it after"
 USUAL = r"Usual causes: an optimizer's step before backward, and a hook of forward which writes to it\."
 
 
@@ -429,7 +429,7 @@ def an_argument_that_was_written_to():
     backward(y)
 
 
-@says(MutationError, r"args\[1\], a float.* was given other memory", "Bind a new tensor", expected=None)
+@says(MutationError, r"args\[1\], a float.* was given other memory", "Assign a new tensor", expected=None)
 def an_argument_with_other_memory():
     mask = torch.ones(3)
     y = checkpoint(weighted, leaf(3), mask)
@@ -491,7 +491,7 @@ def a_tensor_that_was_bound_anew():
     backward(y)
 
 
-@says(MutationError, MODIFIED, "Or the function saved another tensor then", without="optimizer")
+@says(MutationError, MODIFIED, "Or the function saved another tensor in forward than", without="optimizer")
 def another_tensor_at_a_higher_version():
     holder = Holder()
     holder.tensor = torch.ones(3)
@@ -825,17 +825,17 @@ def an_option_of_the_models_own_switch():
     enabled(enable_in_transformers).gradient_checkpointing_enable({"context_fn": torch.sin})
 
 
-@says(RuntimeError, "This patch was undone before the block.*patch_torch")
+@says(RuntimeError, "This patch was undone before this `with` block.*patch_torch")
 def a_patch_entered_after_its_end():
     entered_twice(patch_torch())
 
 
-@says(RuntimeError, "This handle was undone before the block.*apply_checkpointing")
+@says(RuntimeError, "This handle was undone before this `with` block.*apply_checkpointing")
 def regions_entered_after_their_end():
     entered_twice(apply_checkpointing(two_blocks(), "*"))
 
 
-@says(RuntimeError, "This handle was undone before the block.*enable_in_transformers")
+@says(RuntimeError, "This handle was undone before this `with` block.*enable_in_transformers")
 def a_switch_entered_after_its_end():
     entered_twice(enable_in_transformers(fake.Model()))
 
@@ -958,7 +958,7 @@ FUNCTIONS = {
     r"`checkpoint\(function, \*args\)`": lambda: checkpoint(None, x),
     r"`checkpoint\(\.\.\.\)\(block\)\(x\)`, and not": lambda: checkpoint(early_stop=False)(block(x)),
     r"`checkpoint_region\(\)\(block\)\(x\)`, and not": lambda: checkpoint_region()(block(x)),
-    r"the function alone, but got 1 more, the first a tensor.*\(scaled\)\(\*args\)`": lambda: checkpoint(name="a")(scaled, x),
+    r"only a function, but got 1 more, the first a tensor.*\(scaled\)\(\*args\)`": lambda: checkpoint(name="a")(scaled, x),
 }
 
 
@@ -984,13 +984,13 @@ CALLS = {
     TypeError: {
         "group should be a process group which this process is in, but got 3": lambda: planned(group=3),
         "step should be a function to run, but got 3": lambda: planned(model=GUARDED).guard(GUARDED)(3),
-        "offload_saved_tensors belongs to objects of this process": lambda: pickle.dumps(offload_saved_tensors()),
+        "offload_saved_tensors refers to live objects of this process": lambda: pickle.dumps(offload_saved_tensors()),
         # Options
-        r"determinsm='none' .*Write `checkpoint\(determinism_check=\.\.\.\)\(f.* takes .*policy, ": (
+        r"determinsm='none' .*Write `checkpoint\(determinism_check=\.\.\.\)\(f.* options are .*policy, ": (
             lambda: checkpoint(block, x, determinsm="none")
         ),
-        r"Write `checkpoint\(name=\.\.\.\)\(function\).* by functools\.partial": lambda: checkpoint(block, x, name="block"),
-        "does not run when it is called": lambda: checkpoint(generator, x),
+        r"Write `checkpoint\(name=\.\.\.\)\(function\).* with functools\.partial": lambda: checkpoint(block, x, name="block"),
+        "returns a generator or coroutine": lambda: checkpoint(generator, x),
         r"args\[0\] is an iterator": lambda: checkpoint(lambda x: x, iter([x])),
         "context_fn should return two context managers.* but returned <": lambda: with_contexts(contextlib.nullcontext()),
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
@@ -1056,20 +1056,20 @@ CALLS = {
         r"got a module, Linear\..*`checkpoint\(function, x\)`": lambda: checkpoint_sequential(block, 1, x),
         # Functions on slices
         "checkpoint_chunks takes a function first, but got a tensor": lambda: chunked(x),
-        r"does not run when it is called.*lambda|lambda.*does not run when it is called": lambda: chunked(lambda x: (yield x)),
+        r"lambda.* returns a generator or coroutine": lambda: chunked(lambda x: (yield x)),
         r"The argument to cut should be a tensor, but got \[1\] of type list": lambda: checkpoint_chunks(torch.sin, [1]),
         r"hidden should be a floating point tensor \[\.\.\., hidden size\], but got a tensor, float32\[\]": lambda: of_head(()),
         "labels should be a tensor of integers, but got .*, and not prob": lambda: of_head(labels=torch.ones(5)),
         r"weight should be a tensor, but got \[1\] of type list. Pass hidden": lambda: chunked_cross_entropy(x, [1], x),
         "The argument to cut should be a tensor, but got None": lambda: checkpoint_module(nn.Tanh(), chunks=2)(),
-        "the function should return tensors, in the same places .* but returned {'y': 1}": lambda: chunked(lambda x: {"y": 1}),
+        "return tensors for each slice, in the same places .* but returned {'y': 1}": lambda: chunked(lambda x: {"y": 1}),
         "but returned a tuple of 2. Return tensors, or None in all": lambda: chunked(lambda x: (x, 1)),
         r"return \(sum, count\) of its slice, but returned a tensor": lambda: chunked(torch.sum, reduce="mean"),
         # Loops
         r"step is called with \(state\), but .* takes \(h, x\)": lambda: checkpoint_loop(lambda h, x: h, x, 2),
         r"step is called with \(state, x\), but .* takes \(h\)": lambda: looped(lambda h: h),
         r"xs should be a list, a tensor, or .* but got 3 of type int\. Write a list .*list\(\.\.\.\)": lambda: looped(xs=3),
-        r"a step of checkpoint_loop should return \(state, y\), but step 0 returned a tensor.* Return None for no y": lambda: (
+        r"a step of checkpoint_loop should return \(state, y\), but step 0 returned a tensor.* Return \(state, N": lambda: (
             looped(lambda h, row: h * row)
         ),
         r"alike in all steps, but step 1 returned \(1,\) of type tuple, and the first \{'a': 0\}.*Return the same": lambda: (
@@ -1130,7 +1130,7 @@ CALLS = {
         r"arguments: nam\. Without a function, checkpoint takes .*policy, .*\. Write name for nam": lambda: checkpoint(
             nam="block"
         ),
-        r"arguments: early_stop\. checkpoint_region takes .*\. Leave out others": lambda: checkpoint_region(early_stop=True),
+        r"arguments: early_stop\. checkpoint_region takes .*\. Pass no others": lambda: checkpoint_region(early_stop=True),
         r"policy has no operator\..*nothing_saveable": lambda: checkpoint_region(policy=[]),
         "save_only_these_names got no names": save_only_these_names,
         "determinism_check should be one of 'default', 'metadata', 'none'": lambda: checkpoint(
@@ -1161,7 +1161,9 @@ CALLS = {
         ),
         "chunk_size should be a positive integer, but got 0 of type int": lambda: chunked(chunks=None, chunk_size=0),
         "chunks and chunk_size both say how large": lambda: chunked(chunk_size=3),
-        "dim is an option of chunks, whose number is missing. Write chunks=8": lambda: checkpoint_module(nn.Tanh(), dim=1),
+        "dim is an option of chunks, but the number of chunks is missing. Write chunks=8": lambda: checkpoint_module(
+            nn.Tanh(), dim=1
+        ),
         r"of the tensor to cut \(a tensor, float32\[5, 2\] on cpu\), but got 2": lambda: chunked(dim=2),
         r"policy. checkpoint_chunks takes .* write `checkpoint_chunks\(checkpoint\(policy=": lambda: chunked(
             lambda x: x, policy=[]
@@ -1177,11 +1179,11 @@ CALLS = {
         "label_smoothing should be a fraction from 0.0 to 1.0, but got 1.5": lambda: of_head(label_smoothing=1.5),
         "softcap should be a positive number, or None, but got 0": lambda: of_head(softcap=0),
         "reduce should be None, 'sum' or 'mean', but got 'max'": lambda: chunked(reduce="max"),
-        "chunked has 'mask' of type str, but 'sin' gets no argument": lambda: chunked(chunked="mask"),
+        "chunked has 'mask' of type str, but 'sin' got no argument": lambda: chunked(chunked="mask"),
         r"y should be a tensor with 5 rows in dimension 0.*float32\[3\]": lambda: chunked(scaled, chunked="y", y=torch.ones(3)),
         "For a slice of 3 rows in dimension 0 the function": lambda: chunked(torch.sum),
-        r"as many, but returned a tensor, float32\[2, 2\]": lambda: chunked(lambda x: x[1:]),
-        r"one shape, \(3,\), but got a tensor, float32\[2\]": lambda: chunked(lambda x: x.sum(1), reduce="sum"),
+        r"return 3 rows, but returned a tensor, float32\[2, 2\]": lambda: chunked(lambda x: x[1:]),
+        r"the shape \(3,\), but got a tensor, float32\[2\]": lambda: chunked(lambda x: x.sum(1), reduce="sum"),
         "returns other values for 2 rows of dimension 0": lambda: chunked(lambda x: x.cumsum(0), check_rows=True),
         r"select=\[4\] is out of range\. Layers: the model has 2\. Give": lambda: apply_checkpointing(two_blocks(), [0, 4]),
         r"blocks=\[-3\] is out of range\. Layers: the model has 2\. Give": lambda: planned(blocks=[-3]),

@@ -192,5 +192,7 @@ def test_handles():
     with apply_checkpointing(model(), Block) as applied, patch_torch() as patch, trace() as found:
         for handle in (applied, patch, found, offload_saved_tensors()):
             assert copy.deepcopy(handle) is copy.copy(handle) is handle
-            with pytest.raises(TypeError, match=rf"^{type(handle).__name__} belongs to objects of this process.*`to_json\(\)`"):
+            with pytest.raises(
+                TypeError, match=rf"^{type(handle).__name__} refers to live objects of this process.*`to_json\(\)`"
+            ):
                 pickle.dumps({"handle": handle})

@@ -314,7 +314,7 @@ def leave_elsewhere(inner):
 @pytest.mark.parametrize(
     ("leave", "words"),
     [
-        (leave_twice, "was left before"),
+        (leave_twice, "was exited before"),
         (leave_unentered, "never entered"),
         (leave_elsewhere, "entered on another thread"),
     ],
@@ -355,7 +355,7 @@ def test_a_function_that_returns_with_a_region_open_is_an_error(call):
     generator, outer, later = steps(), checkpoint_region(), checkpoint_region()
     outer.__enter__()
     h = x.exp()
-    with pytest.raises(CheckpointError, match=r"region 'region/.*lambda>'.*left open region '.*/inner'"):
+    with pytest.raises(CheckpointError, match=r"region 'region/.*lambda>'.*without exiting region '.*/inner'"):
         checkpoint(lambda x: next(generator) * x, x)
     h = h.sin().exp()
     next(generator)

@@ -365,7 +365,7 @@ def test_the_environment_sets_the_level(level):
         "error": "ckpt_hooks.errors.DeterminismError: ",
         "warn": "UserWarning: region",
         "0": "",
-        "none": "may be error, warn, or 0",
+        "none": "Set it to error, warn, or 0",
     }
     assert words[level] in found.stderr
 

@@ -23,10 +23,10 @@ from ckpt_hooks._torch.tensors import storage_of
 #: innermost region.
 CallSite = tuple[types.CodeType | None, int, "weakref.ref[torch.nn.Module] | None", bool]
 
-#: Whether a file is of this package or of torch, and whether of this package.
+#: For each file name: whether the file belongs to this package or torch, and whether it belongs to this package.
 _FILES: dict[str, tuple[bool, bool]] = {}
 
-_MOST = 6  # calls between a module's call and the line of an operator
+_MOST = 6  # the most callers of an operator's line that are searched for a module's call
 
 
 def is_of_library(frame: types.FrameType) -> bool:
@@ -55,7 +55,7 @@ def name_expression(pattern: str) -> str:
 
 
 def called_modules(frame: types.FrameType | None) -> list[Any]:
-    """Returns the modules whose calls run, from the innermost; None where no module is called."""
+    """Returns the modules whose calls run, innermost first; ``[None]`` where no module is called."""
     modules = []
     while frame is not None:
         if frame.f_code is MODULE_CALL:
@@ -65,7 +65,7 @@ def called_modules(frame: types.FrameType | None) -> list[Any]:
 
 
 def module_in_call(module: torch.nn.Module | None) -> str | None:
-    """Returns the name of a module, by default the innermost called, in the outermost called module; None without."""
+    """Returns the name, in the outermost called module, of a module (by default the innermost called); None without a name."""
     called = called_modules(sys._getframe(1))
     module = called[0] if module is None else module
     if called[-1] is None:
@@ -76,7 +76,7 @@ def module_in_call(module: torch.nn.Module | None) -> str | None:
 def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
     name = frame.f_code.co_filename
     ownership = is_of_library(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
-    if not name.startswith("<"):  # such names may stand for several modules
+    if not name.startswith("<"):  # several modules may share a name such as "<string>"
         _FILES[name] = ownership
     return ownership
 
@@ -128,17 +128,17 @@ def outermost_module() -> torch.nn.Module | None:
 
 
 def objects_of(*kinds: type) -> list[Any]:
-    """Returns the objects of some classes, as far as Python's collector knows them."""
+    """Returns the objects of some classes that Python's garbage collector tracks."""
     objects = gc.get_objects()
     try:
         classes = {cls for cls in {*map(type, objects)} if issubclass(cls, kinds)}  # five times as quick as asking each object
-    except TypeError:  # a metaclass without a hash
+    except TypeError:  # a class cannot be hashed if its metaclass defines __eq__ alone
         return [object_ for object_ in objects if issubclass(type(object_), kinds)]
     return [object_ for object_ in objects if type(object_) in classes]
 
 
 def name_in_models(tensor: torch.Tensor) -> str | None:
-    """Returns the name of the parameter or buffer in a tensor's memory, in words; slow, as all objects are looked at."""
+    """Returns in words the parameter or buffer that shares a tensor's memory; slow, since it looks at all objects."""
     storage = storage_of(tensor)
     if not storage:
         return None
@@ -154,4 +154,4 @@ def name_in_models(tensor: torch.Tensor) -> str | None:
                         if (value.storage_offset(), value.shape) == (tensor.storage_offset(), tensor.shape):
                             return words
                         descriptions.append(words)
-    return descriptions[0] if len(descriptions) == 1 else None  # several are parts of the same memory
+    return descriptions[0] if len(descriptions) == 1 else None  # with several names it is unknown which is meant

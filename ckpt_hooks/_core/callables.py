@@ -14,7 +14,7 @@ from torch.nn import Module
 from .descriptions import text_of
 from .misuse import wrong
 
-#: Types of results by which a call shows that it has not run the function's body.
+#: A call that returns an object of such a type has not run the function's body.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -41,17 +41,18 @@ def refuse_unrun(function: Any, result: Any) -> NoReturn:
 
 def _unrun_error(function: Any) -> TypeError:
     return TypeError(
-        f"{text_of(function)} does not run when it is called, so its calls cannot be regions. Write "
-        "`with checkpoint_region():` around lines of it."
+        f"{text_of(function)} returns a generator or coroutine: a call does not run its body, so the call cannot be a region. "
+        "Write `with checkpoint_region():` around lines inside the function."
     )
 
 
-@functools.cache  # once for each form
+@functools.cache  # warns once for each form of region: each passes another ``stacklevel``
 def warn_of_transform(*, stacklevel: int) -> None:
-    """Warns of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
+    """Warns that a region, ``stacklevel`` calls up the stack, runs un-checkpointed under a ``torch.func`` transform."""
     warnings.warn(
         "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
-        "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+        "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing. To save memory, "
+        "take gradients by torch.autograd.grad or backward() instead of the transform.",
         stacklevel=stacklevel,
     )
 

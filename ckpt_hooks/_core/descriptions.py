@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# The names of a region and its parents, innermost first. A linked list, since each region would copy a tuple of all names, and
-# few paths are ever read.
+# The names of a region and its parents, innermost first. A linked list: with tuples each region would copy all names of its
+# parents, and few paths are ever read.
 RegionPath = tuple[str, "RegionPath | None"]
 
 
-@functools.lru_cache(maxsize=16)  # reports ask for each tensor of a region; 5% of a report
+@functools.lru_cache(maxsize=16)  # reports ask once per tensor of a region: the cache saves 5% of their time
 def format_path(path: RegionPath | None) -> tuple[str, ...]:
     """Returns the names, outermost first."""
     names: list[str] = []
@@ -66,7 +66,7 @@ def text_of(value: Any) -> str:
     try:
         with _TensorsInWords():
             text = repr(value)
-    except Exception:  # user code, and integers of thousands of digits
+    except Exception:  # raised by a user's __repr__, and for integers of thousands of digits
         text = object.__repr__(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

@@ -28,7 +28,7 @@ class Region(NamedTuple):
     """One entry of a region. Numbers are unique in the process."""
 
     id: int
-    parent: int | None  # the number of the region around; None unless it is watched
+    parent: int | None  # the number of the region around; None if no observer watches that region
     kind: str  # "function" or "recorded"
     path: tuple[str, ...]  # its name and those of the regions around, outermost first
     site: str | None  # the entering line, as in "model.py:12"; None without user code on the stack
@@ -36,7 +36,7 @@ class Region(NamedTuple):
     # "layers.0"; None in a recompute, and without a module.
     module: str | None
     in_recompute: bool  # whether the recompute of a region around enters it
-    frame: Callable[[], Any]  # a weak reference
+    frame: Callable[[], Any]  # a weak reference to the region's frame
 
 
 class TensorInfo(NamedTuple):
@@ -59,12 +59,12 @@ class Operator(NamedTuple):
     outputs: tuple[TensorInfo, ...]
     site: str | None  # the calling line; None in a replay, where no user code runs
     in_recompute: bool
-    # Whether a policy of the region would be asked about this run: in forward alone, and not about views, operators that write
-    # in place, casts of parameters by autocast, and operators of a backward inside of the region.
+    # Whether a policy of the region would be asked about this run. Policies are asked only in forward, and not about views,
+    # in-place operators, autocast's casts of parameters, and operators of a backward inside the region.
     is_asked_about: bool
     is_view: bool  # whether the result shares memory with an argument: a view, or the result of ``_unsafe_view``
     writes: tuple[int, ...]  # positions in ``inputs`` of written tensors: all, if the operator has no schema
-    reads_shape_only: bool  # of its first argument, as ``empty_like`` does
+    reads_shape_only: bool  # whether it reads only the shape of its first argument, as ``empty_like`` does
     draws_on_host: bool  # whether the CPU draws a random number for each element of the results
     seconds: float | None  # on the host; None where no observer wants durations
 
@@ -76,7 +76,7 @@ class Observer:
     :meth:`let_go` and :meth:`freed` are called wherever the last reference is dropped.
     """
 
-    wants_operators = False  # whether to call ``ran``, by a dispatch mode around each region, at some 20 us an operator
+    wants_operators = False  # whether to call ``ran``: a dispatch mode around each region does, at some 20 us per operator
     wants_durations = False  # whether operators are timed
 
     def entered(self, region: Region) -> None:
@@ -92,10 +92,10 @@ class Observer:
         """Autograd saved a tensor, described as at that moment; its position is unique in the region."""
 
     def settled(self, region: Region, position: int, fate: Reason) -> None:
-        """A later operator, or a name, has changed the fate of a saved tensor by the end of the outermost region."""
+        """The outermost region ended, and since ``saved`` an operator or ``checkpoint_name`` changed a tensor's fate."""
 
     def let_go(self, region: Region, position: int) -> None:
-        """Autograd has let go of a saved tensor, with the saving node."""
+        """Autograd has freed a saved tensor together with the node that saved it."""
 
     def held(self, region: Region, holdings: Sequence[Holding]) -> None:
         """A region, or the outermost region of its tape, has ended; lists each tensor kept alive from then on."""
@@ -107,11 +107,9 @@ class Observer:
         """A copy of a tensor to the host or back began."""
 
     def recomputing(self, region: Region, *, in_order: bool) -> None:
-        """A recompute begins.
-
-        Forward's operators run in their order, all at once, in a rerun, and in the replay of a region which overwrites a value
-        after an operator read it. Other replays may run as far as a value needs.
-        """
+        """A recompute begins; ``in_order``: it runs all of forward's operators at once, in forward's order."""
+        # Every rerun does, and the replay of a region that overwrites a value which an operator has read. Other replays may
+        # stop once a wanted value is there.
 
     def recomputed(self, region: Region, error: BaseException | None) -> None:
         """A recompute ended, by an exception or not."""

@@ -33,18 +33,18 @@ class Label(NamedTuple):
     """Identifies an external or policy-kept tensor of a nested recorded region, so that a rerun can match it."""
 
     reason: Reason
-    read: tuple[int, str, int]  # how many tensors the region had saved before, the operator that read it, and where
+    read: tuple[int, str, int]  # the number of tensors saved before, the operator that read the tensor, and its argument
     requires_grad: bool
     kind: Any  # dtype, shape, device
 
     @property
     def may_be_more(self) -> bool:
-        """Whether a rerun may pass this tensor in although forward made it inside the region: a cached table, say."""
+        """Whether forward may have made this tensor inside the region, though a rerun gets it from outside, such as a cache."""
         return not self.requires_grad and self.reason not in (Reason.POLICY, Reason.NAME)
 
 
-# What a nested region notes in its parent frame: the number of tensors saved before the region, the number that it saves, their
-# labels (recorded regions only), and its path.
+# A nested region's note in its parent frame: the number of tensors that the parent saved before the region, the number that the
+# region saves, labels of the saved tensors (recorded regions only), and the region's path.
 RegionMark = tuple[int, int, Sequence[Label | None], RegionPath]
 
 
@@ -65,8 +65,8 @@ def places_of(wanted: Sequence[Label | None], labels: Sequence[Label | None]) ->
 def overlap_error(path: RegionPath, index: int) -> OverlapError:
     return OverlapError(
         f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one GraphExecGroup is not "
-        f"allowed: tensor {index} of {region_in_words(path)} was already unpacked in this group. Run the two backwards in "
-        "groups of their own, or without one.",
+        f"allowed: tensor {index} of {region_in_words(path)} was already unpacked in this group. Run each of the two "
+        "backwards in a group of its own, or without a group.",
         region=format_path(path),
     )
 
@@ -104,8 +104,8 @@ class Frame(abc.ABC):
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)
         self.complete = False  # whether forward has ended: backward inside forward meets incomplete frames
-        self.recomputing = False  # whether a recompute is running, in which this is the outermost frame of its thread
-        # Ends this region after its inner regions, if the program left it before them.
+        self.recomputing = False  # whether a recompute of this frame is running
+        # Ends this region once its inner regions have ended; set if the program left this region before them.
         self.late: Callable[[], None] | None = None
         self.watch: Watch | None = None
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
@@ -154,10 +154,10 @@ class Frame(abc.ABC):
             raise
         finally:
             watch.tell("recomputed", error)
-            del error  # a cycle otherwise: its traceback refers to this call
+            del error  # or a cycle stays: the error's traceback refers to this call
 
     def keep_pass(self, opened: Any, scope: Scope) -> None:
-        """Files a pass until its scope ends."""
+        """Stores a pass, which is dropped when its scope ends."""
         if not self.passes:
             self.passes = {scope.key: opened}
             self._endings = (weakref.ref(scope, partial(self.passes.pop, scope.key)),)
@@ -173,7 +173,7 @@ def is_in_recompute(frame: Frame | None) -> bool:
 
 
 def packed_in(held: Any) -> KeptTensor | CallHandle | TapeHandle | None:
-    """Returns what stands in the graph for a region's saved tensor, also inside a wrapper; None for other objects."""
+    """Returns the kept tensor or handle that the graph holds for a region, also inside a wrapper; None for other objects."""
     held = getattr(held, "packed", held)
     if type(held) is tuple and len(held) == 2 and isinstance(held[0], Frame):
         return CallHandle(held)

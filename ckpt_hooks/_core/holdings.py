@@ -21,12 +21,12 @@ from .descriptions import dtype_and_shape, kind_in_words
 
 _next_number = itertools.count(1).__next__
 
-# Numbers of objects, by ``id``. An entry goes with its object, before another object can get the same ``id``.
+# Numbers of objects, by ``id``. An entry is removed when its object dies, before another object can get the same ``id``.
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
 # The ``id`` of each numbered object, by its number.
 _identities: dict[int, int] = {}
 
-# Observers, by the number of the storage.
+# Observers to tell when a storage is freed, by the storage's number.
 _audience: dict[int, weakref.WeakSet[Any]] = {}
 
 
@@ -55,7 +55,7 @@ def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
 
 
 def address_in(storage: Any) -> int:
-    """Returns the address of a storage's memory, or in a dry run of its object; 0 without memory, as for fake tensors."""
+    """Returns the address of a storage's memory, or of its object in a dry run; 0 without memory, as for fake tensors."""
     if storage.device.type == "meta":
         return storage._cdata if storage._cdata in dry_storages else 0
     try:
@@ -65,7 +65,7 @@ def address_in(storage: Any) -> int:
 
 
 def address_of(storage: int | None) -> int:
-    """Returns the address of the memory of a storage with a number; 0 if the storage is gone, or has no memory."""
+    """Returns the memory address of the storage with this number; 0 if the storage is gone, or has no memory."""
     key = None if storage is None else _identities.get(storage)
     target = None if key is None else _numbers[key][0]()
     return 0 if target is None else address_in(target)
@@ -132,7 +132,7 @@ _WORDS = {
 
 class Cause(NamedTuple):
     reason: Reason
-    detail: str = ""  # an operator, a name or the like, in words, for readers alone
+    detail: str = ""  # an operator, a name or the like, in words, which only readers use
 
     def in_words(self) -> str:
         return ", ".join(filter(None, (_WORDS.get(self.reason), self.detail)))
@@ -168,10 +168,10 @@ def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ..
     for value in _tensors_and_owners_in(part, seen, skipped):
         if isinstance(value, skipped):
             continue
-        if not isinstance(value, torch.Tensor):  # it describes its tensor, which may be elsewhere
+        if not isinstance(value, torch.Tensor):  # a value that describes its tensor, which may be on the host
             if (holding := value.holding(cause)) is not None:
                 yield holding
-        elif value.numel() and not is_kept_anyway(value):  # empty tensors are version witnesses
+        elif value.numel() and not is_kept_anyway(value):  # an empty tensor is a version witness
             dtype, shape = dtype_and_shape(value)
             inner = dense_parts(value)
             is_dense = len(inner) == 1 and inner[0] is value
@@ -239,7 +239,7 @@ def _attributes(value: Any) -> list[Any]:
 
 class Saved(NamedTuple):
     region: tuple[str, ...]  # its name and those of the regions around, outermost first
-    # How many tensors the region saved before. A recorded region counts tensors with a handle alone; others are below 0.
+    # How many tensors the region saved before. A recorded region counts only tensors with a handle, and numbers others below 0.
     position: int
     fate: Reason  # DROPPED, LOST, or the reason for holding the tensor
     # None for a nested tensor, or where unknown: in a recorded region without observers, and where metadata is not compared.

@@ -42,14 +42,14 @@ class HandBack:
         if packed > len(self._values):
             raise CheckpointError(
                 f"region {'/'.join(format_path(self._path))!r}: backward goes through a tensor that a recompute of the region "
-                "has left outside, in a global list, say. What a recompute saves is gone when it ends. Use the tensor that "
-                "forward left: store a tensor only where is_recomputing() is False.",
+                "stored outside, such as in a global list. Tensors that a recompute saves for backward are freed when it ends. "
+                "Store forward's tensor instead: store only where is_recomputing() is False.",
                 region=format_path(self._path),
             )
         return self._values[packed - 1]
 
 
-#: The unpack hook of each kind of frame, which the module of the kind adds; and whether it hands out a tensor only once.
+#: The unpack hook of each kind of frame, added by the module of that kind, and whether the hook hands out a tensor only once.
 UNPACKS: dict[Callable[[Any], torch.Tensor], bool] = {}
 
 
@@ -59,9 +59,9 @@ def are_of_frame(hooks: Hooks) -> bool:
 
 
 def close_frame(frame: Frame) -> None:
-    """Ends the forward of the innermost frame, well or by an exception; the parent is innermost again."""
+    """Ends the forward of the innermost frame, after a return or an exception, and makes its parent innermost."""
     release = frame.release
-    del frame.release  # first: it refers to the frame, a cycle that an interrupt below would leave
+    del frame.release  # first: it refers to the frame, and an interrupt below would leave that cycle
     others = []  # hooks that the user has pushed in the region and not popped
     while (hooks := top_saved_tensors_hooks(False)) is not None and not are_of_frame(hooks):
         others.append(hooks)
@@ -103,7 +103,7 @@ def rewind(mark: ThreadMark, error: BaseException | None) -> None:
 
 def close(error: BaseException | None, *steps: Callable[[], object]) -> None:
     """Runs every closing step, even if some fail; raises the first failure if the block had none."""
-    first = None if isinstance(error, (StopRecompute, GeneratorExit)) else error  # these two are no failures
+    first = None if isinstance(error, (StopRecompute, GeneratorExit)) else error  # these two exceptions are no failures
     for step in steps:
         try:
             step()
@@ -113,11 +113,11 @@ def close(error: BaseException | None, *steps: Callable[[], object]) -> None:
         try:
             raise first
         finally:
-            del first, error  # a cycle otherwise: the traceback refers to this call
+            del first, error  # or a cycle stays: the traceback refers to this call
 
 
 def undo(step: Callable[..., object], *args: Any) -> None:
-    """Calls an undo step; once more if an exception, such as Ctrl-C, interrupts it."""
+    """Calls an undo step, and calls it again if an exception, such as Ctrl-C, interrupts the first call."""
     try:
         step(*args)
     except BaseException:

@@ -28,21 +28,24 @@ class Misuse(enum.Enum):
         "checkpoint got no arguments for the function {name!r}, which takes {parameters}. Write `checkpoint({name}, *args)`, "
         "or `@checkpoint()` as a decorator, with parentheses."
     )
-    MORE_ARGUMENTS = "{form} takes the function alone, but got {count} more, the first {given}. Write `{form}({name})(*args)`."
+    MORE_ARGUMENTS = (
+        "{form} takes only a function, but got {count} more, the first {given}. Pass the function's arguments in another call: "
+        "`{form}({name})(*args)`."
+    )
     UNKNOWN = "Unexpected keyword arguments: {names}. {form} takes {known}. {advice}"
     SLIP = (
-        "{form} got {name}={given}, {reason}. Is the option {near} meant? Write `{right}`, which takes {known}. To pass {name} "
-        "to the function all the same, bind it by functools.partial first."
+        "{form} got {name}={given}, {reason}. If you mean the option {near}, write `{right}`; the options are {known}. To pass "
+        "{name} to the function, bind it with functools.partial first."
     )
     SIGNATURE = "{name} is called with ({parameters}), but {given} takes {own}. Write `def {name}({parameters}):`."
     PARENTHESES = "{name} is a class: write `with {name}():`, with parentheses."
     NO_BLOCK = "{name} makes regions of calls, not of blocks. Write `with checkpoint_region():`, or `{name}(function)(*args)`."
     CALLED = "{name} is a policy, which regions call. Pass it as it is, without parentheses: `policy={name}`."
     PICKLED = (
-        "{name} belongs to objects of this process, and cannot be pickled. Leave it out, and carry its `to_json()`, if it has "
-        "one. Modules that are regions can be pickled; `remove_checkpointing(model)` undoes their copies."
+        "{name} refers to live objects of this process, so it cannot be pickled. Leave it out of the pickle, or save its "
+        "`to_json()` if it has that method. Checkpointed modules can be pickled: `remove_checkpointing(model)` undoes a copy."
     )
-    UNDONE = "{name} was undone before the block, which would run without it. Write {call} for another."
+    UNDONE = "{name} was undone before this `with` block, so it has no effect in the block. Write {call} to make a new one."
     #: Any argument of the wrong kind, or with a wrong value.
     WRONG = "{name} should be {wanted}, but got {given}. {advice}"
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
@@ -51,52 +54,59 @@ class Misuse(enum.Enum):
         "For a dict, pass its values: `[*functions.values()]`."
     )
     NOT_OPEN = (
-        "region {region!r} is left, but is not open on this thread: it was left before, or never entered. Write "
-        "`with checkpoint_region():`, or call __exit__ once for each __enter__."
+        "__exit__ was called for region {region!r}, which is not open on this thread: it was exited before, or never entered. "
+        "Write `with checkpoint_region():`, or call __exit__ once for each __enter__."
     )
     OTHER_THREAD = (
-        "region {region!r} was entered on another thread, and can be left only there: it stays open until that thread enters "
-        "or leaves a region. Run a generator with a region in it on one thread, or end the region before it yields."
+        "region {region!r} was entered on another thread, and can be exited only there: it stays open until that thread enters "
+        "or exits a region. Run a generator that contains a region on one thread, or exit the region before the yield."
     )
     LEFT_OPEN = (
-        "region {region!r}: its function has returned, and left open {inner} that it had entered. Leave that region "
-        "in the function: run a generator with a region in it to its end, or close it."
+        "region {region!r}: its function has returned without exiting {inner}, which it had entered. Exit that region "
+        "in the function: if a generator entered it, run the generator to its end, or close it."
     )
     SPAN_OPEN = (
         "region {region!r}: the module around the span has returned without calling the span's last layer after the first. "
         "Perhaps an exception was caught in between. End the span at a layer that runs in each call."
     )
     SPAN_REVERSED = (
-        "region {region!r}: the last layer of the span has run before the first, and not after it. Swap the two names: write "
+        "region {region!r}: the last layer of the span has run before the first, and not after it. Swap the two names: pass "
         "them in the order in which the layers run."
     )
     SPAN_END = (
-        "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Let "
-        "the span begin and end inside of one block, or on either side of it."
+        "region {region!r}: {name} is not the same at both ends: before the first layer {before}, after the last {now}. Put "
+        "both ends of the span inside the same block, or both outside of it."
     )
-    NO_CHUNKS = "{name} is an option of chunks, whose number is missing. Write chunks=8, or leave {name} out."
-    NO_NAME = "chunked has {given}, but {name!r} gets no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
+    NO_CHUNKS = "{name} is an option of chunks, but the number of chunks is missing. Write chunks=8, or leave {name} out."
+    NO_NAME = "chunked has {given}, but {name!r} got no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
     RESULT = (
-        "For each slice the function should return tensors, in the same places of a tuple or dict as for others, but returned "
+        "The function should return tensors for each slice, in the same places of a tuple or dict for all slices, but returned "
         "{given}. Return tensors, or None in all slices."
     )
     RESULT_ROWS = (
-        "For a slice of {rows} rows in dimension {dim} the function should return as many, but returned {given}. Pass the "
-        "dimension whose rows have results of their own as dim, or for a loss reduce='sum' or 'mean'."
+        "For a slice of {rows} rows in dimension {dim} the function should return {rows} rows, but returned {given}. Pass as "
+        "dim a dimension in which each row has its own result; for a loss, pass reduce='sum' or 'mean'."
     )
-    RESULT_SHAPES = "Results to add up should have one shape, {shape}, but got {given}. Add up over the rows in the function."
+    RESULT_SHAPES = (
+        "The results of slices are added up, so each should have the shape {shape}, but got {given}. Sum over the rows in the "
+        "function."
+    )
     NO_PAIR = (
-        "With xs a step of checkpoint_loop should return (state, y), but step {step} returned {given}. Return None for no y."
+        "With xs a step of checkpoint_loop should return (state, y), but step {step} returned {given}. Return (state, None) if "
+        "there is no y."
     )
     OTHER_OUTPUT = (
-        "Outputs of checkpoint_loop are stacked, so they should be alike in all steps, but step {step} returned {given}, and "
-        "the first {first}. Return the same structure and shapes, or put what differs into the state."
+        "checkpoint_loop stacks its outputs, so they should be alike in all steps, but step {step} returned {given}, and the "
+        "first step {first}. Return the same structure and shapes in each step, or put the parts that differ into the state."
     )
-    TWO_SIZES = "chunks and chunk_size both say how large slices are. Leave one out."
-    NO_COUNT = "With reduce='mean' the function should return (sum, count) of its slice, but returned {given}. Add a count."
+    TWO_SIZES = "chunks and chunk_size both say how large slices are. Pass only one."
+    NO_COUNT = (
+        "With reduce='mean' the function should return (sum, count) of its slice, but returned {given}. Return the number of "
+        "counted rows with the sum."
+    )
     DEPENDENT_ROWS = (
-        "{name!r} returns other values for {rows} rows of dimension {dim} than for the same rows in a slice twice as long: "
-        "the rows depend on each other, or on their place. Call it as a whole, or pass another dim, whose rows are independent."
+        "{name!r} returns other values for {rows} rows of dimension {dim} than for the same rows in a slice twice as long: the "
+        "rows depend on each other, or on their place. Call it without chunks, or pass another dim, whose rows are independent."
     )
 
     def error(self, value: Any = None, kind: type[Exception] = TypeError, **words: Any) -> Exception:
@@ -142,7 +152,7 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def slip(value: Any, name: str, reason: str, near: str, options: Sequence[str], form: str = "checkpoint") -> Exception:
-    """Returns the error for a keyword argument in the place of an option, which comes before the function."""
+    """Returns the error for a keyword argument that resembles an option; options belong in a call before the function."""
     first = f"checkpoint({near}=...)(function)"
     right = f"{first}(*args)" if form == "checkpoint" else f"{form}({first}, x)"
     return Misuse.SLIP.error(value, form=form, name=name, reason=reason, near=near, right=right, known=", ".join(options))
@@ -152,7 +162,7 @@ def is_swallowed(function: Any, name: str) -> bool:
     """Whether a keyword argument would be among a function's, or a forward's, ``**kwargs``."""
     code = getattr(function.forward if isinstance(function, Module) else function, "__code__", None)
     if code is not None and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        return False  # the signature below says the same, in 30 times the time
+        return False  # a shortcut: the signature below gives the same answer 30 times slower
     try:
         parameters = signature_of(function).parameters
     except (TypeError, ValueError):
@@ -165,10 +175,10 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, partly: bool = False) -> bool:
-    """Whether a function or a module's forward takes these arguments, or if ``partly`` these and more, if that is known."""
+    """Whether a function or a module's forward takes these arguments (``partly``: these and more); True where unknown."""
     try:
         signature = signature_of(function)
-    except (AttributeError, TypeError, ValueError):  # none for builtins, operators, and local functions in Dynamo
+    except (AttributeError, TypeError, ValueError):  # builtins, operators and local functions in Dynamo have none
         return True
     try:
         (signature.bind_partial if partly else signature.bind)(*args, **kwargs)
@@ -210,7 +220,7 @@ class NeedsParentheses(type):
 
 
 class OfThisProcess:
-    """A handle: its copy is the handle itself, its pickle an error."""
+    """A handle: a copy is the handle itself, and pickling raises."""
 
     __slots__ = ()
 
@@ -224,7 +234,7 @@ class OfThisProcess:
         raise Misuse.PICKLED.error(name=type(self).__name__)
 
 
-def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Leave out others.") -> Exception:
+def unknown_error(names: Iterable[Any], known: Collection[str], form: str, advice: str = "Pass no others.") -> Exception:
     """Returns the error for unknown keywords of a form, with the known names and the nearest name to each keyword."""
     names = [*map(str, names)]
     near = [f"{option} for {name}" for name in names if (option := _nearest(name, known))]
@@ -239,7 +249,7 @@ def _nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def check_curried(function: Any, others: Sequence[Any], named: Mapping[str, Any], form: str) -> None:
-    """Checks a call of a curried form, as in ``"checkpoint(...)"``, which takes a function alone."""
+    """Checks a call of a curried form, as in ``"checkpoint(...)"``, which takes only a function."""
     if not callable(function) and not hasattr(type(function), "__get__"):  # a static method has ``__get__``
         raise Misuse.NO_FUNCTION.error(function, form=form, right=f"{form}(block)(x)")
     if more := [*others, *named.values()]:
@@ -253,7 +263,7 @@ def checked_flag(value: Any, name: str, *, or_none: bool = False, advice: str | 
     # By name: NumPy may be absent, and is not imported for this.
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    advice = advice or f"Pass {name}=False where that means no."
+    advice = advice or f"Pass {name}=False to switch it off."
     raise wrong(value, name, f"True or False{' or None' if or_none else ''}", advice)
 
 
@@ -283,7 +293,7 @@ def checked_bytes(value: Any, name: str, or_part: str = "") -> int:
         number = int(whole + part) * (1000 if suffix in ("b", "B") else 1024) ** power // 10 ** len(part)
     if number is None or not 0 <= number < 2**63:
         kind = ValueError if isinstance(value, (int, float, str)) and not isinstance(value, bool) else TypeError
-        raise wrong(value, name, f"a number of bytes{or_part}", "Write an integer, or as in '20GiB', '500MB' or '2M'.", kind)
+        raise wrong(value, name, f"a number of bytes{or_part}", "Write an integer, or '20GiB', '500MB' or '2M'.", kind)
     return number
 
 
@@ -305,10 +315,10 @@ def reentrant_error(value: Any) -> Exception:
 
 
 def explain_refusal(error: BaseException) -> None:
-    """Adds advice to the error of a ``torch.func`` transform in a region that refused saved-tensor hooks."""
+    """Adds advice to the error by which a ``torch.func`` transform refuses the saved-tensor hooks of a region."""
     if type(error) is RuntimeError and not hasattr(error, "is_explained") and is_refused_by_transform(error):
         error.is_explained = True  # type: ignore[attr-defined]
         error.args = (
-            f"{error} A region works by such hooks. Inside of it, use torch.autograd.grad(..., create_graph=True) in place of "
-            "torch.func.grad and the like, or leave the call out of the region. Forward-mode transforms and vmap run inside.",
+            f"{error} A region works by such hooks. Inside it, use torch.autograd.grad(..., create_graph=True) in place of "
+            "torch.func.grad and the like, or move the call out of the region. Forward-mode transforms and vmap may stay.",
         )

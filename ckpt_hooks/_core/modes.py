@@ -35,11 +35,11 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "__torch_dispatch__" in vars(cls):
             skipped(vars(cls)["__torch_dispatch__"])  # or Dynamo would compile the handler
 
-    supports_higher_order_operators = True  # such as flex_attention: they reach the handler like others
+    supports_higher_order_operators = True  # without it torch raises for flex_attention and the like under the mode
 
     def __init__(self) -> None:
-        # The number of pauses. Operators that the package runs for itself, or in a recompute in the middle of a region,
-        # are not the region's. No call of ``super().__init__``: it prepares for torch's ``__enter__``, which is replaced below.
+        # The number of open pauses: a mode is paused while the package runs operators for itself, or a recompute runs in the
+        # middle of a region. No ``super().__init__()``: it prepares for torch's ``__enter__``, which is replaced below.
         self.paused = 0
         self._ranges = 0
 
@@ -75,7 +75,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def leaves(self) -> None:
-        """Called when the mode leaves its thread, by its exit or without."""
+        """Called when the mode is taken off its thread, by ``__exit__`` or by :func:`leave_modes`."""
 
     def note_range(self, operator: Any, args: Any) -> None:
         """Pauses the mode in FSDP's profiler ranges, where FSDP gathers parameters: a recompute has them gathered already."""
@@ -242,7 +242,7 @@ def modes_in_words(forward: Collection[str], recompute: Collection[str]) -> str:
 
 
 def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a context manager to enter in place of one that may have been used."""
+    """Returns a fresh copy of a context manager that may have been used, or the manager itself if it makes no copies."""
     # A manager made by ``contextlib.contextmanager`` works once, but as a ``ContextDecorator`` it can make another.
     recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
     return context if recreate is None else recreate()

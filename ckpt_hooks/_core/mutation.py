@@ -14,14 +14,14 @@ from ckpt_hooks.errors import MutationError
 
 from .descriptions import describe_kind
 
-#: In place of a version: the tensor of forward is gone, and another tensor stands in its place.
+#: Stands for the version of a tensor of forward that is gone, and in whose place another tensor stands.
 GONE = -1
 
 
 class _Words(NamedTuple):
     sentence: str
     advice: str = "{advice}"
-    tensor: str = ""  # for the field of the error, where the tensor is not given
+    tensor: str = ""  # the field ``tensor`` of the error, where no tensor is at hand
 
 
 class Why(enum.Enum):
@@ -38,17 +38,17 @@ class Why(enum.Enum):
     COPIED_NEXT = _Words("{region}: {tensor} {change}", "{advice} Or run the step again: the next forward copies it.")
     SAVED_BY_RERUN = _Words(
         "{region}: {tensor} {change}",
-        "{advice} Or the function saved another tensor then, or wrote to it in one of the two runs alone (a hook that removed "
-        "itself in forward, a first call that does more): have it do the same each time.",
+        "{advice} Or the function saved another tensor in forward than in the recompute, or wrote to it in only one of the two "
+        "runs, as in a hook that removes itself or a first call that does more. Make the function do the same each time.",
     )
     MOVED = _Words(
         "{region}: {tensor} was given other memory (`tensor.data = ...`) after forward began.",
-        "Bind a new tensor in its place, or exchange its memory after backward.",
+        "Assign a new tensor in its place, or exchange its memory after backward.",
     )
     WRITTEN_LATE = _Words(
         "{region}: forward has written to {tensor} which earlier forwards only read: {versions}.",
         "This forward made no copy before the write, and the next forward will: run this forward again, and first restore the "
-        "tensor if the write must not count twice. Or bind a new tensor, or use checkpoint_region, which reruns no code.",
+        "tensor if the write must not count twice. Or assign a new tensor, or use checkpoint_region, which reruns no code.",
     )
     # Changes that no version shows.
     PARAMETER_GONE = _Words(
@@ -64,7 +64,7 @@ class Why(enum.Enum):
     WRITTEN_UNSEEN = _Words(
         "{region}: a kernel of the custom function `{detail}` wrote to an argument from outside of the region, which no "
         "version counter shows.",
-        "Pass the function a clone, or call ctx.mark_dirty on it in forward.",
+        "Pass a clone to the function, or call ctx.mark_dirty on the argument in its forward.",
         "an argument of {detail}",
     )
 
@@ -77,9 +77,9 @@ class _HowChanged(enum.Enum):
         "Modify it after backward, or use a clone of it in {start}.",
     )
     REPLACED = (
-        "is another tensor than forward saw: {versions}. It was bound anew, given other memory (`tensor.data = ...`, "
+        "is another tensor than forward saw: {versions}. It was assigned anew, given other memory (`tensor.data = ...`, "
         "`module.half()`), or exchanged by torch.utils.swap_tensors.",
-        "Bind or exchange it after backward, or pass forward's tensor to the function as an argument.",
+        "Assign or exchange it after backward, or pass forward's tensor to the function as an argument.",
     )
     FREED = (
         "has no memory any more: it was freed after forward and not filled again.",
@@ -150,7 +150,7 @@ class _FusedSteps:
     count = 0
 
 
-fused_steps = _FusedSteps()  # an attribute, read without a call several times a region
+fused_steps = _FusedSteps()  # an attribute, since regions read it several times and a call takes longer
 
 
 @functools.cache  # a single hook is enough
@@ -174,4 +174,4 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             written = [parameter for parameter in group["params"] if parameter.grad is not None]
             _latest_steps.update(dict.fromkeys(map(id, written), fused_steps.count))
             _latest_steps.update(dict.fromkeys(map(storage_of, written), fused_steps.count))
-            _latest_steps.pop(None, None)  # of parameters without a storage
+            _latest_steps.pop(None, None)  # the key of parameters without a storage

@@ -29,8 +29,8 @@ _PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
 class KeptTensor:
     """A tensor that a region keeps as it is, with its version at that time and the path of the region."""
 
-    # For leaves that require grad (the graph holds them anyway), tensors without metadata to compare (nested, without a shape),
-    # and tensors that TorchScript saved.
+    # Used for leaves that require grad, which the graph holds anyway, for nested tensors, which have no shape to compare, and
+    # for tensors that TorchScript saved.
     __slots__ = ("path", "tensor", "version")
 
     tensor: torch.Tensor
@@ -56,7 +56,7 @@ class KeptTensor:
         return self.tensor
 
     def mutated(self) -> MutationError:
-        # Plain autograd raises for such a tensor too.
+        # Plain autograd raises too if a saved tensor was written to.
         return mutation.mutated(mutation.Why.SAVED, format_path(self.path), self.tensor, self.version)
 
     def describe(self) -> Saved:
@@ -145,6 +145,6 @@ class TapeHandle:
 
 
 class FunctionTapeHandle(TapeHandle):
-    """The handle of a tensor saved by a custom function, whose backward may write to the tensor by kernels unseen."""
+    """The handle of a tensor saved by a custom function, whose backward may write to it by kernels that no mode sees."""
 
     __slots__ = ()

@@ -1,8 +1,8 @@
 """Scopes: the life of recomputed values, by graph task, by group, or by the two parts of a split backward.
 
 A *pass* holds the values brought back for a frame by a backward. A pass belongs to a *scope*: a graph task of autograd, or
-a :class:`ckpt_hooks.GraphExecGroup`. The owner alone holds a scope: a graph task by way of its callbacks, which it runs at its
-end and drops on failure; a group as its attribute. A frame holds its passes, and with each pass a weak reference to the scope,
+a :class:`ckpt_hooks.GraphExecGroup`. Only the owner holds a scope: a graph task in its callbacks, which it runs at its end and
+drops on failure; a group in an attribute. A frame holds its passes, and with each pass a weak reference to the scope,
 whose callback removes the pass. So unclaimed values go when the backward ends or fails, also where the frame outlives the
 backward (``retain_graph=True``). Where the frame goes first, as is usual, its passes go along, and nothing is left to do.
 
@@ -45,7 +45,7 @@ MISSING: Any = _Missing()
 #: Shared by all frames without a pass; never filled.
 NO_PASSES: dict[int, Any] = {}
 
-#: The key of the only pass of a frame with ``split_backward``, which belongs to no scope. No graph task and no group has it.
+#: The key of the only pass of a frame with ``split_backward``, which belongs to no scope. No graph task or group has this key.
 SPLIT = -1 << 62
 
 
@@ -134,8 +134,8 @@ def group_scope(group: Any) -> Scope:
 
 
 # A pipeline schedule runs gradients of inputs and gradients of weights as two backwards. One recompute serves both: each value
-# stays until its handle was unpacked twice, or died (Rules 3 and 4). A backward which frees its graph unpacks each for the last
-# time. If a backward wrote to the memory of a value, it is recomputed: the next backward must not see the write.
+# stays until its handle was unpacked twice, or died (Rules 3 and 4). A backward which frees its graph unpacks each handle for
+# the last time. A value to whose memory a backward wrote is recomputed: the next backward must not see the write.
 class Uses:
     """The uses of a frame's values by a backward in two parts (``split_backward=True``)."""
 
@@ -143,8 +143,8 @@ class Uses:
 
     def __init__(self) -> None:
         self._task = graph_task_id()
-        # A witness and the version of each tensor handed out, by the address of its storage: several, since a view made by a
-        # replay has a version counter of its own.
+        # For each storage address, a witness and the version of each tensor handed out: several, since a view made by a replay
+        # has its own version counter.
         self._handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
         # The version of each tensor without a storage, such as a sparse tensor, by the index of its handle: a witness of such a
         # tensor is an alias, which would hold the memory.

@@ -1,6 +1,6 @@
 """The self-check: the passes of a place in which recomputed values are compared with forward's.
 
-No list of Python state that a rerun may miss is complete. Comparing passes 1, 2, 4, 8, ... reveals any kind in the first steps.
+No list of the Python state that a rerun may miss is complete. Comparing passes 1, 2, 4, 8, ... shows a miss in the first steps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .misuse import wrong
 Level = Literal["error", "warn", False]
 
 _LEVELS: dict[str, Level] = {"error": "error", "warn": "warn", "0": False}
-#: From this pass on a difference is a warning: a sample must not end a long run.
+#: From this pass on a difference is a warning: a check of samples must not end a long run.
 LATE = 64
-#: The most places of a function whose closures differ in numbers or strings; further closures share a place.
+#: The most places of a function whose closures differ in numbers or strings; all closures beyond that share one place.
 _MOST_PLACES = 64
 #: The number of first passes compared in a place that many modules share: passes 1, 2, 4, ... alone might skip a module.
 _ALL_OF_SHARED = 16
@@ -29,7 +29,7 @@ _ALL_OF_SHARED = 16
 def _from_environment() -> Level:
     value = os.environ.get("CKPT_HOOKS_SELF_CHECK", "error")
     if value not in _LEVELS:
-        raise ValueError(f"CKPT_HOOKS_SELF_CHECK is {value!r}. It may be error, warn, or 0 for no check.")
+        raise ValueError(f"CKPT_HOOKS_SELF_CHECK is {value!r}. Set it to error, warn, or 0 for no check.")
     return _LEVELS[value]
 
 
@@ -68,7 +68,7 @@ class set_self_check:  # noqa: N801 -- used like a function
 
     def __init__(self, level: Level) -> None:
         if not (level is False or (isinstance(level, str) and level in ("error", "warn"))):
-            raise wrong(level, "level", "'error', 'warn' or False", "Leave the call out for 'error'.", ValueError)
+            raise wrong(level, "level", "'error', 'warn' or False", "Leave the call out for 'error', the default.", ValueError)
         self._before, settings.level = settings.level, level
 
     def __enter__(self) -> None:
@@ -88,21 +88,21 @@ class CheckedPlace:
     def __init__(self, owner: Any, *, is_shared: bool = False) -> None:
         self.number, self._due, self.has_warned, self.num_parts = 0, 1, False, 0
         self.owner = None if owner is None else weakref.ref(owner)
-        self._is_shared = is_shared  # by modules that nothing tells apart
+        self._is_shared = is_shared  # whether modules that nothing tells apart share this place
 
     def is_of(self, owner: Any) -> bool:
         return self.owner is None or self.owner() is owner
 
     def is_due(self) -> bool:
         """Counts a pass, and returns whether its recompute is compared."""
-        # Due until a recompute was compared: some forwards have no backward.
+        # A place stays due until a recompute was compared, since some forwards have no backward.
         number = self.number = self.number + 1
         return number >= self._due
 
     def compared(self) -> None:
         bits = self.number.bit_length()
         self._due = 1 << bits  # the next power of two
-        if self._is_shared:  # by twelve layers, say: powers of two would meet only some of them
+        if self._is_shared:  # as by twelve layers: powers of two would reach only some layers
             self._due = self.number + 1 if self.number < _ALL_OF_SHARED else self._due + bits
 
 
@@ -110,12 +110,12 @@ Places = dict[Any, CheckedPlace]
 #: Places of functions that reach no module and of modules under policies, by identity; and places of lines.
 _places: Places = {}
 _lines: Places = {}
-#: Of the replicas of a module, by the table of hooks that they share with the module.
+#: Places of a module's replicas, by the ``id`` of the table of hooks that the replicas share with the module.
 _of_replicas: dict[int, tuple[weakref.ref[Any], tuple[Places, Places]]] = {}
 
 
 def places_of_replica(module: Module) -> Places | None:
-    """Returns the places inside a replica of DataParallel, which all replicas share; None of another module."""
+    """Returns the places inside a replica of DataParallel, which all replicas share; None for another module."""
     # Replicas are made anew in each step: with places of their own each step would be a first step, and compared.
     if "_is_replica" not in vars(module):
         return None
@@ -150,7 +150,7 @@ def place_of(function: Any, places: Places | None) -> CheckedPlace:
 
 def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> CheckedPlace:
     """Returns the place of the innermost line of a stack, past the frames of the file with the globals ``inside``."""
-    # Places cannot be told by module: that is in a local variable, and reading ``f_locals`` keeps all variables alive.
+    # The module cannot tell places apart: it is in a local variable, and reading ``f_locals`` keeps all variables alive.
     while frame is not None and frame.f_globals is inside:
         frame = frame.f_back
     if frame is None:

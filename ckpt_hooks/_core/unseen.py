@@ -1,4 +1,4 @@
-"""Work that no dispatch mode sees: kernels that write by pointer, inside custom autograd functions or alone."""
+"""Work that no dispatch mode sees: kernels that write by pointer, inside custom autograd functions or outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 
 from .modes import QuietDispatchMode
 
-#: Packages whose custom functions are made of operators.
+#: Packages whose custom functions are made of operators, which modes see.
 _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 
 
@@ -88,7 +88,7 @@ def _look_at_missed(function: Any) -> None:
     name = function.__qualname__
     warnings.warn(
         f"the custom function {name} was called in a region by a name bound to `{name}.apply` before the first region, so the "
-        "region did not see the call. If a kernel in the function writes to memory by pointer, a recompute does not know. "
+        "region did not see the call. If a kernel in the function writes to memory by pointer, a recompute misses the write. "
         f"Write `{name}.apply(...)` where the function is called.",
         stacklevel=4,
     )

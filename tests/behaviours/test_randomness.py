@@ -286,7 +286,7 @@ def test_track_rng(run, source):
 
 def test_a_source_tracked_since_forward_is_put_back():
     _held["draw"] = random.random
-    y = ckpt_hooks.checkpoint(draws, leaf(3))
+    y = ckpt_hooks.checkpoint(draws, leaf(3), determinism_check="none")  # other numbers are drawn
     before = random.getstate()
     with ckpt_hooks.track_rng("python"):
         y.sum().backward()

@@ -154,7 +154,9 @@ def test_memory_that_another_thread_freed():
 
 
 def test_a_ledger_of_nothing():
+    older = torch.zeros(64)
     found = memory_ledger(lambda: None)
+    assert found.base_nbytes >= older.nbytes
     assert timeline(found.to_snapshot()) == [found.base_nbytes]
     assert found.scalars() == {"peak": 0, "base": found.base_nbytes, "recomputed": 0, "peak/older": found.base_nbytes}
 
