@@ -409,7 +409,6 @@ ITERATORS = {
     "tuple": lambda rows: iter((*rows,)),
     "reversed list": lambda rows: reversed([*rows]),
     "reversed tuple": lambda rows: reversed((*rows,)),
-    "map of range": lambda rows: map(rows.__getitem__, range(len(rows))),
     "map of bytes": lambda rows: map(rows.__getitem__, iter(bytes(range(len(rows))))),
     "map of digits": lambda rows: map(rows.__getitem__, map(int, "01234567")),
     "filter": lambda rows: filter(torch.any, iter([*rows])),

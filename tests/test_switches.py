@@ -13,7 +13,7 @@ import torch.backends.quantized
 import torch.backends.xnnpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks import _ambient, checkpoint, checkpoint_region
 from ckpt_hooks._ambient import random as sources
 from ckpt_hooks._ambient import switches
 from ckpt_hooks._operators.facts import facts_of
@@ -292,6 +292,8 @@ def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
     """Where a device is in use; this one is made up."""
     monkeypatch.setattr(switches, "are_devices_in_use", lambda: True)
     monkeypatch.setattr(sources, "names_without_devices", -1)
+    for module in (_ambient, switches):  # later tests, without a device, share no values with these
+        monkeypatch.setattr(module, "_latest", module._latest)
     read = getattr(torch._C, setter.replace("_set_", "_get_"))
     setting = read, getattr(torch._C, setter), other()
     x, seen = leaf(3, 3), Log()

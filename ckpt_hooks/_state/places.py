@@ -237,8 +237,8 @@ def _put_position(iterator: Any, _: int, current: Content, content: Content) -> 
         iterator.__setstate__(content[0])
 
 
-#: Iterators that can be set back; others only go on.
-_ITERATORS: Any = (*map(type, map(iter, ([], (), "", b"", range(0)))), type(reversed([])), reversed)
+#: Iterators that can be set back; others only go on, as those of ranges do since Python 3.12.
+_ITERATORS: Any = (*map(type, map(iter, ([], (), "", b""))), type(reversed([])), reversed)
 _POSITION = Part(_read_position, _put_position)
 #: Iterators without a position of their own, over others.
 _AROUND_ITERATORS = (zip, map, filter)
