@@ -982,14 +982,14 @@ def of_head(shape=(5, 2), words=(3, 2), labels=None, bias=None, dtype=torch.floa
 #: Wrong calls, by the class and a pattern of the message.
 CALLS = {
     TypeError: {
-        "group should be a process group which this process is in, but got 3": lambda: planned(group=3),
+        "group should be a process group with this process, but got 3": lambda: planned(group=3),
         "step should be a function to run, but got 3": lambda: planned(model=GUARDED).guard(GUARDED)(3),
         "offload_saved_tensors refers to live objects of this process": lambda: pickle.dumps(offload_saved_tensors()),
         # Options
-        r"determinsm='none' .*Write `checkpoint\(determinism_check=\.\.\.\)\(f.* options are .*policy, ": (
+        r"determinsm='none' .*write `checkpoint\(determinism_check=\.\.\.\)\(f.* options are .*policy, ": (
             lambda: checkpoint(block, x, determinsm="none")
         ),
-        r"Write `checkpoint\(name=\.\.\.\)\(function\).* with functools\.partial": lambda: checkpoint(block, x, name="block"),
+        r"write `checkpoint\(name=\.\.\.\)\(function\).* with functools\.partial": lambda: checkpoint(block, x, name="block"),
         "returns a generator or coroutine": lambda: checkpoint(generator, x),
         r"args\[0\] is an iterator": lambda: checkpoint(lambda x: x, iter([x])),
         "context_fn should return two context managers.* but returned <": lambda: with_contexts(contextlib.nullcontext()),
@@ -1072,10 +1072,10 @@ CALLS = {
         r"a step of checkpoint_loop should return \(state, y\), but step 0 returned a tensor.* Return \(state, N": lambda: (
             looped(lambda h, row: h * row)
         ),
-        r"alike in all steps, but step 1 returned \(1,\) of type tuple, and the first \{'a': 0\}.*Return the same": lambda: (
+        r"alike in all steps, but step 1 returned \(1,\) of type tuple.*the first step \{'a': 0\}": lambda: (
             looped(lambda h, t: (h, (t,) if t else {"a": t}), xs=[0, 1])
         ),
-        r"alike in all steps, but step 1 returned None of type NoneType, and the first a tensor": lambda: looped(
+        r"alike in all steps, but step 1 returned None of type NoneType, and the first step a tensor": lambda: looped(
             lambda h, t: (h, None if t else h), xs=[0, 1]
         ),
         # Modules
@@ -1232,7 +1232,7 @@ CALLS = {
             fake.TorchCaller()
         ),
         "chunked_loss should be a positive integer": lambda: enable_in_transformers(fake.CausalModel(), chunked_loss=0),
-        "Model has none. Leave it out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
+        "Model has none. Leave chunked_loss out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
         "Early has a loss that cannot be set": lambda: enable_in_transformers(Early(), chunked_loss=True),
         "CausalModel has the loss mse_loss": lambda: enable_in_transformers(other_loss(fake.CausalModel()), chunked_loss=True),
         "every_n_layers, preserve_buffers cannot be used with plan": lambda: enable_in_transformers(
@@ -1262,7 +1262,7 @@ CALLS = {
         r"chunks should be modules inside or outside of blocks, .* but got \['1'\].* or pass other blocks": lambda: planned(
             chunks={"*": (1, 2)}, blocks=["1"]
         ),
-        "plan should be a plan whose others have no others, but got": lambda: Plan.from_json(nested()),
+        "plan should be a plan whose `others` have no `others`, but got": lambda: Plan.from_json(nested()),
         "rows. chunks takes chunks, dim": lambda: planned(chunks={"0": {"chunks": (1, 2), "rows": 1}}),
         "The step ran no backward": lambda: planned(step=lambda model: model(torch.ones(2, 4))),
         "never calls '1'": lambda: planned(step=lambda model: backward(model[0](torch.ones(2, 4))), blocks=["1"]),
@@ -1366,8 +1366,8 @@ _CODE = re.compile(
 )
 #: What a message tells its reader to do.
 _FIX = re.compile(
-    r"\b(bind|call|change|compile|enter|exchange|fill|give|hand|have|leave|let|make|modify|name|pack|pass|print|read|report|return|run"
-    r"|select|step|take|track|update|use|write|apply|keep|come)\b",
+    r"\b(bind|call|change|compile|enter|exchange|fill|give|hand|have|leave|let|make|modify|name|pack|pass|print|put|read|report|return|run"
+    r"|select|step|store|take|track|update|use|write|apply|keep|come)\b",
     re.IGNORECASE,
 )
 

@@ -35,8 +35,15 @@ from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 from .tape import Tape, decide, op_of, run
 from .values import Op, Store, Value, counter_of, is_held_twice, new_value
 
-# ``getrefcount`` of a value that only a table holds: the table, a local variable, and the argument of the call.
-_IN_TABLE = 3
+
+def _count_in_table() -> int:
+    table = {0: Value()}
+    value = table.get(0)
+    return sys.getrefcount(value)
+
+
+# ``getrefcount`` of a value that only a table and a local variable hold. Python 3.14 no longer counts the call's own argument.
+_IN_TABLE = _count_in_table()
 
 
 def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:

@@ -186,7 +186,7 @@ def test_operators_that_depend_on_data_are_named(function, operator):
         lambda step: plan_memory(model, step, 0.5, dry_run=True),
         lambda step: estimate_memory(model, step),
     ):
-        with pytest.raises(ValueError, match=f"{operator}.*Leave it out of the step"):
+        with pytest.raises(ValueError, match=f"{operator}.*Leave the call out of the step"):
             call(lambda model: model(torch.ones(4, 8)).backward())
     assert all(one.grad is None for one in model.parameters())
 
