@@ -1072,8 +1072,8 @@ CALLS = {
         r"a step of checkpoint_loop should return \(state, y\), but step 0 returned a tensor.* Return \(state, N": lambda: (
             looped(lambda h, row: h * row)
         ),
-        r"alike in all steps, but step 1 returned \(1,\) of type tuple.*the first step \{'a': 0\}": lambda: (
-            looped(lambda h, t: (h, (t,) if t else {"a": t}), xs=[0, 1])
+        r"alike in all steps, but step 1 returned \(1,\) of type tuple.*the first step \{'a': 0\}": lambda: looped(
+            lambda h, t: (h, (t,) if t else {"a": t}), xs=[0, 1]
         ),
         r"alike in all steps, but step 1 returned None of type NoneType, and the first step a tensor": lambda: looped(
             lambda h, t: (h, None if t else h), xs=[0, 1]
