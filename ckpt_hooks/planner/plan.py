@@ -252,8 +252,9 @@ class Plan(PlanData, Printed):
         Not restored: parameters written through ``.data``, schedulers and scalers created in the block, and state outside of
         the model and its optimizers, such as averaged weights, metrics and the program's own generators.
 
-        Ranks that planned together run guarded steps together: the limit applies to each, and an out-of-memory error on any
-        rank reruns the step on all.
+        Ranks that planned together run guarded steps together, and the limit applies to each. If one of several ranks runs
+        out of memory, the error is raised there, and a CheckpointError on the others: the step cannot run again, since ranks
+        may wait in a collective.
 
         Args:
             model: The model, also in wrappers. None means the planned model.
