@@ -1235,11 +1235,11 @@ CALLS = {
         "Model has none. Leave chunked_loss out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
         "Early has a loss that cannot be set": lambda: enable_in_transformers(Early(), chunked_loss=True),
         "CausalModel has the loss mse_loss": lambda: enable_in_transformers(other_loss(fake.CausalModel()), chunked_loss=True),
-        "every_n_layers, preserve_buffers cannot be used with plan": lambda: enable_in_transformers(
-            fake.Model(), plan=3, every_n_layers=2, preserve_buffers=False
+        "policy, every_n_layers, preserve_buffers cannot be used with plan": lambda: enable_in_transformers(
+            fake.Model(), plan=3, policy=[], every_n_layers=2, preserve_buffers=False
         ),
-        "every_n_layers, preserve_buffers cannot be used with memory_budget": lambda: enable_in_transformers(
-            fake.Model(), memory_budget=3, every_n_layers=2, preserve_buffers=False
+        "policy, every_n_layers, preserve_buffers cannot be used with memory_budget": lambda: enable_in_transformers(
+            fake.Model(), memory_budget=3, policy=[], every_n_layers=2, preserve_buffers=False
         ),
         "every_n_layers should be a positive integer": lambda: enable_in_transformers(fake.Model(), every_n_layers=0),
         # Reports and plans

@@ -290,7 +290,7 @@ def enable_in_transformers(
     keep = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
     planning = {"margin": margin, "cost": cost}
     given = {**options, "policy": policy}
-    refused = {"policy": policy, "every_n_layers": every_n_layers != 1, "keep_first": keep[0], "keep_last": keep[1]}
+    refused = {"policy": policy is not None, "every_n_layers": every_n_layers != 1, "keep_first": keep[0], "keep_last": keep[1]}
     refused |= dict.fromkeys(options, True)
     machine = None
     if memory_budget is not None:

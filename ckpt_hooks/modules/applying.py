@@ -347,7 +347,7 @@ def apply_checkpointing(
     check_module(model, "model", "Pass the model, then the selection.")
     planning = {"margin": margin, "cost": cost, "plan": plan}
     if memory_budget is not None:
-        refused = {"policy": policy, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last}
+        refused = {"policy": policy is not None, "recorded": recorded, "keep_first": keep_first, "keep_last": keep_last}
         check_none(refused | dict.fromkeys(options, True))
         applied: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
         return applied
