@@ -125,16 +125,12 @@ def _changes_inside(node: ast.AST) -> Iterator[tuple[str, Callable[[], Any]]]:
     elif isinstance(node, ast.Constant) and type(node.value) is int:
         yield f"one more than {node.value}", lambda: setattr(node, "value", node.value + 1)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield f"without not {ast.unparse(node)[:40]}", lambda: vars(node).update(op=ast.Not(), operand=_negated(node.operand))
+        yield f"without not {ast.unparse(node)[:40]}", lambda: setattr(node, "operand", ast.UnaryOp(ast.Not(), node.operand))
     for name, value in ast.iter_fields(node):
-        if name not in ("annotation", "slice") or isinstance(node, ast.Subscript):
+        if name != "annotation":
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     yield from _changes_inside(child)
-
-
-def _negated(node: ast.expr) -> ast.expr:
-    return ast.UnaryOp(ast.Not(), node)
 
 
 def _takes_one(call: ast.Call) -> bool:

@@ -98,12 +98,11 @@ def _hash_of_rows(integers: torch.Tensor, after: int = 0) -> torch.Tensor:
         if not integers.dim() or integers.stride(-1) != 1:
             integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
         integers = integers.view(torch.int32)
-    # A row is added up in the width of its integers, since a wider sum would copy them. Many equal numbers lose bits in this
-    # sum, so the last number of each row is added once more with a factor.
     if integers.dim() < 2 and integers.numel() <= _ROW:  # such as labels: a number is a row
         integers = integers.unsqueeze(-1)
-    last = integers.select(-1, -1) if integers.dim() else integers
-    rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), last, alpha=_ODD)
+    # A row is added up in the width of its integers, since a wider sum would copy them. Many equal numbers lose bits in this
+    # sum, so the last number of each row is added once more with a factor.
+    rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), integers.select(-1, -1), alpha=_ODD)
     # The square shows a number that has moved to another row. Sums of sums weigh each row by its place, which shows rows in
     # another order, such as those of a batch that is shuffled again.
     sums = torch.addcmul(rows, rows, rows, value=2).flatten().cumsum(0)

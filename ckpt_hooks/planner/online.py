@@ -217,7 +217,8 @@ class Machine:
             if self._open.num_forwards > _MOST_FORWARDS:
                 self._abandon()
                 self._give_up(
-                    "64 forwards ran with at most one backward. Call undo() to evaluate with gradients, or run backward earlier"
+                    f"{_MOST_FORWARDS} forwards ran with at most one backward. Call undo() to evaluate with gradients, or run "
+                    "backward earlier"
                 )
             if self._open is None or len(self._open.backwards.tasks) < _ENOUGH:
                 return
