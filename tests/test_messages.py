@@ -229,7 +229,7 @@ def a_frozen_parameter_of_a_class():
     backward(y)
 
 
-@says(DeterminismError, "differ in requires_grad from the tensors of the forward pass")
+@says(DeterminismError, "differ in requires_grad from the tensors saved in forward")
 def a_tensor_that_requires_grad_in_the_rerun_alone():
     w = torch.rand(3)
     backward(checkpoint(lambda x: (x.float() * (w.clone().requires_grad_() if is_recomputing() else w)).sin(), leaf(3)))
@@ -1004,7 +1004,7 @@ CALLS = {
         "allow_cache_entry_mutation should be True": lambda: ckpt_hooks.create_selective_checkpoint_contexts(
             [aten.mm.default], allow_cache_entry_mutation="no"
         ),
-        "Pass the function, not what it returns": lambda: checkpoint(context_fn=noop_context_fn()),
+        "Pass the function, not its result": lambda: checkpoint(context_fn=noop_context_fn()),
         "path should be the path of a file, but got 3": lambda: memory_ledger(lambda: None).plot(3),
         "plain should be a ledger, but got 3": lambda: compare(plain=3),
         "got 3 of type int. Pass the model of the plan": lambda: planned(blocks=["1"]).apply(3),

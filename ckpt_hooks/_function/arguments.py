@@ -1,8 +1,8 @@
 """The arguments of a region, taken apart so that their tensors are saved as autograd saves tensors (Rule 2)."""
 
-# A repeated tensor comes back as the same object, though hooks return a new object for each saved tensor: functions compare
-# arguments by ``is``, as ``torch.nn.MultiheadAttention`` does with query and key. Without active saved-tensor hooks the tensor
-# and its version are kept here, as a ``SavedTensor`` would keep them, at a sixth of the time.
+# If a caller passes a tensor twice, a rerun gets one object twice, though hooks return a new object for each saved tensor:
+# functions compare arguments by ``is``, as ``torch.nn.MultiheadAttention`` does with query and key. Without active saved-tensor
+# hooks, ``Arguments`` holds each tensor and its version itself, in a sixth of the time that a ``SavedTensor`` takes.
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from ckpt_hooks._torch.autograd import (
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, handles_operators, storage_of, version_of
 
-#: The position of a tensor, the tensor as hooks returned it, and its version then if the hooks are foreign.
+#: A tensor that a rerun got from saved-tensor hooks: its position, the tensor, and its version if the hooks are not a frame's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 #: The frame around a region, and the region's path.
 PlaceInFrame = tuple[Frame, RegionPath]
 
-#: Tensors for a rerun, and replacements of forward's tensors, by the ``id`` of forward's.
+#: The tensors for a rerun; and, by the ``id`` of a tensor in forward, the other tensor that stands in for it.
 Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
-_NONE: dict[Any, Any] = {}  # stays empty, shared by most arguments
+_NONE: dict[Any, Any] = {}  # always empty: most ``Arguments`` share it, to save memory
 
-# The layout of other tensors: any strides, no base.
+# The strides and base of a tensor without an entry in ``_layouts``: any strides, no base.
 _ANY = None, None
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-#: Version and ``requires_grad``; -1 and None where torch raises.
+#: A tensor's version, -1 if it counts none, and ``requires_grad``, None if torch raises.
 _Facts = tuple[int, "bool | None"]
 _facts_of = operator.attrgetter("_version", "requires_grad")
 
@@ -64,21 +64,21 @@ def _facts_slowly(tensor: torch.Tensor | None) -> _Facts:
         return -1, None
     try:
         return version_of(tensor), tensor.requires_grad
-    except RuntimeError:  # a multi-output view whose base was modified has no graph
+    except RuntimeError:  # torch raises for a multi-output view whose base was modified
         return version_of(tensor), None
 
 
 def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
-    """Returns the memory of a tensor, which ``tensor.data = other`` may exchange; None if unknown."""
+    """Returns the memory of a tensor, so that a later ``tensor.data = ...`` is noticed; None if unknown."""
     if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
         return None
-    return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # frameworks free parameters
+    return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # weak: frameworks free parameters
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
     """Whether a tensor that requires grad is the output of an operator, and an alias can stand in for it."""
-    # Not a view of a modified tensor: ``is_leaf`` may give it a new place in the graph. Nor a tensor with a tangent, which an
-    # alias would lack. These are held themselves.
+    # No alias stands in for a view of a modified tensor, since asking for ``is_leaf`` may make a new graph node for the view.
+    # Nor for a tensor with a tangent, which an alias would lack.
     if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
         return False
     return not (tensor.is_leaf or has_tangent(tensor))
@@ -98,7 +98,7 @@ def _save_all(
             saved.append(first)
             kept.append(None)
         else:
-            # A leaf is kept, not saved: the graph keeps it anyway, and a rerun gets the same object.
+            # A leaf is kept, not saved: the graph keeps the leaf anyway, and a rerun gets the same object.
             keep = value is None or (tensor.is_leaf and tensor.requires_grad)
             saved.append(None if keep else value)
             kept.append(tensor if keep else None)
@@ -106,14 +106,14 @@ def _save_all(
 
 
 def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
-    """Returns a saved tensor, or None if autograd refuses to save: the function may never compute with such a tensor."""
-    # For a subclass with ``__torch_function__`` alone, hooks return its content without its class and attributes.
+    """Returns a saved tensor, or None if autograd cannot save: no error, as the function may never compute with the tensor."""
+    # Hooks would return a subclass that defines only ``__torch_function__`` without its class and attributes.
     if tensor.is_inference() or not (type(tensor) in _TENSOR_TYPES or handles_operators(tensor)):
         return None
     try:
         return save_tensor(tensor)
     except RuntimeError:
-        # Autograd raised, as for a view whose base was modified, or a hook did: a hook that does nothing tells.
+        # Autograd raised, as for a view whose base was modified, or a hook raised. Hooks that do nothing tell which.
         push_saved_tensors_hooks(*[lambda tensor: tensor] * 2)
         try:
             save_tensor(tensor)
@@ -126,10 +126,10 @@ def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
 
 class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: PlaceInFrame | None = None) -> None:
-        # Arguments taken apart; None if all are positional tensors.
+        # The arguments taken apart, positional and by keyword; None if all are positional tensors.
         self._captured: tuple[list[Any], dict[str, Any]] | None = None
         self._containers: Sequence[int] = ()  # the ``id`` of each container in forward
-        self._paths: Sequence[str] = ()  # the place of each tensor, for errors
+        self._paths: Sequence[str] = ()  # the place of each tensor, as in ``args[0]['x']``, for errors
         self.objects: Sequence[Any] = ()  # objects not taken apart: modules, generators, functions
         tensors: Sequence[torch.Tensor] = args
         if kwargs or not _TENSOR_TYPES.issuperset(map(type, args)):
@@ -141,38 +141,37 @@ class Arguments:
             tensors, self.objects, self._paths = capture.tensors, capture.objects, capture.paths
             self._containers = capture.finish()
         hooks = top_saved_tensors_hooks(False)
-        # With active hooks, each tensor as saved: None if it is kept, or the position of the same tensor. Without hooks None,
-        # and the attributes set below for hooks are unset.
+        # With active hooks, an entry for each tensor: the saved tensor, None if the tensor is kept, or, for a repeated tensor,
+        # the position of its first occurrence. Without hooks None, and the attributes set below for hooks are unset.
         self._saved: list[SavedTensor | int | None] | None = None
-        # With active hooks, all tensors; None after forward, during which the caller holds them anyway.
+        # With active hooks, all tensors until forward ends: until then the caller holds them anyway.
         self.live: Sequence[torch.Tensor] | None = None
         self._tensors: Sequence[torch.Tensor | None] = tensors
         if hooks is not None:
-            # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in the same order,
-            # and may get two tensors where forward got a single tensor.
+            # Inside another frame a repeated tensor is saved twice: that frame's rerun may get two tensors where forward got a
+            # single tensor, but has to save as many tensors as forward.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._layouts = {  # of views, and of tensors that are not contiguous
+            self._layouts = {  # strides and base of each view, and of each tensor that is not contiguous
                 position: (None if tensor.is_contiguous() else tensor.stride(), base_of(tensor))
                 for position, tensor in enumerate(tensors)
                 if tensor.layout is torch.strided and (tensor._is_view() or not tensor.is_contiguous()) and not tensor.is_nested
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
-            # Whether the hooks are foreign, which may return the same tensor each time.
+            # Whether the hooks are foreign, that is, not a frame's: such hooks may return the same tensor each time.
             self._foreign = not UNPACKS.get(hooks[1], False)
             self._storages = list(map(storage_of, tensors))
             self.live = tensors
-        # Facts and memory of kept tensors when forward began; no memory while TorchScript traces, when sizes are tensors.
+        # Facts and memory of kept tensors when forward began. While TorchScript traces, sizes are tensors: no memory is noted.
         self._kept_facts = _facts_of_all(self._tensors)
         self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
         self._steps = fused_steps.count
-        # For kept tensors whose ``requires_grad`` has changed: its value when forward began.
+        # By position: the ``requires_grad`` of a kept tensor when forward began, if it has changed since.
         self._flags: dict[int, bool] = _NONE
-        # Outputs of operators, by position: the tensor, its ``id``, and an alias without history, which is held in its place.
-        # If the caller adds a result of the region to such an argument (``h += checkpoint(block, h)``), the history of the
-        # tensor leads to the region, which would hold itself for ever. A rerun gets the tensor while it lives, later the alias
-        # with a history, and as a view if the tensor had a base.
+        # Arguments that are outputs of operators, by position: a weak reference, the ``id``, an alias without history, and the
+        # base of a view. Only the alias is held: after ``h += checkpoint(block, h)`` the history of ``h`` leads to the region,
+        # which would hold itself for ever. A rerun gets the tensor while it lives, later the alias with a history.
         self._origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Base | None]] = _NONE
 
     def close(self) -> None:
@@ -185,7 +184,7 @@ class Arguments:
         for position, tensor in enumerate(tensors):
             if tensor is None or not facts[position][1]:
                 continue
-            # Also a view to which the function has written: a rerun raises, whatever stands in.
+            # A view to which the function has written is not held either: a rerun raises for its version in any case.
             if _has_history(tensor) or (facts[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
                 tensors[position] = self._let_go(position, tensor)
                 self._kept_facts[position] = self._kept_facts[position][0], False
@@ -200,14 +199,14 @@ class Arguments:
         return origin[2]
 
     def _note_flags(self, after: Sequence[_Facts]) -> None:
-        """Notes tensors whose ``requires_grad`` was changed since forward began, by the function or after it."""
+        """Notes the earlier ``requires_grad`` of tensors where it has changed since forward began."""
         for position, (before, now) in enumerate(zip(self._kept_facts, after, strict=True)):
             if before[1] != now[1] and None not in (before[1], now[1]):
                 self._flags = {position: bool(before[1]), **self._flags}
                 self._kept_facts[position] = before[0], now[1]
 
     def _stand_in(self) -> Restored:
-        """Returns tensors, with stand-ins for tensors that are gone or whose ``requires_grad`` has changed."""
+        """Returns the kept tensors, with stand-ins for tensors that are gone or whose ``requires_grad`` has changed."""
         tensors, stand_ins, aliases = list(self._tensors), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for position, flag in self._flags.items():
             tensor = tensors[position]
@@ -245,8 +244,8 @@ class Arguments:
         if self._saved is None:
             return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
-        # In a backward within forward, live tensors spare a rerun of the outer region up to here, with this backward in it: the
-        # work would double with each level of nesting.
+        # A backward within forward uses the live tensors. To unpack the saved tensors would rerun the outer region up to this
+        # point, including this backward, so the work would double with each level of nesting.
         live = self.live
         if live is not None and _facts_of_all(live) == self._facts and list(map(storage_of, live)) == self._storages:
             tensors = live
@@ -266,7 +265,7 @@ class Arguments:
                     tensor = restore_layout(unpacked, strides, version)
                     is_foreign = tensor is unpacked and self._foreign
                     if is_foreign and type(tensor) is torch.Tensor and not tensor.requires_grad:
-                        tensor = counted_detach(tensor)  # a rerun may exchange the memory of an alias
+                        tensor = counted_detach(tensor)  # a rerun may exchange an alias's memory, not the hooks' tensor's
                     tensor = as_view(tensor, base)
                     handed_out.append((position, tensor, tensor._version if is_foreign else None))
                     stand_ins[self._ids[position]] = tensor
@@ -285,7 +284,7 @@ class Arguments:
         )
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
-        """Notes writes of a rerun to tensors from foreign hooks, which may have no other copy."""
+        """Notes storages from foreign hooks to which a rerun wrote, so that a rerun which gets them again raises."""
         for position, tensor, version in handed_out:
             if version is not None and tensor._version != version:
                 self._storages[position] = storage_of(tensor)

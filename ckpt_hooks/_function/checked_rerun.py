@@ -25,7 +25,7 @@ _UNFILLED = UNINITIALIZED | {"resize_", "_grouped_mm", "_varlen_attn", "_flash_a
 #: Operators whose repetition changes nothing.
 _REPEATABLE = REPEATABLE | {"bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_"}
 
-#: Operators that read their target if an argument is set: its place and name.
+#: Operators that read the tensor they write to only if an argument is set: the position and name of that argument.
 _READS_IF_SET = {
     "index_put_": (3, "accumulate"),
     "_index_put_impl_": (3, "accumulate"),
@@ -35,7 +35,7 @@ _READS_IF_SET = {
 }
 
 _ADVICE = (
-    "Make it a buffer of a module that the region calls: a recompute gets buffers as forward got them. Or write "
+    "Make the tensor a buffer of a module that the region calls: a recompute gets buffers as forward got them. Or write "
     "`with checkpoint_region():`, which runs Python once."
 )
 
@@ -63,7 +63,7 @@ class CheckedRerun(QuietDispatchMode):
 
     def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
         place, name = _READS_IF_SET.get(facts.name, (-1, ""))
-        reads = not (facts.name in _REPEATABLE or kwargs.get("beta") == 0)  # ``beta`` as in ``baddbmm_``
+        reads = not (facts.name in _REPEATABLE or kwargs.get("beta") == 0)  # as ``baddbmm_`` with ``beta=0``
         if name:
             reads = bool(args[place] if place < len(args) else kwargs.get(name))
         for written in facts.written:
@@ -71,7 +71,7 @@ class CheckedRerun(QuietDispatchMode):
                 storage, version = storage_of(tensor), version_of(tensor)
                 if storage is None or storage in self._exempt or version < 0:
                     continue
-                # At version 0 the memory is new: forward's write has moved the version of old memory.
+                # Memory at version 0 is new: if it were older, forward's write would have raised the version.
                 if written.overwritten or (written.counted and version == 0):
                     self._exempt.add(storage)
                 elif reads:

@@ -42,17 +42,18 @@ PackHook = Callable[[torch.Tensor], "int | torch.Tensor"]
 
 _copy = unrecorded(stand_in_for)
 
-# A stop costs as much as eight operators on tiny tensors: 6% of a step of a chain of ten. If a region ends on tensors of up to
-# ``_SMALL`` numbers, and operators with up to ``_MOST_LEFT`` nodes are left, they run instead.
+# To stop a rerun by an exception costs as much as eight operators on tiny tensors: 6% of a step of a chain of ten operators. So
+# a rerun runs to its end if the region ends on tensors of up to ``_SMALL`` numbers and at most ``_MOST_LEFT`` nodes are left.
 _SMALL = 512
 _MOST_LEFT = 2
-_PLAIN = (torch.Tensor, FAKE)  # fake tensors so that predictions stop where real runs do
+_PLAIN = (torch.Tensor, FAKE)  # with fake tensors, so that a prediction on them stops where a real run stops
 
 
 def ends_small(result: Any, facts: Sequence[Any]) -> bool:
     """Whether the last operators of a forward ran on small tensors, judged by its result and its last saved tensors."""
-    # By both: an embedding saves only small indices, and a linear layer with a small result saves its large weight.
-    if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # modes and traces would see ``numel``
+    # Neither tells without the other: an embedding saves only small indices, and a linear layer with a small result saves its
+    # large weight.
+    if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # modes and traces would record ``numel``
         return False
     try:
         return result.numel() <= _SMALL and all(type(row) is tuple and row[0].numel() <= _SMALL for row in facts[-2:])
@@ -64,36 +65,36 @@ class Collector:
     def __init__(self, frame: Any, wanted: Collection[int] | None) -> None:
         is_moded = frame.contexts is not None or frame.sampled is not None
         self._detach = detach_past_modes if is_moded and only_quiet_modes() else torch.Tensor.detach
-        self.frame, self.wanted = frame, wanted  # None for all living handles
-        # A rerun in the middle of forward must not do what forward has not done yet.
+        self.frame, self.wanted = frame, wanted  # ``wanted`` is None for all living handles
+        # A rerun that begins before forward has ended always stops early: it must not run code that forward has not reached.
         self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
         self.marks: list[RegionMark] = []
-        self.registered: list[RemovableHandle] = []  # hooks that the rerun registers, removed after it: forward's exist
-        self._lent: set[int] = set()  # numbers of tensors with other memory during the rerun
+        self.registered: list[RemovableHandle] = []  # hooks that the rerun registered, removed at its end: forward's remain
+        self._lent: set[int] = set()  # the ``id`` of each tensor with other memory during the rerun
         self._exchanged: frozenset[int | None] = frozenset()  # storages with another content during the rerun
-        # Devices whose generators have moved otherwise than in forward, perhaps by another thread.
+        # Devices whose generators are at other positions than in forward, perhaps because another thread drew.
         self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
         self.last = -1  # the number of the last wanted tensor
         self.done = False  # whether all wanted values are there
-        self._end = -1  # the number of the next node at the end of the function; -1 to stop the rerun in any case
-        # How many wanted values are not to be trusted, and the error for each.
+        self._end = -1  # autograd's sequence number when the function returns; -1 to stop the rerun in any case
+        # How many wanted values, the last ones, are not to be trusted; and a function that makes the error.
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None
         self.versions: list[int] | None = None
 
     @skipped
     def hook(self, loan: JournalLoan | None, *, may_return: bool, watches_draws: bool) -> PackHook:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value."""
-        # Autograd gets the value's number, so that user code may run backward on the graph of the rerun (``HandBack``).
+        # The hook packs the value's number. If user code runs backward on the rerun's graph, ``HandBack`` unpacks the number.
         frame, values, marks, plain, detach = self.frame, self.values, self.marks, torch.Tensor, self._detach
         append, append_without_grad = values.append, self.without_grad.append
         if loan is not None:
             self._lent, self._exchanged = loan.lent, loan.storages
         is_special = bool(self._lent or self._exchanged)
-        # Whether each tensor is wanted, up to the last wanted tensor.
+        # For each tensor whether it is wanted, up to the last wanted tensor.
         asked = frame.alive()
-        final = -1  # the tensor that forward saved last
+        final = -1  # index of the tensor that forward saved last
         if self.wanted is None:
             final = len(asked) - 1
             if may_return and frame.num_nodes >= 0:
@@ -136,7 +137,7 @@ class Collector:
             if is_special or marks or type(tensor) is not plain:
                 append(self._value_of(tensor))
             else:
-                # To detach all values together at the end of the rerun was no faster.
+                # Detaching all values together at the end of the rerun was no faster.
                 append(detach(tensor) if requires_grad else tensor)
             number = len(values)
             if number == stop and unfinished != sequence_number():
@@ -146,21 +147,23 @@ class Collector:
         return fill
 
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_argument = bool(self.marks) and len(self.values) < sum(self.marks[-1][:2])  # of a region inside
+        is_argument = bool(self.marks) and len(self.values) < sum(self.marks[-1][:2])  # of an inner region
         if not is_argument and id(tensor) in self._lent:
-            return self._detach(tensor) if tensor.requires_grad else tensor  # plain autograd would return its present memory
+            # Not a copy: plain autograd, too, hands this tensor to backward with its memory of that time.
+            return self._detach(tensor) if tensor.requires_grad else tensor
         if tensor.requires_grad:
             return self._detach(tensor)
-        if self._exchanged and storage_of(tensor) in self._exchanged:  # after the rerun it has another content
+        if self._exchanged and storage_of(tensor) in self._exchanged:  # its content changes when the rerun ends
             return _copy(tensor)
-        # An alias, since FSDP and some functions free a parameter by giving the tensor another storage.
+        # A parameter or an inner region's argument becomes an alias: FSDP and some functions free a parameter by giving the
+        # tensor another storage.
         return self._detach(tensor) if type(tensor) is not torch.Tensor or is_argument else tensor
 
     @skipped
     def watching(self, hook: PackHook, lost: Sequence[tuple[torch.Tensor, int]]) -> PackHook:
         """Returns a pack hook that also notes versions, and distrusts values in the memory of lost tensors."""
-        # Versions are lower than forward's if only the rerun is under a dispatch mode: without a mode
-        # ``torch.nn.functional.linear`` adds its bias in place, under a mode out of place. Lost tensors have unknown contents.
+        # The versions are noted since they may be lower than forward's without an error, if only the rerun is under a dispatch
+        # mode: without a mode ``torch.nn.functional.linear`` adds its bias in place. Lost tensors have unknown contents.
         versions: list[int] = []
         self.versions = versions
         errors = {storage_of(tensor): functools.partial(self.mutated, tensor, version) for tensor, version in lost}
@@ -174,19 +177,19 @@ class Collector:
         return watch
 
     def _compare_draws(self, position: Position, where: Where) -> None:
-        """Distrusts the present and later values if the rerun has drawn other random numbers than forward before them."""
+        """Distrusts the next and all later values if the rerun has drawn other random numbers than forward up to here."""
         positions, index = self.frame.positions or {}, len(self.values)
         if index > self.last or positions.get(index) == position:
             return
         expected = positions[max(moved_at for moved_at in positions if moved_at <= index)]
         if expected != position:
-            if are_other_threads_alive():  # they may have drawn: checked after the rerun
+            if are_other_threads_alive():  # another thread may have drawn: checked after the rerun
                 self.moved_otherwise |= devices_between(expected, position, where)
             else:
                 self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
-        """Marks the present and later values as wrong, with the error for each."""
+        """Marks the next value and all later values as wrong; ``error`` makes the error for each."""
         trusted = len(self.values)
         if trusted <= self.last:
             self.doubt = self.last + 1 - trusted, error
@@ -196,7 +199,7 @@ class Collector:
                 self._finish(None)
 
     def mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
-        """Returns the error for a tensor written to since forward, and has later forwards copy it if they can."""
+        """Returns the error for a tensor written to since forward, and has later forwards copy the tensor if possible."""
         frame = self.frame
         why = Why.COPIED_NEXT if frame.state is not None and frame.state.note_written(tensor) else Why.REACHED
         name = frame.arguments.path_of(tensor) or name_of_tensor(tensor, frame.function)
@@ -205,21 +208,22 @@ class Collector:
     def _finish(self, tensor: torch.Tensor | None) -> None:
         """Stops a rerun that has all its values, unless next to nothing is left to run; ``tensor`` was saved last."""
         self.done = True
-        # At most as many operators are left as nodes, and the saving operator itself unless it has saved its result.
+        # ``left`` nodes of the graph are yet to be made, each by an operator that is yet to run. The operator that now saves
+        # ``tensor`` is yet to run too, unless ``tensor`` is its result.
         left = self._end - sequence_number()
         if self.frame.ends_small:
             returns = 0 <= left <= _MOST_LEFT
         else:
             node = None if left or tensor is None else tensor.grad_fn
             returns = node is not None and node_number(node) == self._end - 1
-        # Always in a process group: the last operator may be a collective, which the other ranks may not run again.
+        # In a process group the rerun always stops: the last operator may be a collective, which other ranks may not run again.
         group = torch.distributed
         if not returns or (group.is_available() and group.is_initialized()):
-            self._end = -1  # a function that swallows the stop gets it again
+            self._end = -1  # a function that catches the exception gets it again
             raise StopRecompute
 
     def let_go(self) -> None:
-        """Drops values and frame: the graph of the rerun holds the hook, and may live on (Rule 9)."""
+        """Drops values and frame: the graph of the rerun may live on, and holds the pack hook (Rule 9)."""
         self.values.clear()
         self._lent = set()
         del self.frame, self.doubt

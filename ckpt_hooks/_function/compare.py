@@ -22,8 +22,9 @@ from .words import CAUSES, name_of_tensor, node_of
 
 
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
-    """Returns the values of an ended rerun, by handle up to the last wanted; ``MISSING`` for unwanted values."""
-    # ``MISSING`` also for a value that the function modified after it was saved, as in ``y = x.sin(); x.mul_(2)``.
+    """Returns the values of an ended rerun, up to the last wanted value; ``MISSING`` for unwanted values."""
+    # ``MISSING`` also stands for a value that the function modified after saving it, as in ``y = x.sin(); x.mul_(2)``: a rerun
+    # for this value alone ends before the modification.
     values, frame = collector.values, collector.frame
     if not collector.early_stop and frame.complete and len(values) != len(frame.numbers):
         _raise_miscounted(collector)
@@ -50,13 +51,13 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
             _compare_sampled(collector)
         else:
             _compare_values(collector, check.fingerprint)
-    # A doubtful value is asked for alone: a rerun for one value ends before the modification.
+    # If backward asks for a doubtful value, a rerun for this value alone raises the error.
     return values + [MISSING] * num_doubtful
 
 
 def _compare_marks(collector: Collector) -> None:
-    # A region inside a frame saves its inputs in the frame, which fills its handles by number. If an inner region gets another
-    # number of tensors in a rerun, later handles would get values of other handles, perhaps of the same shape.
+    # An inner region saves its inputs in this frame, which gives values to handles by their order. If an inner region gets more
+    # or fewer tensors in a rerun, later handles would get values of other handles, perhaps of the same shape.
     forward, rerun = (
         marks[: bisect_right(marks, collector.last, key=itemgetter(0))] for marks in (collector.frame.marks, collector.marks)
     )
@@ -64,14 +65,14 @@ def _compare_marks(collector: Collector) -> None:
         if expected is None or actual is None or expected[:3] != actual[:3]:
             position = min(mark[0] for mark in (expected, actual) if mark is not None)
             before, now = (
-                "no region there"
+                "no inner region at that point"
                 if mark is None
-                else f"region {mark[3][0]!r} with {mark[1]} tensors, after {mark[0]} saved ones"
+                else f"region {mark[3][0]!r} with {mark[1]} tensors after {mark[0]} saved tensors"
                 for mark in (expected, actual)
             )
             message = (
-                "A region inside of this one was given other tensors during recomputation than during the original forward "
-                f"pass, or at another place: {before} in forward, {now} in recomputation.\n"
+                "An inner region was given other tensors during recomputation than during the original forward pass, or began "
+                f"at another point. Forward had {before}; the recompute had {now}.\n"
             )
             raise _error(collector, message, position, before, now)
 
@@ -84,7 +85,7 @@ def _look_into(collector: Collector, actual: list[Any], expected_facts: list[Any
     for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, actual, strict=False)):
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
-                name = name_of_tensor(value, collector.frame.function, f"tensor {index} of those that it saved")
+                name = name_of_tensor(value, collector.frame.function, f"the saved tensor at position {index}")
                 region = format_path(collector.frame.path)
                 raise mutated(Why.SAVED_BY_RERUN, region, value, version_of(expected), name=name)
             collector.values[index] = MISSING
@@ -109,8 +110,8 @@ def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], 
 def _error_of_values(collector: Collector, index: int, before: str, now: str) -> DeterminismError:
     value = collector.values[index]
     what = describe(value.shape, value.dtype, value.device)
-    message = "Recomputed values differ from the values of the forward pass, first in the following tensor.\n"
-    return _error(collector, f"{message}tensor at position {index}: {what}\n", index, what + before, what + now)
+    message = "Recomputed values differ from the values of the forward pass. The first difference is in "
+    return _error(collector, f"{message}the saved tensor at position {index}, {what}.\n", index, what + before, what + now)
 
 
 def _compare_sampled(collector: Collector) -> None:
@@ -118,13 +119,13 @@ def _compare_sampled(collector: Collector) -> None:
     from ckpt_hooks._tensors.samples import others
 
     frame, values = collector.frame, collector.values
-    if collector.moved_otherwise:  # the caller looks into draws next
+    if collector.moved_otherwise:  # the rerun looks into draws next, which may explain a difference
         return
     frame.sampled.passed()
     with torch.no_grad():
         for index in others(_noted(collector), values):
             if not (index in collector.without_grad and may_be_unfilled(node_of(frame, index), values[index])):
-                frame.sampled.settle(_error_of_values(collector, index, "", " with other values"))
+                frame.sampled.settle(_error_of_values(collector, index, "", " with different values"))
                 return
 
 
@@ -138,7 +139,7 @@ def _first_difference(
         for known, value in zip(expected, collector.values, strict=True)
     ]
     while (index := first_difference(expected, actual)) is not None:
-        # An operator may save memory that it never fills.
+        # An operator may save memory that it never fills, whose content differs from run to run.
         is_fresh = index in collector.without_grad
         if not (is_fresh and may_be_unfilled(node_of(collector.frame, index), collector.values[index])):
             break
@@ -153,8 +154,8 @@ def _compare_grad(collector: Collector) -> None:
         index = min(set(expected) ^ set(actual))
         before, now = (f"a tensor with requires_grad={index not in indices}" for indices in (expected, actual))
         message = (
-            "Tensors saved during recomputation differ in requires_grad from the tensors of the forward pass.\n"
-            f"tensor at position {index}: {before} in forward, {now} in recomputation.\n"
+            "Tensors saved during recomputation differ in requires_grad from the tensors saved in forward. At position "
+            f"{index}, forward saved {before}, and the recompute {now}. Set requires_grad before forward or after backward.\n"
         )
         raise _error(collector, message, index, before, now)
 
@@ -174,7 +175,7 @@ def _raise_miscounted(collector: Collector) -> NoReturn:
 
 
 def _first_other(collector: Collector) -> tuple[int, str, str] | None:
-    """Returns position, saved and recomputed metadata of the first wanted value of another shape, dtype or device."""
+    """Returns the position, and both metadata, of the first wanted value whose shape, dtype or device has changed."""
     for index, (value, expected) in enumerate(zip(collector.values, collector.frame.facts, strict=False)):
         if value is not MISSING and isinstance(expected, tuple):
             now = value.shape, value.dtype, value.device

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpt_hooks.policies.base import Policy
 
 
-#: The context of a forward, and the context of each of its recomputes.
+#: A context manager for forward, and a context manager for recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -39,15 +39,15 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
     if not (isinstance(contexts, (tuple, list)) and len(contexts) == 2):
         raise TypeError(
             "context_fn should return two context managers, one for forward and one for recomputes, but returned "
-            f"{described_as(contexts)}. Return contextlib.nullcontext() where there is nothing to enter."
+            f"{described_as(contexts)}. For a run that needs no context, return contextlib.nullcontext()."
         )
     return contexts[0], contexts[1]
 
 
 def check_context_fn(context_fn: Any) -> None:
-    advice = "Leave it out, or pass noop_context_fn, where there is nothing to enter."
+    advice = "If you need no contexts, leave it out or pass noop_context_fn."
     if isinstance(context_fn, tuple):  # the result of calling the function
-        advice = "Pass the function, not what it returns: noop_context_fn, say, or a policy as `policy=...`."
+        advice = "Pass the function, not its result, as in context_fn=noop_context_fn. Pass a policy as `policy=...`."
     check_callable(context_fn, "context_fn", "", "a function that returns two context managers", advice)
 
 
@@ -56,11 +56,11 @@ def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
 
 
 def under_modes(contexts: ContextPair | None) -> ContextPair:
-    """Returns contexts for a region inside dispatch modes, where torch takes other paths: its reruns need a mode too."""
+    """Adds a dispatch mode for reruns of a region inside dispatch modes, since torch takes other paths under a mode."""
     under_mode = nullcontext(), QuietDispatchMode()
     contexts = under_mode if contexts is None else both(under_mode, contexts)
-    # The user's modes are not entered again, since they may count operators. A fake mode counts nothing, and without it
-    # factories would make real tensors.
+    # Reruns do not enter the user's modes, which may count operators. They enter a fake mode, which counts nothing and without
+    # which factories would make real tensors.
     fake = active_fake_mode()
     return contexts if fake is None else both((nullcontext(), fake), contexts)
 
@@ -88,7 +88,7 @@ class _Both(AbstractContextManager[None]):
 
 @contextmanager
 def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    # Not by an ``ExitStack``, which keeps an exception raised on exit, and with it a region's inputs, in a cycle.
+    # No ``ExitStack``: it would keep an exception raised on exit, and with it the region's inputs, in a cycle.
     with outer, inner:
         yield
 
@@ -103,7 +103,7 @@ def suppressed_error(error: BaseException) -> RuntimeError:
 
 @contextmanager
 def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enters a frame, and the user's context of forward inside of it."""
+    """Enters a frame, and inside it the user's context manager for forward."""
     error: BaseException | None = None
     try:
         with frame:
@@ -120,14 +120,14 @@ def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class PolicyContext(AbstractContextManager[None]):
-    """A context of a policy: a region takes the policy and enters nothing; to other code it is torch's context."""
+    """A context manager made from a policy: a region reads the policy and never enters; other code enters torch's context."""
 
     def __init__(self, policy: Policy, of_torch: list[AbstractContextManager[Any]], *, is_forward: bool) -> None:
         self.policy, self.is_forward = policy, is_forward
         self._of_torch = of_torch  # torch's pair, shared by the two contexts; empty until either is entered
 
     def is_before(self, other: object) -> bool:
-        """Whether this is the first of a pair, and another context the second."""
+        """Whether this context is the first of a pair, and ``other`` is the second of the same pair."""
         return isinstance(other, PolicyContext) and self.is_forward > other.is_forward and self._of_torch is other._of_torch
 
     def __enter__(self) -> None:
@@ -149,5 +149,5 @@ def _refuse_hidden() -> None:
         raise TypeError(
             f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
             "create_selective_checkpoint_contexts within another context, where the region does not see it. Return the pair "
-            "itself. For other contexts around the pair, write checkpoint(policy=policy, context_fn=others)(function)."
+            "itself. To add other contexts, write checkpoint(policy=policy, context_fn=other_contexts)(function)."
         )

@@ -57,10 +57,10 @@ from .collector import ends_small
 from .rerun import rerun
 from .words import name_of_tensor, uninitialized
 
-#: The latest options of a sampled frame, and these options with a check of values: shared by many frames.
+#: The options of the latest frame sampled by the self-check, and a copy with a check of values, which many frames share.
 _latest_sampled: tuple[RegionOptions | None, RegionOptions] = None, DEFAULT_OPTIONS
 
-# The result of ``getrefcount`` for a number that only a list of numbers holds.
+# The result of ``getrefcount`` for a number that only ``frame.numbers`` holds. It is higher while a handle holds the number.
 _UNHELD = next(map(getrefcount, [FIRST_NUMBER + 1]))
 
 
@@ -73,13 +73,13 @@ class Pass:
     def __init__(self, values: Any, uses: Uses | None = None) -> None:
         # An entry for each handle in the order of saving: the tensor, or MISSING. A dictionary in a pass for a single handle.
         self.values = values
-        self.uses = uses  # for the two parts of a backward
+        self.uses = uses  # in a backward in two parts: which values a part has used
         self.taken: set[int] = set()
 
 
 @skipped
 def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle, which the frame drops (Rule 4), or a kept tensor."""
+    """Returns a kept tensor, or a handle's value, which the frame then drops (Rule 4)."""
     if type(packed) is not tuple:
         if type(packed) is KeptTensor and packed.tensor._version == packed.version:
             return packed.tensor
@@ -93,7 +93,7 @@ def unpack(packed: Any) -> torch.Tensor:
     values = opened.values
     try:
         value: torch.Tensor = values[index]
-    except IndexError:  # packed after the recompute
+    except IndexError:  # the handle was packed after the recompute
         value = MISSING
     if value is MISSING:
         value = frame.reopen_pass(opened, index)
@@ -167,26 +167,27 @@ class FunctionFrame(Frame):
         Frame.__init__(self, name, parent, observers, module_of(function) if observers else None)
         self.function, self.options, self.contexts = function, options, contexts
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None  # adds words to an error of a rerun
-        self.modes: list[str] | None = None  # names of the user's dispatch modes around forward, where values are compared
+        self.modes: list[str] | None = None  # names of the user's dispatch modes around forward, if values are compared
         self.state: Journal | None = None
         self.sampled: Any = None  # set in the passes that the self-check compares
-        self.collector: Any = None  # of the running rerun
-        self.marks: list[RegionMark] = []  # marks of inner regions in forward
-        # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether its last
+        self.collector: Any = None  # set while a rerun runs
+        self.marks: list[RegionMark] = []  # where inner regions began in forward, and how many tensors they saved here
+        # How many nodes of autograd's graph the function made on this thread (-1 until it returns), and whether its last
         # operators ran on small tensors.
         self.num_nodes, self.ends_small = -1, False
-        # A number for each packed tensor, in order. Only this list and a living handle hold it; a kept tensor has no handle.
+        # A number for each packed tensor, in order. Only this list and a living handle hold the number, so its reference count
+        # tells whether the handle lives. A kept tensor has no handle.
         self.numbers: list[int] = []
         # Metadata of each packed tensor, compared on recompute; of kept tensors, the metadata of MISSING.
         self.facts: list[Any] = []
-        # Positions of random sources at the start (-1), and by the index of each packed tensor before which they had moved;
-        # None if a rerun draws anew.
+        # Positions of the random generators: at the start, by the key -1, and when the generators have moved, by the index of
+        # the tensor packed next. None if a rerun draws anew.
         self.positions: dict[int, Position] | None = None
         self.fingerprints: Sequence[Any] = ()  # of values; empty if values are not compared
-        self.without_grad: list[int] = []  # the numbers of packed tensors that require no grad
+        self.without_grad: list[int] = []  # the indices of packed tensors that require no grad
         self._keeps_all = False
         self._finish: Callable[[], None] | None = None  # called when forward has ended
-        if self.watch is not None:  # before any memory is taken
+        if self.watch is not None:  # before the region takes memory, which the watch measures
             self.watch.tell("entered")
         inside = None if parent is None else (parent, self.path)
         try:
@@ -218,7 +219,7 @@ class FunctionFrame(Frame):
             if state is False:  # a lazy module has not made its parameters yet
                 if self.contexts is not None:
                     raise uninitialized(format_path(self.path))
-                self._keeps_all = True  # this once
+                self._keeps_all = True  # in this forward, whose tensors autograd saves as without a region
                 return self
             self.state, generators = state, () if state is None else state.generators
             self.ambient = _ambient.capture(preserve_rng_state=preserve_rng_state, generators=generators)
@@ -255,9 +256,9 @@ class FunctionFrame(Frame):
 
     def _compare_values(self) -> None:
         """Decides whether reruns compare values with forward: on request, and under the user's dispatch modes."""
-        # A rerun does not enter these modes, which would count twice, and without them it may get other results.
+        # A rerun does not enter the user's modes, since a mode that counts would count twice. Without them results may differ.
         check, modes = self.options.check, users_modes()
-        if is_without_values():  # while torch traces
+        if is_without_values():  # while torch traces, tensors have no values
             check = dataclasses.replace(check, fingerprint=None, is_sampled=False)
         elif modes and check.fingerprint is None and check is not NOTHING:
             check = check_of("values")
@@ -294,7 +295,7 @@ class FunctionFrame(Frame):
             if position != where[0] and positions is not None:
                 position = where[0]
                 positions[number - FIRST_NUMBER] = position, where[1]
-            if tensor.is_leaf:  # or has no graph
+            if tensor.is_leaf:  # as is every tensor that requires no grad
                 if tensor.requires_grad:
                     # Kept, since the graph holds the leaf anyway. A *view* of a leaf is not kept: if a framework gives the
                     # parameter another storage after forward (``param.data = ...``), the view would hold the former storage.
@@ -305,10 +306,10 @@ class FunctionFrame(Frame):
                 without_grad.append(number - FIRST_NUMBER)
             try:
                 metadata = facts(tensor)
-            except RuntimeError:  # a nested tensor has no shape
+            except RuntimeError:  # a nested tensor has no shape, and so is kept
                 note(missing)
                 return KeptTensor.of(tensor.detach(), tensor._version, path)
-            if metadata != latest:  # neighbors are often alike, and share a tuple
+            if metadata != latest:  # successive tensors often have equal metadata, and share a tuple
                 latest = metadata
             note(latest)
             return frame, number
@@ -333,7 +334,7 @@ class FunctionFrame(Frame):
         if fingerprint is not None:
             from ckpt_hooks._tensors.determinism import Fingerprints
 
-            # Tensors to which forward writes after an operator has saved them are not compared.
+            # Forward may write to tensors in these storages after an operator saved them. If it does, they are not compared.
             contents = None if self.state is None else self.state.contents
             fingerprints = Fingerprints(fingerprint, () if contents is None else contents.storages())
             self.fingerprints, self._finish, note = fingerprints.taken, fingerprints.close, fingerprints.note
@@ -353,7 +354,7 @@ class FunctionFrame(Frame):
         return pack_watched, unpack
 
     def returns(self, result: Any) -> None:
-        """Notes how forward ended, by which a rerun tells whether little is left to run."""
+        """Notes how forward ended, so that a rerun can tell whether little is left to run."""
         if not self._keeps_all:
             self.num_nodes = sequence_number() - self._first_node
             self.ends_small = ends_small(result, self.facts)
@@ -362,7 +363,7 @@ class FunctionFrame(Frame):
         if self._keeps_all:
             self._tell_exited(error)
             return
-        suppressed, parent = False, self.parent  # gone when the frame is closed
+        suppressed, parent = False, self.parent  # closing the frame drops its parent
         if self.contexts is not None:
             try:
                 suppressed = bool(self.contexts[0].__exit__(kind, error, traceback))
@@ -416,7 +417,7 @@ class FunctionFrame(Frame):
         number, position = len(collector.marks), len(collector.values)
         expected = self.marks[number] if number < len(self.marks) else None
         places = places_of(expected[2], labels) if expected is not None and expected[0] == position else None
-        places = every if places is None else places  # none may be wanted
+        places = every if places is None else places  # an empty list means that no tensor is wanted
         labels = [labels[place] for place in places]
         collector.marks.append((position, len(labels), labels, path))
         return places
@@ -432,7 +433,7 @@ class FunctionFrame(Frame):
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
-            if key == -1:  # outside of backward: nothing tells when to drop other values, so this value alone is brought back
+            if key == -1:  # outside of backward nothing tells when to drop values, so only this value is brought back
                 return Pass(self._rerun((index,)))
             if self.options.split_backward and graph_task_id() != -1:
                 return self._open_split_pass(index)
@@ -446,25 +447,25 @@ class FunctionFrame(Frame):
         return rerun(self, wanted) if self.watch is None else self.observed(rerun, self, wanted)
 
     def _open_split_pass(self, index: int) -> Pass:
-        """Returns a pass with the value of a single handle, in a backward in two parts."""
+        """Returns a pass with the value of a single handle, where a backward runs in two parts."""
         split: Any = self.passes.get(SPLIT)
         value: torch.Tensor = MISSING
         if split is not None:
-            if split.uses.is_next_part():  # once in each backward
+            if split.uses.is_next_part():  # true once in each part, when values of dead handles can go
                 split.values = [tensor if lives else MISSING for tensor, lives in zip(split.values, self.alive(), strict=False)]
             value = split.values[index] if index < len(split.values) else MISSING
-        if value is MISSING or not split.uses.is_untouched(index, value):  # a backward may have written to its memory
+        if value is MISSING or not split.uses.is_untouched(index, value):  # a backward may have written to the value
             split = Pass(self._rerun(None), Uses())
             self.passes = {SPLIT: split}
             value = split.values[index]
-            if value is MISSING:  # modified during the recompute: it needs a recompute for itself
+            if value is MISSING:  # modified later in the recompute: a recompute for this value alone ends before that
                 return Pass(self._rerun((index,)))
         if not split.uses.hand_out(index, value):
             split.values[index] = MISSING
         return Pass({index: value})
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
-        """Brings back a value missing in a pass, alone: taken before, or packed after the recompute."""
+        """Recomputes a single value that a pass lacks, since it was taken before, or packed after the recompute."""
         with self._lock:
             if index in opened.taken and graph_exec_group() is not None:
                 raise overlap_error(self.path, index)
@@ -491,7 +492,7 @@ class FunctionFrame(Frame):
 
     def _describe(self, index: int) -> Saved:
         metadata = self.facts[index]
-        if not isinstance(metadata, tuple):  # metadata is not compared
+        if not isinstance(metadata, tuple):  # without a check, only the version is noted
             return Saved(format_path(self.path), index, Reason.DROPPED, None, None, None)
         shape, dtype = metadata[:2]
         return Saved(format_path(self.path), index, Reason.DROPPED, shape, dtype, nbytes_of(shape, dtype))
@@ -512,8 +513,9 @@ class FunctionFrame(Frame):
 
 # --------------------------------------------------------------------------------------------------------------- TorchScript
 
-# Tensors saved by TorchScript are kept. In the first, profiling calls of a function it saves other tensors than in later calls,
-# such as reruns (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs).
+# Tensors saved by TorchScript are kept, not recomputed: TorchScript profiles the first calls of a function, and saves other
+# tensors in these calls than in later calls, such as reruns
+# (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs).
 
 _CAUSE = Cause(Reason.NOT_REPLAYED, "saved by TorchScript")
 
@@ -553,7 +555,7 @@ def _run_scripted(call: Callable[..., Any], function: Any, args: Any, kwargs: An
 
 def _note_hook(handle: RemovableHandle) -> None:
     frame: Any = stack.innermost
-    while frame is not None:  # the nearest frame around that is rerunning removes the hook
+    while frame is not None:  # the nearest enclosing frame that is rerunning removes the hook
         collector = getattr(frame, "collector", None)
         if collector is not None:
             collector.registered.append(handle)

@@ -14,7 +14,7 @@ from ckpt_hooks._tensors.copies import copy_of, fill_all
 from ckpt_hooks._torch.pytree import tree_leaves
 from ckpt_hooks._torch.tensors import storage_of
 
-#: A storage or None, the first byte and the end, and whether the tensor fills the range.
+#: The memory of a tensor: its storage or None, the first byte, the byte after the last, and whether the tensor fills the range.
 _MemoryRange = tuple["int | None", int, int, bool]
 
 
@@ -36,16 +36,16 @@ def _overlap(memory: _MemoryRange, other: _MemoryRange) -> bool:
     return memory[0] is not None and memory[0] == other[0] and memory[1] < other[2] and other[1] < memory[2]
 
 
-#: Operators that do not read memory.
+#: Kinds of operators that do not read the numbers in their arguments.
 _HARMLESS = frozenset({OpKind.VIEW, OpKind.IGNORED, OpKind.ALIASES, OpKind.FACTORY})
 
 
 class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
 
-    # A region may use modules without reading the parameters that have changed: an optimizer that steps during backward has
-    # changed later layers. A rerun therefore ends only when an operator is about to read a changed tensor, since later values
-    # would be wrong. (It might never end, if a backward inside the function reaches the node that waits for this rerun.)
+    # A function often reaches parameters that its rerun does not read. They may have changed: an optimizer that steps during
+    # backward has changed the later layers of a model. So a rerun ends only when an operator is about to read a changed tensor.
+    # Values after the read would be wrong, and a backward inside the function could wait for this rerun for ever.
 
     def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any) -> None:
         super().__init__()
@@ -84,5 +84,5 @@ class WatchReads(QuietDispatchMode):
             if written_here and id(parameter) not in self._undo:
                 self._undo[id(parameter)] = parameter, parameter._version, copy_of(parameter), None
             if not any(other[1] <= memory[1] and memory[2] <= other[2] and other[3] for other in written_here):
-                left.append(watched)  # unless the write fills it, so that later reads are right
+                left.append(watched)  # a write that fills the tensor ends the watch: later reads get the new values
         self._watched = left

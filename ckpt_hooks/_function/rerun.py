@@ -49,24 +49,24 @@ from .words import blame, draws_error, explain_failure, warn_of_drawing_thread
 if TYPE_CHECKING:
     from ckpt_hooks._operators.draws import DrawWatch
 
-_NOTHING = nullcontext()  # to enter
+_NOTHING = nullcontext()  # entered where a rerun needs no context manager
 
-#: Tensors written to since forward, with their versions then.
+#: Tensors written to since forward, with their versions in forward.
 ChangedTensors = Sequence[tuple[torch.Tensor, int]]
 _UNCHANGED: ChangedTensors = ()
 
 
 def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None = None) -> list[torch.Tensor]:
-    """Calls the function of a frame again; returns a value for each handle, up to the last wanted (of all if None)."""
-    # MISSING stands for an unwanted tensor, or a tensor modified during the rerun, which needs a rerun for itself. The caller
-    # holds the frame's lock. A rerun with a probe watches random draws, and is not compared with forward. No ``ExitStack``: it
-    # would keep an exception, and with it the region's inputs, in a cycle.
+    """Calls the function of a frame again; returns values by handle, up to the last wanted handle (None: all living)."""
+    # MISSING stands for an unwanted tensor, or for a tensor modified later in the rerun, which a rerun for it alone brings
+    # back. The caller holds the frame's lock. A rerun with a probe watches random draws, and is not compared with forward. No
+    # ``ExitStack``: it would keep an exception, and with it the region's inputs, in a cycle.
     watch = _draw_watch() if probe is None and words.has_warned and are_other_threads_alive() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
     tensors: Sequence[torch.Tensor | None] | None = None
-    loan: JournalLoan | None = None  # of what the function reaches
+    loan: JournalLoan | None = None  # puts back forward's values in all that the function reaches
     borrows, paused, transforms = False, None, None
     place = None if frame.current is None else frame.current.enter()
     try:
@@ -78,13 +78,14 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
             transforms = suspend_transforms() if is_mapped() or is_any_transform_active() else None
             set_grad_enabled(True)
             tensors, stand_ins = arguments.restore(frame, handed_out)
-            # A single recompute at a time sets the default generators, if threads do not train on several devices. Concurrent
-            # recomputes draw from generators of their own: to wait for a lock under which user code runs may deadlock.
+            # Only one recompute at a time sets the default generators, and none if threads train on a device each. Other
+            # recomputes draw from their own generators, without a wait: user code runs under the lock, so a wait may deadlock.
             is_apart = are_other_threads_alive() and have_several_drawn()
             borrows = not is_apart and default_generators_lock.acquire(False)
             try:
                 if frame.state is not None:
-                    # After restoring arguments, which takes locks of other frames: the loan may wait for other loans.
+                    # The loan begins after restoring arguments, which takes locks of other frames: a thread that waits for a
+                    # lock while it has a loan could deadlock with a thread that waits for the loan.
                     loan = JournalLoan(frame.state, stand_ins, collector.mutated)
                     loan.begin()
                 leave_ambient = _enter_ambient(frame.ambient, watch, borrows=borrows)
@@ -190,8 +191,8 @@ def _call(
         if not (changed or checked is not _NOTHING or frame.variables or frame.contexts is not None or copy_context()):
             frame.function(*args, **kwargs)
             return
-        # A new context: variables set in the rerun end with it, and a list in a variable, as of hidden states, gets no results
-        # of the rerun.
+        # The rerun gets a new context: variables that it sets end with it, and a list of hidden states in a variable gets no
+        # results of the rerun.
         context = Context()
         for variable, value, _ in frame.variables:
             context.run(variable.set, loan.value(value) if loan is not None and type(value) is Note else value)
@@ -213,7 +214,7 @@ def _is_at_fault(error: Exception, frame: Any, *, is_called: bool) -> bool:
     """Whether an exception of the rerun is an error: not if all values were there already (Rule 8)."""
     done, region = frame.collector.done, format_path(frame.path)
     if isinstance(error, (DeterminismError, MutationError)):
-        # The region's own error is always an error. After the stop, inner regions, whose forward was cut short, raise others.
+        # An error of this region always counts. An error of an inner region after the stop does not: its forward was cut short.
         return error.region == region or not done
     if is_called and not done and frame.complete:
         explain_failure(error, region)
@@ -231,7 +232,7 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
         rerun(frame, wanted, probe=watch)
     if watch.unknown is not None or moved & watch.devices:
         raise draws_error(region, f" In the region, {watch.unknown or f'{watch.first_draw} draws'}.")
-    # The doubtful rerun itself may have drawn, and filled a cache that the probe only read.
+    # The first rerun itself may have drawn, to fill a cache that the second rerun, with the probe, only read.
     positions = frame.positions or {}
     begin, where = positions.get(-1), position_of_generators()
     in_forward: set[torch.device] = set().union(*(devices_between(begin, position, where) for position in positions.values()))

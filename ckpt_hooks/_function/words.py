@@ -16,11 +16,12 @@ from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 CAUSES = (
-    "The recompute did other work than forward. Usual causes: a global, a module attribute, train()/eval() or requires_grad of "
-    "a tensor that changed between forward and backward; a cache that forward filled; an iterator that forward takes from "
-    "(give its items as arguments, by xs in checkpoint_loop); a hook that removed itself; random numbers of Python or NumPy "
-    "without ckpt_hooks.track_rng; a choice on a tie (top-k, sort, argmax), which policies.routing_saveable keeps; another "
-    "graph of a function compiled by torch.compile (compile around the region, or write `with checkpoint_region():`)."
+    "The recompute did other work than forward; make the function do the same in both. Usual causes: a global, a module "
+    "attribute, train()/eval() or requires_grad of a tensor that changed between forward and backward; a cache that forward "
+    "filled; an iterator that forward used up (pass its items as arguments, or as xs to checkpoint_loop); a hook that removed "
+    "itself; random numbers of Python or NumPy without ckpt_hooks.track_rng; a choice between equal values by top-k, sort or "
+    "argmax (policies.routing_saveable keeps it); another graph of a function compiled by torch.compile (compile around "
+    "the region, or write `with checkpoint_region():`)."
 )
 _SEE_MORE = "Pass `debug=True` to see the operators of both runs."
 
@@ -34,7 +35,7 @@ def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
         region=region,
         index=-1,
         expected="the random numbers of forward",
-        found="others",
+        found="other random numbers",
     )
 
 
@@ -61,7 +62,7 @@ def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor
 
 def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
     named: list[tuple[str, str, Any]] = []
-    with contextlib.suppress(TypeError, ValueError):  # not a Python function, or an unassigned variable
+    with contextlib.suppress(TypeError, ValueError):  # no Python function, or a variable that is unassigned
         variables = inspect.getclosurevars(function)
         for name, value in variables.nonlocals.items():
             named.append(("the variable {}", repr(name), value))
@@ -76,7 +77,7 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def node_of(frame: Any, index: int) -> Any:
-    """Returns the autograd node that saved a tensor; None if it is not below the node that runs on this thread."""
+    """Returns the node that saved a tensor: the node that runs on this thread, or a node below it; else None."""
     if not 0 <= index < len(frame.numbers):
         return None
     number: int = frame.numbers[index]
@@ -121,7 +122,7 @@ def explain_failure(error: Exception, region: tuple[str, ...]) -> None:
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:
     return CheckpointError(
-        f"region {'/'.join(region)!r} has a context_fn or debug=True, and reaches lazy modules whose parameters are "
-        "not made yet. Run the model once before its first step, as torch advises for such modules.",
+        f"region {'/'.join(region)!r} reaches lazy modules whose parameters are not made yet, so it cannot run with a "
+        "context_fn or debug=True. Run the model once before the first step of training, as torch advises for lazy modules.",
         region=region,
     )

@@ -32,7 +32,7 @@ def weighted(x, mask):
 
 # Mutation after forward
 
-SECOND = "tensor 1 of those that it saved"
+SECOND = "the saved tensor at position 1"
 
 
 def assert_notices(run, call, mutate, *, tensor):
