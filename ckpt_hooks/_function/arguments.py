@@ -69,7 +69,7 @@ def _facts_slowly(tensor: torch.Tensor | None) -> _Facts:
 
 
 def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
-    """Returns the memory of a tensor, so that a later ``tensor.data = ...`` is noticed; None if unknown."""
+    """Returns the memory of a tensor, to notice a later ``tensor.data = ...``; None if unknown."""
     if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
         return None
     return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # weak: frameworks free parameters
@@ -284,7 +284,7 @@ class Arguments:
         )
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
-        """Notes storages from foreign hooks to which a rerun wrote, so that a rerun which gets them again raises."""
+        """Notes storages from foreign hooks to which a rerun wrote: a rerun raises if it gets such a storage again."""
         for position, tensor, version in handed_out:
             if version is not None and tensor._version != version:
                 self._storages[position] = storage_of(tensor)

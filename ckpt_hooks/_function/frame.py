@@ -354,7 +354,7 @@ class FunctionFrame(Frame):
         return pack_watched, unpack
 
     def returns(self, result: Any) -> None:
-        """Notes how forward ended, so that a rerun can tell whether little is left to run."""
+        """Notes how forward ended, to tell in a rerun whether little is left to run."""
         if not self._keeps_all:
             self.num_nodes = sequence_number() - self._first_node
             self.ends_small = ends_small(result, self.facts)
@@ -465,7 +465,7 @@ class FunctionFrame(Frame):
         return Pass({index: value})
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
-        """Recomputes a single value that a pass lacks, since it was taken before, or packed after the recompute."""
+        """Recomputes a single value, missing in a pass since the value was taken before, or packed after the recompute."""
         with self._lock:
             if index in opened.taken and graph_exec_group() is not None:
                 raise overlap_error(self.path, index)

@@ -77,7 +77,7 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def node_of(frame: Any, index: int) -> Any:
-    """Returns the node that saved a tensor: the node that runs on this thread, or a node below it; else None."""
+    """Returns the node that saved a tensor, from the node running on this thread downward; None if not found."""
     if not 0 <= index < len(frame.numbers):
         return None
     number: int = frame.numbers[index]

@@ -33,7 +33,7 @@ class Part(NamedTuple):
     put: Callable[[Any, int, Content, Content], object]  # replaces the current content after ``base`` entries
     size: Callable[[Any], int] | None = None  # returns the number of entries of a container
     has_end: bool = False  # whether a long container is noted by its length and the entries added later
-    is_rebuilt: bool = False  # whether a rerun gets a new container where an argument was one
+    is_rebuilt: bool = False  # whether a rerun gets a new container in place of such an argument
 
 
 def _at_once(*steps: partial[Any]) -> None:
@@ -69,7 +69,7 @@ def _refill(clear: Any, fill: Any) -> Callable[[Any, int, Content, Content], Non
 
 
 def put_nothing(owner: Any, _: int, current: Content, content: Content) -> None:
-    """Leaves a place alone."""
+    """Does nothing: the content of such a place cannot change."""
 
 
 #: How to read and replace entries, by the builtin base class of a container: for a new kind, add a row.
@@ -111,7 +111,7 @@ def slots_of(kind: type[Any]) -> list[Any]:
 
 def new_frozen(kind: Any, content: list[Any]) -> Any:
     """Returns a tuple or frozenset of class ``kind``, without calling a subclass's constructor."""
-    if hasattr(kind, "n_sequence_fields"):  # torch's named results take a sequence
+    if hasattr(kind, "n_sequence_fields"):  # a named result of torch, as of ``torch.max``: made from a sequence
         return kind(content)
     return frozenset.__new__(kind, content) if issubclass(kind, frozenset) else tuple.__new__(kind, content)
 
@@ -150,8 +150,8 @@ class Container:
     def __init__(self, original: Any) -> None:
         self.original = original  # dropped when the walk is over
         self.kind, self.identity = type(original), id(original)
-        self.entries: Content = None  # captured; None for a dataclass
-        # Captured attributes in slots, by their descriptors, and in ``__dict__``, by name.
+        self.entries: Content = None  # the stand-ins of the entries; None for a dataclass
+        # Stand-ins of attributes: in slots by the slot's descriptor, in ``__dict__`` by name.
         self.slots: list[tuple[Any, Any]] = []
         self.variables: list[tuple[str, Any]] = []
         self.is_namespace = False  # whether it is a dict that is its own ``__dict__``
@@ -164,7 +164,7 @@ class Container:
         if issubclass(kind, tuple):
             made = built[self.identity] = new_frozen(kind, [build(entry, tensors, built) for entry in entries])
         else:
-            # Not by a subclass's ``__new__``, which may require arguments: the attributes that it sets are captured.
+            # A subclass's ``__new__`` is not called, since it may require arguments. The attributes that it sets are captured.
             made = built[self.identity] = new(kind)
             if type(entries) is dict:
                 entries = {key: build(entry, tensors, built) for key, entry in entries.items()}
@@ -201,7 +201,7 @@ class Capture:
 
     def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
         self.tensors: list[torch.Tensor] = [] if tensors is None else tensors
-        self.paths: list[str] = []  # of the tensors
+        self.paths: list[str] = []  # the place of each tensor
         self.objects: list[Any] = []  # objects not taken apart
         self._seen: dict[int, Any] = {}
         self._containers: list[Container] = []
@@ -223,7 +223,7 @@ class Capture:
         if id(value) in self._seen:
             return self._seen[id(value)]
         kind = type(value)
-        if issubclass(kind, enum.Enum):  # a singleton
+        if issubclass(kind, enum.Enum):  # members are singletons, so a rerun gets the same object
             return value
         part = entries_of(kind)
         if part is not None and part.is_rebuilt:
@@ -235,7 +235,7 @@ class Capture:
                 container.entries = [self.value(entry, f"{path}[{index}]") for index, entry in enumerate(content)]
             self._with_attributes(container, path)
             return self._unless_empty(container) if part.put is put_nothing else container
-        # A dataclass that is also a number, a set or an exception has state besides its attributes.
+        # A dataclass that is also a number, a set or an exception is not taken apart: it has state besides its attributes.
         if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and builtin_of(kind) is object:
             return self._unless_empty(self._with_attributes(self._container(value), path))
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and kind is not weakref.ProxyType:

@@ -2,7 +2,7 @@
 
 A small tensor without gradients (:data:`SMALL`) is copied in each forward. A large tensor or a parameter is copied in the first
 forward that meets it, and in later forwards if the first wrote to it. After a change of a flag or a hook the next forward is a
-first forward. For a tensor without a copy the version is noted: a write is an error, and further forwards copy the tensor.
+first forward. For a tensor without a copy the version is noted: a write is an error, and later forwards copy the tensor.
 Kernels of batch norm and writes to ``.data`` do not change the version, so the first forward also compares contents.
 """
 
@@ -25,14 +25,14 @@ from .notes import SMALL, TensorNote, Use
 
 #: Bytes up to which tensors that no module owns are copied. A larger tensor is more often a batch of data than state.
 _MOST_OUTSIDE = 1 << 20
-#: Bytes of all parameters of a region that a first forward copies: more are the weights of a large model.
+#: Bytes of parameters that a region's first forward copies at most: to copy a large model's weights would double their memory.
 _MOST_PARAMETERS = 1 << 24
 
 WRITES = (Use.WRITTEN, Use.UNSEEN)
 
-#: Returns an error for a changed tensor and its earlier version.
+#: Makes the error for a changed tensor, from the tensor and its earlier version.
 Complain = Callable[[torch.Tensor, int], BaseException]
-#: A tensor, its version, its content, and nothing, for :func:`fill_all`.
+#: A row for :func:`fill_all`: a tensor, its version and its content; None, as the layout stays.
 _Before = tuple[torch.Tensor, int, torch.Tensor, None]
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -52,7 +52,7 @@ def is_small_on_host(note: TensorNote) -> bool:
 
 
 class Group:
-    """Small tensors of a tree on the host, read and written as a single string of bytes."""
+    """Small tensors of a module tree, in host memory, read and written as a single string of bytes."""
 
     # A batch norm has three small tensors, and an operator on each costs more than copying the bytes.
 
@@ -62,10 +62,10 @@ class Group:
         self._addresses = list(map(_address, self.tensors))
         self._memory = [(ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) for tensor in self.tensors]
         self.storages = frozenset(map(storage_of, self.tensors))
-        self.content = b""  # before the latest forward, shared by regions with the same content
+        self.content = b""  # the content before the latest forward: regions with the same content share the string
 
     def read(self) -> bytes | None:
-        """Returns the content; None if the memory of a tensor is gone or another, as after ``resize_``."""
+        """Returns the content; None if a tensor has lost its memory or has other memory, as after ``resize_``."""
         return b"".join(self._memory) if list(map(_address, self.tensors)) == self._addresses else None
 
     def versions(self) -> list[int]:
@@ -94,14 +94,14 @@ class _Small:
         self.group = group
         self.content = group.content = group.content if content == group.content else content
         self.before = self.after = group.versions()
-        self.is_written = True  # until forward has ended
+        self.is_written = True  # assumed until forward has ended
 
     def settle(self) -> None:
         self.after = self.group.versions()
         self.is_written = self.after != self.before or self.group.read() != self.content
 
     def difference(self, before: bytes, versions: Sequence[int]) -> tuple[torch.Tensor, int]:
-        """Returns the first tensor with another content or version than earlier, and the earlier version."""
+        """Returns the first tensor whose content or version has changed, and its earlier version."""
         rows = list(zip(self.group.tensors, self.group.pieces(before), versions, strict=True))
         return next(((new, was) for new, old, was in rows if new._version != was or not same_bits(new, old)), rows[0][::2])
 
@@ -127,7 +127,7 @@ def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
     if latest is not None and not _has_changed(tensor, latest, note.use):
         return latest
     copy = copy_of(tensor)
-    # On a device nothing tells at once whether the content has changed, so a small copy lives from step to step.
+    # On a device a small copy is held and reused in the next step, if the version is the same: a new copy costs a kernel.
     stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
     note.latest = tensor._version, (lambda: copy) if stays and note.owner >= 0 else weakref.ref(copy)
     return copy
@@ -145,7 +145,7 @@ class _Copied:
         self.after = tensor._version
         if self.after != self.before and before is not Use.UNSEEN:
             self.use = Use.WRITTEN
-        elif before is Use.UNKNOWN and has_storage(tensor):  # else a framework has freed it and will refill it
+        elif before is Use.UNKNOWN and has_storage(tensor):  # without memory: a framework has freed and will refill the tensor
             if answers_at_once(tensor) or may_wait:
                 is_same = same_layout(tensor, self.copy) and same_bits(tensor, self.copy)
                 self.use = Use.READ if is_same else Use.UNSEEN
@@ -160,10 +160,10 @@ class Contents:
         self._is_settled = self._may_wait = False
         self._small: list[_Small] = []
         self._copied: list[_Copied] = []
-        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # with the versions before
+        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # with the versions before forward
         self._empty: list[torch.Tensor] = []
-        self.freed: Sequence[torch.Tensor] = ()  # without memory when the latest rerun began
-        self.seen: set[int] = set()  # the numbers of tensors added
+        self.freed: Sequence[torch.Tensor] = ()  # tensors without memory when the latest rerun began
+        self.seen: set[int] = set()  # the ``id`` of each tensor added
 
     def add_group(self, group: Group) -> None:
         content = group.read()
@@ -175,13 +175,13 @@ class Contents:
             self.seen.update([note.number for note in group.notes])
 
     def add(self, note: TensorNote, tensor: torch.Tensor | None, *, may_wait: bool = False) -> None:
-        """Adds a tensor, or an alias with its version counter."""
+        """Adds a tensor, or an alias with the same version counter."""
         if tensor is None or note.number in self.seen or note.has_history or tensor.is_meta or version_of(tensor) < 0:
             return
         self.seen.add(note.number)
         self._may_wait = self._may_wait or may_wait
         is_strided = is_dense(tensor)
-        if is_strided and not has_storage(tensor):  # the function will fill it
+        if is_strided and not has_storage(tensor):  # the function will fill the tensor
             self._empty.append(tensor)
         elif is_strided and (
             tensor.nbytes <= SMALL or (note.use is not Use.READ and (note.owner >= 0 or tensor.nbytes <= _MOST_OUTSIDE))
@@ -191,8 +191,8 @@ class Contents:
             self._uncopied.append((note, tensor, tensor._version))
 
     def add_parameters(self, parameters: Iterable[tuple[TensorNote, torch.Tensor]], *, may_wait: bool) -> None:
-        """Adds parameters to which forwards write, and unknown parameters, smallest first, as far as the limit allows."""
-        left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # while TorchScript traces, sizes are tensors
+        """Adds parameters to which forwards write, and, smallest first up to the limit, parameters of unknown use."""
+        left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # sizes are tensors while TorchScript traces
         for note, parameter in sorted(parameters, key=lambda pair: pair[1].nbytes):
             left -= 0 if note.use in WRITES else parameter.nbytes
             if note.use in WRITES or (note.use is Use.UNKNOWN and left >= 0 and is_copied(parameter)):
@@ -216,7 +216,7 @@ class Contents:
                 copied.use = note.use = Use.UNSEEN
                 continue
             self._copied.remove(copied)
-            if not issubclass(note.kind, torch.nn.Parameter):  # the journal has their versions; to hold them holds their memory
+            if not issubclass(note.kind, torch.nn.Parameter):  # the journal notes parameters' versions, without their memory
                 self._uncopied.append((note, copied.tensor, copied.before))
         self._is_settled = True
         late = () if failed else self.changed()
@@ -247,13 +247,13 @@ class Contents:
 
     def rewind(self, undo: Undo) -> None:
         """Puts back the contents from before forward; ``undo`` gets the data for its ``restore``, even in case of an error."""
-        # The version is the one before forward plus the writes since its end: a tensor that a rerun saves, and that other code
-        # has modified since forward, counts as modified, as in plain autograd.
+        # A tensor gets the version from before forward, plus the number of writes since forward ended. If other code wrote to
+        # the tensor after forward, and the rerun saves the tensor, it counts as modified, as in plain autograd.
         stale: list[_Before] = []
         for copied in self._copied:
             tensor = copied.tensor
             if tensor._version != copied.before or _has_changed(tensor, copied.copy, copied.use):
-                after = copied.after if self._is_settled else tensor._version  # unsettled: a backward inside of forward
+                after = copied.after if self._is_settled else tensor._version  # not settled: a backward inside forward
                 stale.append((tensor, copied.before + tensor._version - after, copied.copy, None))
             else:
                 undo.others.append((tensor, tensor._version, copied.copy, None))
@@ -267,12 +267,12 @@ class Contents:
                 undo.uncopied.append((tensor, tensor._version))
         undo.freed += [tensor for tensor in self._empty if not has_storage(tensor)]
         undo.exchange(tensor for tensor, *_ in stale)
-        # All groups are read before any is written: groups of two trees that share a module share its tensors.
+        # All groups are read before any is written: if two trees share a module, their groups share the module's tensors.
         writes = []
         for small in self._small:
             current, versions = small.group.read(), small.group.versions()
             is_stale = current != small.content or versions != small.before
-            if current is None:  # freed, or resized
+            if current is None:  # a tensor was freed or resized
                 undo.exchange(small.group.tensors)
             else:
                 undo.small.append((small, current, versions, is_stale))
@@ -287,7 +287,7 @@ class Contents:
 
 
 class Undo:
-    """Contents before a rerun, restored after it: of exchanged tensors, and of others to which the rerun writes."""
+    """The contents of tensors before a rerun, to restore if the rerun exchanges them or writes to them."""
 
     def __init__(self, complain: Complain) -> None:
         self.complain = complain

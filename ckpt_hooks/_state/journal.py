@@ -34,7 +34,7 @@ _version: Callable[[Any], int] = attrgetter("_version")
 _storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 
 _ChangedTensors = list[tuple[torch.Tensor, int]]
-#: Dictionaries of hooks for all modules.
+#: torch's dictionaries of forward hooks that run in every module.
 _GLOBAL_HOOKS = tuple(
     value for name, value in vars(torch_module).items() if name.startswith("_global_forward") and isinstance(value, dict)
 )
@@ -46,9 +46,9 @@ def _hooks_now() -> list[Content]:
 
 
 def _are_modules_called_elsewhere() -> bool:
-    """Whether another thread is inside a module's forward, which hooks for all modules would meet."""
+    """Whether another thread is inside a module's forward, where a change of global hooks would take effect."""
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # this frame, whose variable would refer to the frame itself
+    del frames[threading.get_ident()]  # this frame: its variable ``frames`` would refer to the frame, in a cycle
     code = Module._call_impl.__code__
     return any(frame.f_code is code for thread_frame in frames.values() for frame, _ in traceback.walk_stack(thread_frame))
 
@@ -80,8 +80,8 @@ class Journal:
     trees: list[Tree]
     bound: list[Bound]
     held: list[Sequence[Any]]
-    tensors: list[Collection[int]]  # the numbers of tensors that may be arguments as well
-    _versions: list[list[int]]  # of parameters
+    tensors: list[Collection[int]]  # by tree, the ``id`` of each tensor that may be an argument as well
+    _versions: list[list[int]]  # by tree, the versions of parameters when forward began
 
     def __init__(self, walk: Walk | None, trees: Sequence[tuple[Tree, Bound]], *, preserve_buffers: bool) -> None:
         self.with_buffers = preserve_buffers
@@ -95,18 +95,20 @@ class Journal:
             parameters = bound.parameters
             self.trees.append(tree)
             self.bound.append(bound)
-            # Held, for by a rerun nothing else may hold them. Tensors without gradients are not: frameworks free them.
+            # The journal holds values that nothing else may hold when a rerun begins, but not tensors without gradients, which
+            # frameworks free.
             self.held.append(parameters if tree.holds_parameters else tree.get_held(bound.flat))
             self._versions.append(list(map(_version, parameters)))
             history = tree.history
-            # Held while forward runs, which may drop a storage by ``.data =``: a first forward, and any if an earlier one did.
+            # Storages are held while forward runs, since ``.data =`` in forward may drop them: in a first forward, and in every
+            # forward after that has happened.
             if not history.num_forwards or history.exchanges:
                 self._storages = {**self._storages, tree: list(map(_storage, parameters))}
             self.tensors.append(tree.tensors)
             if tree.generators:
                 self.generators = [*self.generators, *tree.generators]
             has_contents = has_contents or tree.has_contents()
-        self.kept: Sequence[Any] = ()  # storages that forward has exchanged, and parameters that it has unbound
+        self.kept: Sequence[Any] = ()  # storages that forward has exchanged, and parameters that forward has unbound
         self.emptied: Collection[int] = ()
         self._steps = fused_steps.count
         self.roots: Sequence[tuple[Any, Note]] = ()
@@ -145,23 +147,23 @@ class Journal:
         return contents
 
     def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
-        """Ends forward; as :meth:`Contents.settle`."""
+        """Ends forward; returns the result of :meth:`Contents.settle`."""
         late = None if self.contents is None else self.contents.settle(failed=failed)
         for tree, bound, versions in zip(self.trees, self.bound, self._versions, strict=True):
             history, parameters = tree.history, bound.parameters
             if not history.num_forwards or list(map(_version, parameters)) != versions:
                 tree.note_writes(parameters, versions)
-            if tree in self._storages:  # else a rerun raises if a storage is gone
+            if tree in self._storages:  # otherwise a rerun raises if a storage is gone
                 self._note_exchanged(tree, parameters)
             history.num_forwards += not failed
-            if tree.has_frozen:  # the journal holds no frozen parameters, and forward may have unbound some
+            if tree.has_frozen:  # the journal does not hold frozen parameters, so those that forward has unbound are kept
                 self.kept = [*self.kept, *tree.unbound(parameters)]
             bound.let_go()
         self._storages = _NO_STORAGES
         return late
 
     def _note_exchanged(self, tree: Tree, parameters: Sequence[torch.Tensor]) -> None:
-        """Keeps the former storages of parameters that have others now."""
+        """Keeps the former storages of parameters whose storages forward has exchanged."""
         storages = self._storages[tree]
         if not any(map(is_not, storages, map(_storage, parameters))):
             return
@@ -173,7 +175,7 @@ class Journal:
             if parameter.numel():
                 kept.append(storage)
             else:
-                emptied.add(id(parameter))  # a framework emptied it, and fills it before a rerun reads it
+                emptied.add(id(parameter))  # a framework emptied the parameter, and fills it before a rerun reads it
         self.kept, self.emptied = kept, emptied
 
     def changed(self, loan: JournalLoan) -> _ChangedTensors:
@@ -248,7 +250,7 @@ def journal_of(
     trees = list(map(tree_of, walk.modules))
     if any(tree.is_lazy for tree, _ in trees):
         return False
-    # Modules that only functions reach get no trees: the ``self`` of a hook may be the whole model.
+    # Modules that only these functions reach get no trees: the ``self`` of a hook may be the whole model.
     functions = [called for tree, bound in trees for called in tree.functions(bound.flat)]
     for called in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
         if called is not True:
@@ -277,7 +279,7 @@ def _wait(loan: JournalLoan) -> None:
 class JournalLoan:
     """A journal lent to a rerun, from :meth:`begin` to :meth:`end`."""
 
-    # A rerun waits for a rerun on another thread only if the two want different contents of a place.
+    # A rerun waits for a rerun on another thread only if the two reruns need different contents in the same place.
 
     def __init__(self, journal: Journal, stand_ins: dict[int, torch.Tensor], complain: Complain) -> None:
         self.journal, self.stand_ins, self._complain = journal, stand_ins, complain
@@ -285,19 +287,19 @@ class JournalLoan:
         self.made: dict[int, Any] = {}
         self.met: dict[int, Any] = {}
         self.changed: _ChangedTensors = []
-        self.lost: _ChangedTensors = []  # present parameters, where forward's parameters or their contents are gone
-        self.names: list[str] = []  # names of parameters that are gone without a successor
+        self.lost: _ChangedTensors = []  # present parameters whose earlier tensor, or its content, is gone
+        self.names: list[str] = []  # names to which forward bound a parameter, and which have no parameter now
         self.storages: frozenset[int | None] = frozenset()  # storages with another content in the rerun
         self.bound: list[Bound | None] = []
-        self._is_quiet = False  # whether everything is as noted
+        self._is_quiet = False  # whether everything is as noted, so that the loan changes nothing
         self._thread = threading.get_ident()
-        self._users: set[int] = set()  # loans of other threads that need what this loan lends
+        self._users: set[int] = set()  # the ``id`` of each loan of another thread that needs the contents of this loan
         self._undo: Undo | None = None
         self._by_address: dict[int, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
         # Tensors with the memory and ``requires_grad`` to put back.
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        self.lent: set[int] = set()  # the numbers of tensors that have other memory in the rerun
+        self.lent: set[int] = set()  # the ``id`` of each tensor that has other memory in the rerun
 
     def begin(self) -> None:
         with _lock:
@@ -342,7 +344,7 @@ class JournalLoan:
         conflicting = [loan for loan in others if (lends or loan.lends()) and not places.isdisjoint(loan.places())]
         if lends or not all(loan._is_as_noted() and all(tree.holds() for tree in loan.journal.trees) for loan in conflicting):
             return bool(conflicting)
-        for loan in conflicting:  # they lend the contents that this loan needs, and wait for its end
+        for loan in conflicting:  # such a loan lends the contents that this loan needs, and ends only after this loan
             loan._users.add(id(self))
         return False
 
@@ -379,7 +381,7 @@ class JournalLoan:
             part.put(owner, base, current, content)
 
     def parameter(self, name: str, note: Any, current: Any) -> Any:
-        """Returns the tensor to bind under a name in a rerun; the loan itself stands for no tensor."""
+        """Returns the parameter to bind to a name in a rerun; the loan stands for an unbound name, also as ``current``."""
         if type(note) not in (Held, TensorNote):
             return note
         tensor = self.held.get(note.number)
@@ -407,7 +409,7 @@ class JournalLoan:
                     tree.history.exchanges = True
             return
         self.note_memory(tensor)
-        # The tensor itself, not an alias: it has attributes and hooks, and functions refer to it.
+        # The tensor itself changes, and no alias takes its place: it has attributes and hooks, and functions refer to it.
         if tensor.requires_grad is not requires_grad:
             tensor.requires_grad_(requires_grad)
         if content is not None and not memory.holds(tensor):
@@ -427,12 +429,12 @@ class JournalLoan:
         return alias is not None and version_of(alias) >= 0 and have_one_counter(alias, tensor)
 
     def value(self, note: Note) -> Any:
-        """Returns a noted value that other notes need not contain, with the containers that it shares with them."""
+        """Returns the value of a note outside of the journal; containers also in the journal are the same objects."""
         self.by_identity((note.number,))
         return note.present(self)
 
     def by_identity(self, identities: Iterable[int]) -> dict[int, Any]:
-        """Returns the rerun's containers and objects that are noted whole, by the ``id`` of the noted object."""
+        """Returns the rerun's containers and objects by the ``id`` of the noted object, where the whole content is noted."""
         for value, note in self.journal.notes() if self._is_quiet and identities else ():
             _collect(value, note, self.made)
         return {identity: self.made[identity] for identity in identities if identity in self.made}
@@ -459,7 +461,7 @@ class JournalLoan:
                 bound = self.bound
                 self._look()
                 if not self._is_quiet:
-                    self.made = {}  # values of the arguments, which :meth:`by_identity` has collected
+                    self.made = {}  # without the objects that :meth:`by_identity` collected before the change
                     self._fill()
                     for tree in journal.trees:
                         tree.history.changes = True

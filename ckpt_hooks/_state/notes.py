@@ -47,10 +47,10 @@ from ckpt_hooks._torch.tensors import (
 from .containers import Content, Part, new, new_frozen
 from .places import keys_of, num_same, same
 
-#: Bytes up to which tensors are small. Copies of small buffers take less than an activation of their layer. Copies of masks of
-#: 64 KiB took five times the bytes that regions of a small GPT hold besides.
+#: Bytes up to which tensors are small. Copies of small buffers take less memory than an activation of their layer. Copies of
+#: 64 KiB masks took five times the memory of everything else that regions of a small GPT hold.
 SMALL = 1 << 14
-#: A tensor with a history, in an attribute of a module, is copied up to this size: a sum to which forward adds in place.
+#: Bytes up to which a tensor with a history in a module's attribute is copied, such as a sum to which forward adds in place.
 _MOST_COPIED = 1 << 16
 
 
@@ -59,7 +59,7 @@ class GoneError(Exception):
 
 
 class Weak(weakref.ref[Any]):
-    """Notes an object whose content is not put back."""
+    """Notes an object by a weak reference; its content is not put back."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ class Passing(weakref.ref[Any]):
 
 
 class Held:
-    """Notes a value by its identity, in a tree, which must not hold it; a journal holds the value."""
+    """Notes a value by its ``id``: a tree must not hold values, and a journal does."""
 
     __slots__ = ("number",)
 
@@ -113,7 +113,7 @@ class Use(Enum):
 
 
 class _WeakStorage:
-    """A weak reference to a storage of parameters, with hashes of their contents at a conversion of their module."""
+    """A weak reference to a storage of parameters, with hashes of the contents before ``module.double()`` and the like."""
 
     __slots__ = ("hashes", "reference")
 
@@ -121,7 +121,7 @@ class _WeakStorage:
         self.reference, self.hashes = weak_storage(tensor), dict[Layout, tuple[torch.device, int]]()
 
 
-#: By the address of the storage, which is unique while the storage is weakly referred to. Some storages are dead.
+#: By the address of the storage, which no other storage gets while a weak reference to the storage exists.
 _weak_storages: dict[int, _WeakStorage] = {}
 
 
@@ -142,8 +142,8 @@ def _watch_conversions() -> None:
 
 
 def _note_contents(module: torch.nn.Module) -> None:
-    # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory. The hashes taken here tell that
-    # they are the same: copies or hashes of all parameters in each forward would cost too much.
+    # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory, which hashes from before the first
+    # conversion show. Copies or hashes of all parameters in each forward would cost too much.
     for parameter in module._parameters.values():
         if parameter is None or not is_plain(parameter) or parameter.is_meta or not has_storage(parameter):
             continue
@@ -186,15 +186,15 @@ def has_history(tensor: torch.Tensor) -> bool:
     """Whether an operator recorded by autograd made a tensor; any view that requires grad counts."""
     try:
         return tensor.requires_grad and not is_kept_anyway(tensor)
-    except (RuntimeError, ValueError):  # a multi-output view whose base was modified has no graph; a lazy parameter
+    except (RuntimeError, ValueError):  # raised for a multi-output view whose base was modified, and for a lazy parameter
         return False
 
 
 class TensorNote:
     """A noted tensor: its identity, memory, layout, ``requires_grad``, and, if it has a history, its version."""
 
-    # Weak references only to tensors with a history or of unknown memory, since ``torch.utils.swap_tensors`` refuses tensors
-    # with weak references. An alias holds the memory. Parameters' memory is not held, for frameworks free it.
+    # Only tensors with a history or of unknown memory get a weak reference: ``torch.utils.swap_tensors`` refuses tensors with
+    # weak references. An alias holds the memory of a tensor, but not of a parameter, whose memory frameworks free.
 
     def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
@@ -203,7 +203,7 @@ class TensorNote:
         self.requires_grad = self.has_history or tensor.requires_grad
         self.version = tensor._version if self.has_history else -1
         self.use = Use.UNKNOWN
-        self.latest: Any = None  # version and latest copy, in the note of a tree
+        self.latest: Any = None  # the version at the latest copy, and a function that returns the copy
         is_told = is_dense(tensor)
         is_held = (is_told and tensor.is_inference()) or (self.requires_grad and not self.has_history)
         self.leaf = tensor if is_held and owner < 0 else None
@@ -236,7 +236,7 @@ class TensorNote:
         return have_one_counter(self.alias, tensor) or loan.has_swapped(tensor)
 
     def tensor(self) -> torch.Tensor | None:
-        """Returns the tensor if a reference leads to it, else an alias with its version counter."""
+        """Returns the tensor if the note has a live reference, else an alias with the same version counter."""
         tensor: torch.Tensor | None = None if self._reference is None else self._reference()
         return self.alias if tensor is None else tensor
 
@@ -297,11 +297,11 @@ class Note:
     def __init__(self, value: Any) -> None:
         self.kind, self.number, self.has_history = type(value), id(value), False
         self._maxlen = value.maxlen if isinstance(value, deque) else None
-        # For each place: the number of entries before the content, the content, and the keys under which it has notes.
+        # For each place: its kind, the number of entries before the content, the content, and the keys of notes in the content.
         self.rows: list[tuple[Part, int, Content, Sequence[Any]]] = []
         try:
             self.reference: Any = weakref.ref(value)
-        except TypeError:  # as for a list
+        except TypeError:  # a list, for example, allows no weak references
             self.reference = None
 
     def is_of(self, value: Any) -> bool:
@@ -312,7 +312,7 @@ class Note:
     def holds(self, value: Any) -> bool:
         if not self.is_of(value):
             return False
-        for part, base, content, keys in self.rows:  # ``all`` of a generator costs a third of rerunning a trainer's method
+        for part, base, content, keys in self.rows:  # a loop: ``all`` took a third of the time to rerun a trainer's method
             current = part.read(value, base)
             if current is None or num_same(content, current) != len(content) - len(keys):
                 return False
@@ -334,7 +334,7 @@ class Note:
             if current is None or not same(part.read(current, 0), values):
                 current = new_frozen(self.kind, values)
         elif current is None:
-            if any(base for _, base, *_ in self.rows):  # a long container, whose first entries are unknown
+            if any(base for _, base, *_ in self.rows):  # a long container: its first entries were not noted
                 raise GoneError
             current = new(self.kind, self._maxlen)
         self.fill(current, loan)
@@ -344,7 +344,7 @@ class Note:
         loan.made[self.number] = value
         for part, base, content, keys in self.rows:
             current = part.read(value, base)
-            if current is not None:  # else a long container whose first entries are unknown
+            if current is not None:  # else a long container has lost entries that were not noted
                 loan.met.update(
                     (id(bound), bound)
                     for bound in (*(current.values() if type(current) is dict else current), *keys_of(current))
@@ -353,7 +353,7 @@ class Note:
 
 
 class Again:
-    """Notes another place of a container or object that has a note; a list may contain itself."""
+    """Notes another occurrence of a container or object that has a note, as of a list in itself."""
 
     __slots__ = ("note",)
 

@@ -62,7 +62,7 @@ def num_same(first: Content, other: Content) -> int:
         return -1
     if type(first) is not dict:
         return sum(map(is_, first, other))
-    return sum(map(is_, first.values(), other.values())) if all(map(is_, first, other)) else -1  # not by ``==`` of keys
+    return sum(map(is_, first.values(), other.values())) if all(map(is_, first, other)) else -1  # ``==`` may run user code
 
 
 def same(first: Content, other: Content) -> bool:
@@ -95,8 +95,8 @@ VARIABLES = Part(lambda owner, _: dict.copy(_vars(owner)), lambda owner, _, now,
 
 
 def _holds_nothing(key: Any) -> bool:
-    """Whether a key is a value or a leaf through which no module is held."""
-    if isinstance(key, torch.Tensor):  # not by a weak reference, with which ``torch.utils.swap_tensors`` would refuse it
+    """Whether a key is a value or a leaf tensor, and refers to no module."""
+    if isinstance(key, torch.Tensor):  # held, since ``torch.utils.swap_tensors`` refuses tensors with weak references
         has_more = key.__dict__ or key._backward_hooks or key._post_accumulate_grad_hooks
         return type(key) in (torch.Tensor, torch.nn.Parameter) and key.is_leaf and not has_more
     if is_atom(key):
@@ -128,7 +128,7 @@ _WEAKLY_KEYED = Part(_read_weakly, _put_weakly, dict.__len__, has_end=True)
 
 
 def parts_for_tables(value: dict[Any, Any], parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Returns the places of a dict for a module's note, which holds keys weakly; none if some key allows neither."""
+    """Returns the places of a dict for a module's note, which refers to keys weakly; none if a key refuses."""
     keys = list(dict.keys(value))
     if all(map(is_atom, keys)):
         return parts
@@ -176,7 +176,7 @@ def globals_part(names: tuple[str, ...]) -> Part:
     return Part(read, put)
 
 
-#: Left alone, since only saving and loading use them.
+#: Names in ``vars(module)`` that are left alone, since only saving and loading use them.
 _LEFT_ALONE = frozenset(name for name in vars(Module()) if "state_dict" in name or name == "_non_persistent_buffers_set")
 #: Dictionaries of a module. They are refilled, not replaced, since handles of hooks refer to them weakly.
 DICTS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in _LEFT_ALONE)
@@ -186,7 +186,7 @@ MACHINERY = frozenset((*DICTS, *_LEFT_ALONE))
 
 def _read_class(module: Module, _: int) -> Content:
     kind = type(module)
-    variables = vars(kind) if kind.__module__ == "torch.nn.utils.parametrize" else {}  # a class made for this module alone
+    variables = vars(kind) if kind.__module__ == "torch.nn.utils.parametrize" else {}  # a class made only for this module
     return {"": kind, **{name: attribute for name, attribute in variables.items() if type(attribute) is property}}
 
 
@@ -219,7 +219,7 @@ _KIND = Part(lambda owner, _: [type(owner)], lambda owner, _, now, content: obje
 _HEAP_TYPE = 1 << 9  # the flag in ``type.__flags__`` of a class made by a ``class`` statement
 #: Libraries whose objects are not put back, nor objects of derived classes: modes, locks, loggers, observers.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "ckpt_hooks"}
-# But not modules of Python's library whose objects only hold values.
+# Objects of these modules are put back, since they only hold values.
 _LIBRARIES -= {"abc", "argparse", "builtins", "collections", "types", "typing"}
 
 
@@ -237,16 +237,16 @@ def _put_position(iterator: Any, _: int, current: Content, content: Content) -> 
         iterator.__setstate__(content[0])
 
 
-#: Iterators that can be set back; others only go on, as those of ranges do since Python 3.12.
+#: Iterators that can be set back. Other iterators only go on, such as the iterator of a range since Python 3.12.
 _ITERATORS: Any = (*map(type, map(iter, ([], (), "", b""))), type(reversed([])), reversed)
 _POSITION = Part(_read_position, _put_position)
-#: Iterators without a position of their own, over others.
+#: Iterators that take their items from other iterators, and have no position.
 _AROUND_ITERATORS = (zip, map, filter)
 _INNER = Part(lambda iterator, _: list(iterator.__reduce__()[1]), put_nothing)
 
 
 def _attributes_of(kind: Any) -> tuple[Part, ...]:
-    """Returns the places of attributes in instances of a class, a library's included."""
+    """Returns the places of attributes in instances of a class, which may be a library's class."""
     slots = slots_of(kind)
     parts = [VARIABLES] if kind.__dictoffset__ and not issubclass(kind, type) else []
     return (*parts, *([Part(partial(_read_slots, slots), _put_slots)] if slots else []))

@@ -30,7 +30,7 @@ from .notes import Held, Note, TensorNote, Use, filled, notes_in
 from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, class_attribute
 from .walk import LEVELS, Walk, has_state, is_internal, modules_of, named_functions
 
-#: The other dictionaries list hooks a second time.
+#: The dictionaries of a module to compare. The other dictionaries list hooks a second time.
 _LOOKED_AT = [name for name in DICTS if not name.endswith(("_with_kwargs", "_always_called"))]
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial, RemovableHandle)
 _NOTED = (Note, TensorNote, weakref.ref)
@@ -43,9 +43,9 @@ _strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
 _has_name: Callable[[dict[str, Any], str], bool] = dict.__contains__
 _flatten = chain.from_iterable
 
-#: Packages with torch's wrappers of modules. These track a step's progress in their attributes, which are left alone.
+#: Packages with torch's wrappers of modules. The wrappers track a step's progress in attributes, which are left alone.
 _FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
-#: The package with classes that FSDP derives from a user's class.
+#: The package with classes that FSDP derives from a user's class. Their attributes are the user's, and not left alone.
 _MADE_FROM_USERS = "torch.distributed.fsdp._fully_shard"
 _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
@@ -57,7 +57,7 @@ def _values_of(*objects: Any) -> list[Any]:
 
 
 class Bound:
-    """All values that a tree binds at a moment; after forward a journal keeps only the places (``where``)."""
+    """All values that a tree's modules bind at some time; after forward a journal keeps only the places (``where``)."""
 
     __slots__ = ("flat", "named", "parameters", "where")
 
@@ -135,10 +135,10 @@ class ModuleNote(Note):
         return super().holds(value) and None not in [refer() for refer in self.functions]
 
     def bound(self, name: str) -> Content:
-        return self.rows[2 + DICTS.index(name)][2]  # after the class and the attributes
+        return self.rows[2 + DICTS.index(name)][2]  # the first two rows are the class and the attributes
 
     def flags(self) -> list[Any]:
-        """Returns names and flags; for a number, which may count steps, whether it is zero."""
+        """Returns names and flags; a number, which may count steps, becomes a flag for zero."""
         return [self.modules, *(list(row[2]) for row in self.rows), *_flags_in(self.rows[1][2].values())]
 
 
@@ -157,10 +157,10 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
 
 class History:
     def __init__(self, before: History | None, places: Places | None) -> None:
-        self.num_forwards = 0  # completed since the names or flags in the tree changed
-        self.changes: bool = before is not None and before.changes  # whether they bind other values
+        self.num_forwards = 0  # forwards completed since names or flags in the tree changed
+        self.changes: bool = before is not None and before.changes  # whether forwards bind other values
         self.writes_parameters: bool = before is not None and before.writes_parameters
-        self.exchanges: bool = before is not None and before.exchanges  # whether they give parameters other storages
+        self.exchanges: bool = before is not None and before.exchanges  # whether forwards give parameters other storages
         self.places: Places = {} if places is None else places
 
 
@@ -181,8 +181,8 @@ class Tree:
             functions.append(Note(function))
             walk.add(functions[-1], VARIABLES, 0, VARIABLES.read(function, 0), LEVELS - 1)
         self.modules, self.notes = notes, (*notes, *functions)
-        # Hooks are found again by their places and forwards by their classes. Some allow no weak references, a descriptor may
-        # make a new forward for each access, and to hold a hook may hold the root.
+        # The tree refers to hooks by their places, and to forwards by their classes: some hooks allow no weak references, a
+        # descriptor may make a new forward for each access, and to hold a hook may hold the root.
         self._kinds = [weakref.ref(kind) for kind, forward in forwards.items() if has_state(forward)]
         self._inside = [weakref.ref(called) for called in inside if has_state(called)]
         hooks = [hook for hook in hooks if has_state(hook)]
@@ -236,14 +236,14 @@ class Tree:
                 self._inner.append((position, note))
             if type(note) is Held or (is_tensor and note.requires_grad):
                 at["held"].append(position)
-        # From all bound values: those that a journal holds, hooks with state, parameters, other tensors.
+        # Functions that pick from all bound values: values for a journal to hold, hooks with state, parameters, other tensors.
         self.get_held, self._get_hooks, self.get_parameters, self._get_others = map(_getter, at.values())
         self.holds_parameters = at["held"] == at["parameters"]
         held = [function for function in self.get_held(flat) if isinstance(function, _FUNCTIONS)]
         inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
         self._met_functions = [*map(weakref.ref, held), *inside]
         self._image, self._layouts = pointers(tuple(flat)), self.take_memory(bound)
-        if len(self.parameters) == 1:  # as :func:`_getter` gets a single value twice
+        if len(self.parameters) == 1:  # since :func:`_getter` gets a single value twice
             self.parameters *= 2
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
 
@@ -272,7 +272,7 @@ class Tree:
 
     def bound(self, before: Bound | None = None) -> Bound:
         """Returns all bound values, classes and dictionaries; in the places of ``before``, if given."""
-        # The garbage collector visits objects in C, in a quarter of the time of a loop.
+        # By ``gc.get_referents``: the garbage collector visits objects in C, in a quarter of the time of a loop.
         if before is not None:
             bound = Bound(before.where, before.named)
             bound.flat = self._referents(*bound.where)
@@ -290,7 +290,7 @@ class Tree:
 
     def take_memory(self, bound: Bound) -> list[Any]:
         """Sets ``bound.parameters``; returns addresses and ``requires_grad`` of tensors, and layouts of non-parameters."""
-        # By addresses, not by the ids of storage objects, which Python reuses: a noted storage keeps its address.
+        # Storages are compared by address: Python reuses the ``id`` of a storage object, but a noted storage keeps its address.
         bound.parameters = parameters = self.get_parameters(bound.flat)
         layout: list[Any] = [*map(storage_address, parameters), *map(_requires_grad, parameters)]
         if others := self._get_others(bound.flat):
@@ -303,7 +303,8 @@ class Tree:
             bound = self.bound(before)
             if pointers(tuple(bound.flat)) != self._image or self.take_memory(bound) != self._layouts:
                 return None
-            # The pointers have no names: if a dictionary has other names for the same values, its last name is gone.
+            # The pointers have no names. A dictionary that got other names for the same values mostly lacks its last name. (Not
+            # if an earlier entry was renamed and the entries after it have the same value, such as True.)
             if not all(map(_has_name, bound.named, self._names)):
                 return None
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):  # as when a module or tensor is gone
@@ -315,7 +316,7 @@ class Tree:
         return bound
 
     def holds(self) -> bool:
-        """Whether everything is as noted, by the notes, which allow other objects than the pointers do."""
+        """Whether everything is as noted, by the notes, which leave out places that pointers include."""
         return all((value := note.reference()) is not None and note.holds(value) for note in self.notes)
 
     def note_writes(self, parameters: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -396,6 +397,6 @@ def _pointers_one_by_one(values: tuple[Any, ...]) -> bytes:
     return array("Q", map(id, values)).tobytes()
 
 
-# The identities of values as a single string. Read from the memory of a tuple, as CPython lays it out, it takes a fiftieth of
-# comparing values by ``is``, which would take a tenth of a small transformer block's step.
+# The ``id`` of each value, in a single string of bytes. Reading the string from the memory of a tuple, as CPython lays it out,
+# takes a fiftieth of the time of comparing values by ``is``, which would take a tenth of a small transformer block's step.
 pointers = _pointers if _pointers((None, _ITEMS)) == _pointers_one_by_one((None, _ITEMS)) else _pointers_one_by_one

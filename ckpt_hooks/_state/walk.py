@@ -41,11 +41,11 @@ from .places import (
 
 # The README lists the limits beyond which a change goes unseen.
 
-#: Levels of closures, containers and objects to open, as for a cache, its layers, their list, an entry, its attributes.
+#: Levels of closures, containers and objects to open: enough for a cache, its layers, their list, an entry, its attributes.
 LEVELS = 6
 #: Levels to search for modules and tensors below an object of a library, whose own content is not put back.
 _LEVELS_OF_OTHERS = 3
-#: Values to visit in a walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
+#: Values to visit from each root: a trainer reaches everything, and a cache of a hundred layers has a few hundred values.
 _MOST_LOOKS = 2000
 #: Entries up to which a container is noted whole. For a longer list or dict only its length and additions are noted: a copy of
 #: a log of 100,000 losses takes as long as a small block.
@@ -63,9 +63,9 @@ class Walk:
         self._limit = _MOST_LOOKS
         self._seen: dict[int, Any] = {}
         self._named: dict[int, Note] = {}
-        self.modules: list[Module] = []  # whose insides are not searched
+        self.modules: list[Module] = []  # modules found, in which the walk does not search
         self.generators: list[torch.Generator] = []
-        self.functions: list[Any] = []  # with methods and partials
+        self.functions: list[Any] = []  # functions, methods and partials
         self.tensors: dict[int, TensorNote] = {}
         self.roots: list[tuple[Any, Note]] = []  # objects that no other note contains, and their notes
 
@@ -137,8 +137,8 @@ class Walk:
         return note
 
     def _refer(self, value: Any) -> Any:
-        """Returns a weak reference to an object; if it allows none, as an iterator, its identity or itself."""
-        if isinstance(value, (*VALUES, RemovableHandle)):  # holds nothing else
+        """Returns a weak reference to an object; if the object, such as an iterator, allows none, its ``id`` or the object."""
+        if isinstance(value, (*VALUES, RemovableHandle)):  # holds no other objects
             return value
         try:
             return Weak(value)
@@ -218,7 +218,7 @@ class Walk:
         if function.__closure__:
             self.add(note, CELLS, 0, CELLS.read(function, 0), levels, lambda kind: True)
         if names:
-            # Names in called functions are not followed: they lead to nearly everything in a Python module.
+            # Global names in functions that this function calls are not followed: they lead to nearly everything in a module.
             part = globals_part(names)
             self.add(note, part, 0, part.read(function, 0), levels, _is_followed)
         if is_library:
@@ -270,7 +270,7 @@ def modules_of(root: Module) -> list[Module]:
         hooks = {id(hook): hook for hook in listed if not (id(hook) in attributes or _is_of_framework(hook))}
         for value in [candidate for number, candidate in (attributes | hooks).items() if number not in seen]:
             seen.add(id(value))
-            # Left out are modules around ``root``, as in a trainer, which has the whole model, and lists of ``root`` and its
+            # Modules around ``root`` are left out, as in a trainer, which has the whole model, and lists of ``root`` and its
             # siblings. Objects of torch's classes are not opened: the state of FSDP has all modules of a model.
             entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             inner, within = [module for module in entries if isinstance(module, Module)], _modules_within(value)
@@ -318,7 +318,7 @@ def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any
             variables.append((variable, value, None))
             others.append(value)
         else:
-            variables.append((variable, note, [weak() for weak in inside if type(weak) is Weak]))  # no note can rebuild these
+            variables.append((variable, note, [weak() for weak in inside if type(weak) is Weak]))  # held: no note rebuilds them
     return variables, others
 
 
@@ -338,7 +338,7 @@ def facts_of_code(function: types.FunctionType) -> tuple[tuple[str, ...], bool]:
     known = _facts.get(key)
     if known is None:
         variables = function.__globals__
-        # From the instructions, since ``co_names`` has attributes too. A built-in's name counts if the module binds it.
+        # Names are read from instructions, since ``co_names`` has attributes too. A built-in's name counts if a global has it.
         named = dict.fromkeys(str(step.argval) for step in _steps_in(code) if step.opname in _NAMING)
         names = tuple(name for name in named if name in variables or name not in _BUILTINS)
         facts = names, is_internal(function)
