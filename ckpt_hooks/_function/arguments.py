@@ -72,7 +72,7 @@ def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
     """Returns the memory of a tensor, to notice a later ``tensor.data = ...``; None if unknown."""
     if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
         return None
-    return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # weak: frameworks free parameters
+    return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)  # weak, so that frameworks can free parameters
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
@@ -265,7 +265,8 @@ class Arguments:
                     tensor = restore_layout(unpacked, strides, version)
                     is_foreign = tensor is unpacked and self._foreign
                     if is_foreign and type(tensor) is torch.Tensor and not tensor.requires_grad:
-                        tensor = counted_detach(tensor)  # a rerun may exchange an alias's memory, not the hooks' tensor's
+                        # An alias: if the rerun gives it other memory (``.data = ...``), the hooks' tensor stays as it is.
+                        tensor = counted_detach(tensor)
                     tensor = as_view(tensor, base)
                     handed_out.append((position, tensor, tensor._version if is_foreign else None))
                     stand_ins[self._ids[position]] = tensor

@@ -45,7 +45,7 @@ class CheckedRerun(QuietDispatchMode):
         super().__init__()
         self._frame, self._sampled, self._loan = frame, frame.sampled, loan
         self._puts_back = frame.options.preserve_buffers
-        # Storages that need no look: of arguments, and storages made, filled or reported in this rerun.
+        # Storages to which writes are not checked: of arguments, and storages made, filled or reported in this rerun.
         self._exempt = {storage_of(tensor) for tensor in arguments if tensor is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

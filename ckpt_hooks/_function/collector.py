@@ -70,7 +70,7 @@ class Collector:
         self.early_stop = frame.options.early_stop or not frame.complete
         self.values: list[torch.Tensor] = []
         self.marks: list[RegionMark] = []
-        self.registered: list[RemovableHandle] = []  # hooks that the rerun registered, removed at its end: forward's remain
+        self.registered: list[RemovableHandle] = []  # hooks that the rerun registers a second time, removed at its end
         self._lent: set[int] = set()  # the ``id`` of each tensor with other memory during the rerun
         self._exchanged: frozenset[int | None] = frozenset()  # storages with another content during the rerun
         # Devices whose generators are at other positions than in forward, perhaps because another thread drew.

@@ -116,7 +116,7 @@ def within(frame: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
             if error is not None:
                 raise suppressed_error(error) from error
     finally:
-        del error  # its traceback refers to this call
+        del error  # or a cycle stays: the traceback of ``error`` refers to this call
 
 
 class PolicyContext(AbstractContextManager[None]):

@@ -388,7 +388,7 @@ class FunctionFrame(Frame):
                 raise suppressed_error(error) from error
 
     def _close(self, error: BaseException | None) -> None:
-        if stack.innermost is self:  # else the caller rewinds the thread
+        if stack.innermost is self:  # otherwise the caller rewinds the thread, which closes this frame
             close_frame(self)
         steps = [functools.partial(self._settle, failed=error is not None)]
         if self.watch is not None:

@@ -192,7 +192,7 @@ class Contents:
 
     def add_parameters(self, parameters: Iterable[tuple[TensorNote, torch.Tensor]], *, may_wait: bool) -> None:
         """Adds parameters to which forwards write, and, smallest first up to the limit, parameters of unknown use."""
-        left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # sizes are tensors while TorchScript traces
+        left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # none while TorchScript traces, since sizes are tensors
         for note, parameter in sorted(parameters, key=lambda pair: pair[1].nbytes):
             left -= 0 if note.use in WRITES else parameter.nbytes
             if note.use in WRITES or (note.use is Use.UNKNOWN and left >= 0 and is_copied(parameter)):

@@ -142,8 +142,8 @@ def _watch_conversions() -> None:
 
 
 def _note_contents(module: torch.nn.Module) -> None:
-    # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory, which hashes from before the first
-    # conversion show. Copies or hashes of all parameters in each forward would cost too much.
+    # ``module.double()`` and then ``module.float()`` bring the same bits back in other memory. Hashes taken earlier
+    # show this. Copies or hashes of all parameters in each forward would cost too much.
     for parameter in module._parameters.values():
         if parameter is None or not is_plain(parameter) or parameter.is_meta or not has_storage(parameter):
             continue

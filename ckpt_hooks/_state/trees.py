@@ -51,8 +51,8 @@ _LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
 
 
 def _values_of(*objects: Any) -> list[Any]:
-    # Since Python 3.13 the collector lists the values of a ``__dict__`` for its first owner only, not for a second object with
-    # the same dictionary, such as a checkpointed module.
+    # Since Python 3.13 the garbage collector lists the values of a ``__dict__`` only for its first owner, not for a second
+    # object with the same dictionary, such as a checkpointed module.
     return [*_flatten(value.values() if type(value) is dict else (type(value),) for value in objects)]
 
 
@@ -121,7 +121,7 @@ class ModuleNote(Note):
                 continue
             else:
                 values = filled(content, keys, current, loan)
-            if part is ATTRIBUTES:  # a framework may bind a parameter's name to the gathered tensor
+            if part is ATTRIBUTES:  # a framework may bind a parameter's name to a gathered tensor, which stays
                 parameters, bound = value.__dict__["_parameters"], self.bound("_parameters")
                 values = {key: attribute for key, attribute in values.items() if not is_of_framework(parameters.get(key))}
                 theirs = [
@@ -131,7 +131,7 @@ class ModuleNote(Note):
             loan.put(value, part, base, current, values)
 
     def holds(self, value: Any) -> bool:
-        # If a function is gone, another function may be at its address.
+        # Functions are noted by ``id``. If a function is gone, another function may have its ``id``.
         return super().holds(value) and None not in [refer() for refer in self.functions]
 
     def bound(self, name: str) -> Content:

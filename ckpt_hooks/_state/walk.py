@@ -209,7 +209,7 @@ class Walk:
 
     def _into_function(self, function: types.FunctionType, levels: int) -> None:
         if function.__module__ == COMPOSABLE:
-            return  # a hook of torch's composable ``checkpoint``, whose contexts are around a rerun, not part of it
+            return  # a hook of torch's composable ``checkpoint``: its contexts are around a rerun, not in it
         self.functions.append(function)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.look(value, levels)
