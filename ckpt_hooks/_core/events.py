@@ -108,8 +108,8 @@ class Observer:
 
     def recomputing(self, region: Region, *, in_order: bool) -> None:
         """A recompute begins; ``in_order``: it runs all of forward's operators at once, in forward's order."""
-        # Every rerun does, and the replay of a region that overwrites a value which an operator has read. Other replays may
-        # stop once a wanted value is there.
+        # Reruns run in order, and so do replays of a region that overwrites a value which an operator has read. Other replays
+        # may stop once a wanted value is there.
 
     def recomputed(self, region: Region, error: BaseException | None) -> None:
         """A recompute ended, by an exception or not."""
@@ -168,7 +168,7 @@ class Watch:
             getattr(observer, event)(self.region, *args, **kwargs)
 
     def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
-        """Returns the tensor's position, below 0 without a handle."""
+        """Tells observers of a saved tensor; returns its position, below 0 without a handle."""
         if position is None:
             self._num_kept += 1
             position = -self._num_kept
