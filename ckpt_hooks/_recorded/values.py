@@ -310,7 +310,7 @@ def _gone() -> None:
     """Takes the place of a weak reference."""
 
 
-_NOBODY: Any = ()  # takes the place of members
+_NOBODY: Any = ()  # takes the place of the list of members in closed tables
 #: Takes the place of a storage when only the fate of its tensors will be asked for.
 _MADE = new_store(0, 0)
 
@@ -330,7 +330,7 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 def _share_versions(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a write to a tensor counts as a write to the other."""
+    """Whether two tensors share a version counter: a write to the first moves the version of the second."""
     if tensor is other:
         return True
     if tensor.is_inference() or other.is_inference():
