@@ -30,12 +30,12 @@ class Region(NamedTuple):
     id: int
     parent: int | None  # the number of the region around; None if no observer watches that region
     kind: str  # "function" or "recorded"
-    path: tuple[str, ...]  # its name and those of the regions around, outermost first
+    path: tuple[str, ...]  # the names of the regions around and of this region, outermost first
     site: str | None  # the entering line, as in "model.py:12"; None without user code on the stack
     # The module that the region runs, or else the module around it, by its name in the outermost called module, as in
     # "layers.0"; None in a recompute, and without a module.
     module: str | None
-    in_recompute: bool  # whether the recompute of a region around enters it
+    in_recompute: bool  # whether the recompute of a region around enters this region
     frame: Callable[[], Any]  # a weak reference to the region's frame
 
 
@@ -76,7 +76,7 @@ class Observer:
     :meth:`let_go` and :meth:`freed` are called wherever the last reference is dropped.
     """
 
-    wants_operators = False  # whether to call ``ran``: a dispatch mode around each region does, at some 20 us per operator
+    wants_operators = False  # whether to call ``ran``, from a dispatch mode around each region, at some 20 us per operator
     wants_durations = False  # whether operators are timed
 
     def entered(self, region: Region) -> None:

@@ -238,8 +238,8 @@ def _attributes(value: Any) -> list[Any]:
 
 
 class Saved(NamedTuple):
-    region: tuple[str, ...]  # its name and those of the regions around, outermost first
-    # How many tensors the region saved before. A recorded region counts only tensors with a handle, and numbers others below 0.
+    region: tuple[str, ...]  # the names of the regions around and of the region itself, outermost first
+    # How many tensors the region saved before. A recorded region counts tensors with a handle, and numbers all others below 0.
     position: int
     fate: Reason  # DROPPED, LOST, or the reason for holding the tensor
     # None for a nested tensor, or where unknown: in a recorded region without observers, and where metadata is not compared.

@@ -27,7 +27,7 @@ _PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
 
 
 class KeptTensor:
-    """A tensor that a region keeps as it is, with its version at that time and the path of the region."""
+    """A tensor kept by a region as it is, with the version at the time of packing and the region's path."""
 
     # Used for leaves that require grad, which the graph holds anyway, for nested tensors, which have no shape to compare, and
     # for tensors saved by TorchScript, which saves other tensors in a rerun than in its first calls.

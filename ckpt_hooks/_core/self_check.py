@@ -102,7 +102,7 @@ class CheckedPlace:
     def compared(self) -> None:
         bits = self.number.bit_length()
         self._due = 1 << bits  # the next power of two
-        if self._is_shared:  # such as by twelve layers, of which powers of two would reach only some
+        if self._is_shared:  # if twelve layers share a place, powers of two reach only some layers
             self._due = self.number + 1 if self.number < _ALL_OF_SHARED else self._due + bits
 
 
@@ -128,7 +128,7 @@ def places_of_replica(module: Module) -> Places | None:
 
 
 def place_of(function: Any, places: Places | None) -> CheckedPlace:
-    """Returns the place of a function; ``places`` are of the first module that it reaches, None if it reaches no module."""
+    """Returns the place of a function; ``places`` belong to the first module in the function's reach, if any."""
     owner: Any = function
     is_shared = False
     if isinstance(function, Module):
@@ -160,7 +160,7 @@ def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> Chec
     place = _lines.get(key)
     if place is None:
         place = _lines[key] = CheckedPlace(None, is_shared=True)
-        place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # called with the reference, as default
+        place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # ``pop`` takes the reference as default
     return place
 
 
