@@ -126,7 +126,7 @@ _one_draw = threading.Lock()
 
 
 def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator, *, is_draw: bool) -> Any:
-    """Calls an operator that draws from ``generator``: as its argument, or with the default generator in that state."""
+    """Calls an operator with ``generator`` as its argument, or with the default generator in the state of ``generator``."""
     form, position = _signature_of(operator)
     if position >= 0 and (not _is_for_subclass(args) or _explicit_generator(operator, args, kwargs) is not None):
         return facts_of(form).call(*args[:position], **{**kwargs, "generator": generator})

@@ -39,7 +39,7 @@ NORMALIZES_BY_BATCH = frozenset({"cudnn_batch_norm", "miopen_batch_norm", "nativ
 #: gathering and freeing of FSDP's parameters.
 REWRITING = frozenset({"c10d", "fsdp"})
 
-#: Tells the allocator that a stream uses a tensor's memory. Its schema declares a write, but the tensor does not change.
+#: An operator that tells the allocator which stream uses a tensor. Its schema declares a write, but the tensor stays the same.
 RECORD_STREAM: Any = torch.ops.aten.record_stream.default
 
 #: Operators that give every written element a new value, whatever the old. Schemas do not say whether the old value matters.
@@ -151,7 +151,7 @@ _WRITING = frozenset({OpKind.WRITES, OpKind.REWRITES})
 class Written(NamedTuple):
     position: int  # among positional arguments
     name: str
-    counted: bool  # whether the version counts the write
+    counted: bool  # whether the version counter counts the write
     overwritten: bool  # whether nothing is left of the old content
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -251,7 +251,7 @@ class OpFacts:
             and not (self.lists or self.is_opaque or self.is_inplace_view or self.replaces_storage)
             and not self.has_fresh
         )
-        self.alone: OpFacts | None = None  # see :meth:`as_functional`
+        self.alone: OpFacts | None = None  # the facts that :meth:`as_functional` has made
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
         # The result shares the version counter of its input, unlike the result of ``OpKind.ALIASES``.
         self.is_view = (
