@@ -91,7 +91,7 @@ class OperatorLines:
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook that notes the saving operator: the next to run, or the latest if it saves its result."""
+        """Returns a pack hook that notes which operator saves a tensor: the next, or the latest if the tensor is its result."""
         entries, places, latest = self._entries, self._places, self._latest
         explain = self._explain
 

@@ -182,7 +182,7 @@ class Recorder(SelectiveCheckpointContext):
         if not facts.single or type(out) is not Tensor:
             tape.note(op, values, out)
             return out
-        # As :meth:`Tape.put` does it, written out.
+        # :meth:`Tape.put` written out, for speed.
         try:
             address = storage_address(out)
         except NotImplementedError:  # it has no storage
@@ -237,7 +237,7 @@ class Recorder(SelectiveCheckpointContext):
         return writes.run_unseen(self._tape, writer, args, call)
 
     def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Runs an operator that is no view, and keeps its results without its arguments."""
+        """Runs an operator other than a view, and keeps the results but not the arguments."""
         out = facts.call(*args, **kwargs)
         tape, tables = self._tape, self._tables
         for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):

@@ -113,7 +113,7 @@ def plan_for(
             continue
         op, before = value.op, value.before
         assert op is not None
-        # The outer frame brings back values after a write to a storage older than the region: it may hold views of the storage.
+        # The outer frame brings back values after a write to a storage older than the region: its replay may hold views there.
         if (op.number if before is None else value.store.birth) <= start:
             work.crossing.append(value)
             continue

@@ -313,7 +313,7 @@ class Tape:
 
     def _leaf(self, parameter: torch.Tensor, key: int) -> Value | None:
         """Returns a new value for a plain parameter, as :meth:`input_of` makes it; None for other parameters."""
-        # Written out, which saves 2% of a small block's step.
+        # :meth:`input_of` written out, which saves 2% of a small block's step.
         tables = self.tables
         is_leaf = parameter.requires_grad and not parameter._is_view() and parameter.is_leaf
         if not is_leaf or key in tables.inputs or tables.uninitialized or num_dispatch_modes():

@@ -57,7 +57,7 @@ class Store:
     )
 
     address: int  # the address of the storage object
-    birth: int  # the number of the first value in the storage; 0 for a storage from outside
+    birth: int  # the number of the first value in the storage; 0 if the storage was there before
     external: bool  # whether the contents come from outside: tensors in the storage are kept, not brought back
     uninitialized: bool  # whether no operator has filled the storage yet
     written: bool  # whether an operator on the tape wrote to the storage
@@ -83,7 +83,7 @@ class Store:
 
 FROM_OUTSIDE = Cause(Reason.INPUT)
 
-#: In place of the state that an operator drew from: a replay draws new numbers.
+#: Takes the place of a generator's state in ``Op.draw``: a replay draws new numbers.
 ANEW: Any = object()
 
 

@@ -71,7 +71,8 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         value = _alone(tape, facts, args[0])
         if value is not None:
             return _run_writing_alone(tape, value, func, facts, args, kwargs)
-        # Such as a counter of batches: no value depends on the old content, and a tensor read later is copied at the end.
+        # The tape has nothing in this memory, such as a counter of batches: no replay needs the write, and a tensor read there
+        # later is copied at the end.
         if _is_unmet(tape, args[0]):
             store = tape.tables.store_of(args[0])
             store.written = True
@@ -156,7 +157,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
     tables, store, target = tape.tables, before.store, args[0]
     op, recorded, present = Op(), list(args), [0]
     recorded[0] = before
-    for position in facts.tensors[len(recorded)][1:]:  # as ``op_of`` does it, written out: 1% of a small block with dropouts
+    for position in facts.tensors[len(recorded)][1:]:  # ``op_of`` written out: saves 1% of a small block with dropouts
         tensor = recorded[position]
         if isinstance(tensor, Tensor):
             value = tables.known.get(id(tensor))
@@ -396,7 +397,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
     else:
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
-        decide(tape, facts, arguments, kwargs, out)  # only for the policy to hear of it: results are kept in any case
+        decide(tape, facts, arguments, kwargs, out)  # the policy only sees the operator: results are kept in any case
     for tensor in instances_in(out, Tensor):
         if not (facts.is_compiled and any(tensor is source for source in inputs)):
             tape.note_external(tensor, f"returned by {func}")
@@ -445,7 +446,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     bumped = [counter_of(tape.tables, target)]
     out = facts.call(*args, **kwargs)
     if tape.decisions is not None:
-        decide(tape, facts, args, kwargs, out)  # only for the policy to hear of it: a view is never kept
+        decide(tape, facts, args, kwargs, out)  # the policy only sees the operator: a view is never kept
     for holder in store.held or ():
         value = holder()
         if value is not None and value.saved is not None and value.saved.version is not None:
