@@ -23,10 +23,10 @@ from ckpt_hooks._torch.tensors import storage_of
 #: innermost region.
 CallSite = tuple[types.CodeType | None, int, "weakref.ref[torch.nn.Module] | None", bool]
 
-#: For each file name: whether the file belongs to this package or torch, and whether it belongs to this package.
+#: A cache by file name: whether the file belongs to this package or torch, and whether it belongs to this package.
 _FILES: dict[str, tuple[bool, bool]] = {}
 
-_MOST = 6  # the most callers of an operator's line that are searched for a module's call
+_MOST = 6  # how many callers of an operator's line are searched for a module's call: each operator pays for the search
 
 
 def is_of_library(frame: types.FrameType) -> bool:
@@ -65,7 +65,7 @@ def called_modules(frame: types.FrameType | None) -> list[Any]:
 
 
 def module_in_call(module: torch.nn.Module | None) -> str | None:
-    """Returns the name, in the outermost called module, of a module (by default the innermost called); None without a name."""
+    """Returns a module's name within the outermost called module, or None; by default the innermost called module's name."""
     called = called_modules(sys._getframe(1))
     module = called[0] if module is None else module
     if called[-1] is None:
@@ -76,13 +76,13 @@ def module_in_call(module: torch.nn.Module | None) -> str | None:
 def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
     name = frame.f_code.co_filename
     ownership = is_of_library(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
-    if not name.startswith("<"):  # several modules may share a name such as "<string>"
+    if not name.startswith("<"):  # not cached: several modules may share a name such as "<string>"
         _FILES[name] = ownership
     return ownership
 
 
 def place_of(frame: types.FrameType | None) -> CallSite:
-    """Returns the innermost line outside of this package and of torch, and the innermost called module around an operator."""
+    """Returns an operator's place: the innermost line outside of this package and of torch, and the innermost called module."""
     module, is_inside = None, True
     while frame is not None:
         code = frame.f_code
@@ -116,7 +116,7 @@ def place_in_words(place: CallSite, names: Mapping[int, str]) -> str:
 
 
 def module_names(root: torch.nn.Module | None) -> dict[int, str]:
-    """Returns the names of modules in ``root``, by the identity of their ``__dict__``, which a checkpointed module shares."""
+    """Returns the names of modules in ``root``, by ``id`` of ``__dict__``: ``checkpoint(module)`` shares the module's."""
     names: dict[int, str] = {}
     for name, module in () if root is None else root.named_modules():
         names.setdefault(id(vars(module)), name)
@@ -128,11 +128,11 @@ def outermost_module() -> torch.nn.Module | None:
 
 
 def objects_of(*kinds: type) -> list[Any]:
-    """Returns the objects of some classes that Python's garbage collector tracks."""
+    """Returns each object of some classes, found in the list of objects of Python's garbage collector."""
     objects = gc.get_objects()
     try:
         classes = {cls for cls in {*map(type, objects)} if issubclass(cls, kinds)}  # five times as quick as asking each object
-    except TypeError:  # a class cannot be hashed if its metaclass defines __eq__ alone
+    except TypeError:  # a class cannot be hashed if its metaclass defines __eq__ without __hash__
         return [object_ for object_ in objects if issubclass(type(object_), kinds)]
     return [object_ for object_ in objects if type(object_) in classes]
 
@@ -146,7 +146,7 @@ def name_in_models(tensor: torch.Tensor) -> str | None:
     inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     descriptions: list[str] = []
     for root in [module for module in modules if id(module) not in inner]:
-        with contextlib.suppress(Exception):  # a user's module may be half built
+        with contextlib.suppress(Exception):  # a user's module may be half built, and raise
             for kind, named in ("parameter", root.named_parameters()), ("buffer", root.named_buffers()):
                 for name, value in named:
                     if storage_of(value) == storage:

@@ -21,7 +21,7 @@ _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 
 def check_runs(function: Any) -> None:
-    """Refuses generator functions, coroutine functions and callables that are known to call them."""
+    """Refuses module classes, generator functions and coroutine functions, also inside a partial, a module or ``__call__``."""
     inner = unwrapped(function)
     if isinstance(inner, type) and issubclass(inner, Module):
         raise wrong(inner, "function", "a function or a module", f"Make a module of the class first: `{inner.__name__}(...)`.")

@@ -24,17 +24,17 @@ def format_path(path: RegionPath | None) -> tuple[str, ...]:
 
 
 def region_in_words(path: RegionPath | None) -> str:
-    """As in ``"region 'outer/inner'"``."""
+    """Returns words such as ``"region 'outer/inner'"``."""
     return f"region {'/'.join(format_path(path))!r}"
 
 
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    """As in ``"float32[4, 8] on cpu"``."""
+    """Returns words such as ``"float32[4, 8] on cpu"``."""
     return f"{_name_of(dtype)}{list(shape)} on {device}"
 
 
 def describe_kind(tensor: torch.Tensor) -> str:
-    """As in ``"float32[4, 8]"``; a nested or lazy tensor may have no shape."""
+    """Returns words such as ``"float32[4, 8]"``; a nested or lazy tensor may have no shape."""
     if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return f"{_name_of(tensor.dtype)}[uninitialized]"
     return kind_in_words(dtype_and_shape(tensor))

@@ -30,12 +30,12 @@ class Region(NamedTuple):
     id: int
     parent: int | None  # the number of the region around; None if no observer watches that region
     kind: str  # "function" or "recorded"
-    path: tuple[str, ...]  # its name and those of the regions around, outermost first
+    path: tuple[str, ...]  # the names of the regions around and of this region, outermost first
     site: str | None  # the entering line, as in "model.py:12"; None without user code on the stack
     # The module that the region runs, or else the module around it, by its name in the outermost called module, as in
     # "layers.0"; None in a recompute, and without a module.
     module: str | None
-    in_recompute: bool  # whether the recompute of a region around enters it
+    in_recompute: bool  # whether the recompute of a region around enters this region
     frame: Callable[[], Any]  # a weak reference to the region's frame
 
 
@@ -76,7 +76,7 @@ class Observer:
     :meth:`let_go` and :meth:`freed` are called wherever the last reference is dropped.
     """
 
-    wants_operators = False  # whether to call ``ran``: a dispatch mode around each region does, at some 20 us per operator
+    wants_operators = False  # whether to call ``ran``, from a dispatch mode around each region, at some 20 us per operator
     wants_durations = False  # whether operators are timed
 
     def entered(self, region: Region) -> None:
@@ -108,8 +108,8 @@ class Observer:
 
     def recomputing(self, region: Region, *, in_order: bool) -> None:
         """A recompute begins; ``in_order``: it runs all of forward's operators at once, in forward's order."""
-        # Every rerun does, and the replay of a region that overwrites a value which an operator has read. Other replays may
-        # stop once a wanted value is there.
+        # Reruns run in order, and so do replays of a region that overwrites a value which an operator has read. Other replays
+        # may stop once a wanted value is there.
 
     def recomputed(self, region: Region, error: BaseException | None) -> None:
         """A recompute ended, by an exception or not."""
@@ -168,7 +168,7 @@ class Watch:
             getattr(observer, event)(self.region, *args, **kwargs)
 
     def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
-        """Returns the tensor's position, below 0 without a handle."""
+        """Tells observers of a saved tensor; returns its position, below 0 without a handle."""
         if position is None:
             self._num_kept += 1
             position = -self._num_kept

@@ -39,7 +39,7 @@ class Label(NamedTuple):
 
     @property
     def may_be_more(self) -> bool:
-        """Whether forward may have made this tensor inside the region, though a rerun gets it from outside, such as a cache."""
+        """Whether forward may have made this tensor inside the region, where a rerun finds it outside, as in a filled cache."""
         return not self.requires_grad and self.reason not in (Reason.POLICY, Reason.NAME)
 
 
@@ -161,7 +161,7 @@ class Frame(abc.ABC):
         if not self.passes:
             self.passes = {scope.key: opened}
             self._endings = (weakref.ref(scope, partial(self.passes.pop, scope.key)),)
-        else:  # backwards overlap
+        else:  # backwards overlap: each has its own pass
             self.passes[scope.key] = opened
             self._endings = with_ending(self._endings, scope, self.passes)
 
@@ -185,7 +185,7 @@ def packed_in(held: Any) -> KeptTensor | CallHandle | TapeHandle | None:
 class FrameStack(threading.local):
     """A thread's open frames: the innermost frame, which links to the frame around, and so on."""
 
-    innermost: Frame | None = None  # whose forward or recompute is running
+    innermost: Frame | None = None  # the frame whose forward or recompute is running
 
 
 stack = FrameStack()

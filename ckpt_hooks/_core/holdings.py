@@ -83,13 +83,13 @@ class Reason(str, enum.Enum):
     ARGUMENT = "argument"
     #: A parameter, or another leaf which requires grad.
     PARAMETER = "parameter"
-    #: Memory that was there before: a buffer, or a constant.
+    #: Memory that was there before the traced step: a buffer, or a constant.
     OUTSIDE = "outside"
     #: Saved by autograd, outside of any region.
     SAVED = "saved"
     #: Packed by saved-tensor hooks of the user.
     HOOKS = "hooks"
-    #: An attribute of the ``ctx`` of an ``autograd.Function``, past ``save_for_backward``.
+    #: An attribute of the ``ctx`` of an ``autograd.Function``, set without ``save_for_backward``.
     CTX = "ctx"
     #: Kept by a region, since its operator cannot be replayed.
     NOT_REPLAYED = "cannot be replayed"
@@ -132,7 +132,7 @@ _WORDS = {
 
 class Cause(NamedTuple):
     reason: Reason
-    detail: str = ""  # an operator, a name or the like, in words, which only readers use
+    detail: str = ""  # an operator, a name or the like, in words for the reader: no code depends on them
 
     def in_words(self) -> str:
         return ", ".join(filter(None, (_WORDS.get(self.reason), self.detail)))
@@ -149,8 +149,8 @@ class Holding(NamedTuple):
     reason: Reason
     why: str  # in more words
     nbytes: int  # tensors in a storage share its bytes
-    storage: int | None  # its number; None without a storage of the tensor's own
-    storage_nbytes: int  # 0 without a storage of its own
+    storage: int | None  # the number of the storage; None if the tensor has none, or only its inner tensors have storages
+    storage_nbytes: int  # 0 if ``storage`` is None
     shape: torch.Size | None  # None for a nested tensor
     dtype: torch.dtype
     device: torch.device | None  # None where the user's saved-tensor hooks have the tensor
@@ -238,8 +238,8 @@ def _attributes(value: Any) -> list[Any]:
 
 
 class Saved(NamedTuple):
-    region: tuple[str, ...]  # its name and those of the regions around, outermost first
-    # How many tensors the region saved before. A recorded region counts only tensors with a handle, and numbers others below 0.
+    region: tuple[str, ...]  # the names of the regions around and of the region itself, outermost first
+    # How many tensors the region saved before. A recorded region counts tensors with a handle, and numbers all others below 0.
     position: int
     fate: Reason  # DROPPED, LOST, or the reason for holding the tensor
     # None for a nested tensor, or where unknown: in a recorded region without observers, and where metadata is not compared.

@@ -43,7 +43,8 @@ class Misuse(enum.Enum):
     CALLED = "{name} is a policy, which regions call. Pass it as it is, without parentheses: `policy={name}`."
     PICKLED = (
         "{name} refers to live objects of this process, so it cannot be pickled. Leave it out of the pickle, or save its "
-        "`to_json()` if it has that method. Checkpointed modules can be pickled: `remove_checkpointing(model)` undoes a copy."
+        "`to_json()` if it has that method. A checkpointed model can be pickled: after loading, `remove_checkpointing(model)` "
+        "undoes its regions."
     )
     UNDONE = "{name} was undone before this `with` block, so it has no effect in the block. Write {call} to make a new one."
     #: Any argument of the wrong kind, or with a wrong value.
@@ -78,7 +79,10 @@ class Misuse(enum.Enum):
         "both ends of the span inside the same block, or both outside of it."
     )
     NO_CHUNKS = "{name} is an option of chunks, but the number of chunks is missing. Write chunks=8, or leave {name} out."
-    NO_NAME = "chunked has {given}, but {name!r} got no argument of this name. Pass it by name: `{name}(x, labels=labels)`."
+    NO_NAME = (
+        "chunked has {given}, but {name!r} got no argument of this name. Pass the argument by its name, as in `labels=labels`, "
+        "or leave the name out of chunked."
+    )
     RESULT = (
         "The function should return tensors for each slice, in the same places of a tuple or dict for all slices, but returned "
         "{given}. Return tensors, or None in all slices."
@@ -152,14 +156,14 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def slip(value: Any, name: str, reason: str, near: str, options: Sequence[str], form: str = "checkpoint") -> Exception:
-    """Returns the error for a keyword argument that resembles an option; options belong in a call before the function."""
+    """Returns the error for a keyword argument that resembles an option: options go into a call before the function's."""
     first = f"checkpoint({near}=...)(function)"
     right = f"{first}(*args)" if form == "checkpoint" else f"{form}({first}, x)"
     return Misuse.SLIP.error(value, form=form, name=name, reason=reason, near=near, right=right, known=", ".join(options))
 
 
 def is_swallowed(function: Any, name: str) -> bool:
-    """Whether a keyword argument would be among a function's, or a forward's, ``**kwargs``."""
+    """Whether a function, or a module's forward, takes a keyword argument only by its ``**kwargs``."""
     code = getattr(function.forward if isinstance(function, Module) else function, "__code__", None)
     if code is not None and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return False  # a shortcut: the signature below gives the same answer 30 times slower
@@ -178,7 +182,7 @@ def accepts(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, pa
     """Whether a function or a module's forward takes these arguments (``partly``: these and more); True where unknown."""
     try:
         signature = signature_of(function)
-    except (AttributeError, TypeError, ValueError):  # builtins, operators and local functions in Dynamo have none
+    except (AttributeError, TypeError, ValueError):  # some builtins, operators and local functions in Dynamo have no signature
         return True
     try:
         (signature.bind_partial if partly else signature.bind)(*args, **kwargs)
@@ -250,7 +254,7 @@ def _nearest(name: str, known: Collection[str]) -> str | None:
 
 def check_curried(function: Any, others: Sequence[Any], named: Mapping[str, Any], form: str) -> None:
     """Checks a call of a curried form, as in ``"checkpoint(...)"``, which takes only a function."""
-    if not callable(function) and not hasattr(type(function), "__get__"):  # a static method has ``__get__``
+    if not callable(function) and not hasattr(type(function), "__get__"):  # a class method is not callable, but has ``__get__``
         raise Misuse.NO_FUNCTION.error(function, form=form, right=f"{form}(block)(x)")
     if more := [*others, *named.values()]:
         raise Misuse.MORE_ARGUMENTS.error(more[0], form=form, count=len(more), name=name_of_callable(function))
@@ -268,7 +272,7 @@ def checked_flag(value: Any, name: str, *, or_none: bool = False, advice: str | 
 
 
 def integer_in(value: Any) -> int | None:
-    """Returns a value of any integer type but bool, NumPy's too, as an int; None for other values."""
+    """Returns an integer of any type, NumPy's too, as an int; None for a bool and for other values."""
     is_integer = hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor, type))
     return operator.index(value) if is_integer else None
 
@@ -280,7 +284,7 @@ def checked_integer(value: Any, name: str, advice: str = "", least: int = 1) -> 
     return number
 
 
-#: As GNU's tools read sizes: 2M is 2MiB, and not 2MB.
+#: Sizes in words, read as GNU's tools read them: 2M is 2MiB, and not 2MB.
 _SIZE = re.compile(r"\s*(\d{1,19})(?:\.(\d{1,19}))?\s*(?:([kmgt])(i?b?)|b)\s*", re.IGNORECASE | re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""The base of the package's dispatch modes, which Dynamo neither compiles nor notices; calls past modes."""
+"""The base class of the package's dispatch modes, which Dynamo neither compiles nor notices, and calls that bypass modes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def count_writes(operator: Any, args: Any) -> None:
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
         return
-    # Every mode of the package calls this after it has passed an operator on. Only the outermost counts.
+    # Every mode of the package calls this after it has passed an operator on. Only the outermost counts the write, once.
     if not any(map(is_quiet, _active_modes())):
         for tensor in args[0]:
             increment_version(tensor)
@@ -106,7 +106,7 @@ def count_writes(operator: Any, args: Any) -> None:
 
 def is_compiled_code_running() -> bool:
     """Whether code of Inductor runs the current operator: its kernels reuse buffers, which no mode sees."""
-    if torch.is_grad_enabled():  # Inductor's code runs with gradients off: no look at the stack in most calls
+    if torch.is_grad_enabled():  # Inductor's code runs with gradients off, so most calls need no look at the stack
         return False
     frame = sys._getframe(1)
     for _ in range(12):
@@ -114,7 +114,7 @@ def is_compiled_code_running() -> bool:
         if caller is None:
             return False
         frame = caller
-        # Torch has no flag for compiled code. In 2.11 to 2.15 a caller is in a module of Inductor.
+        # Torch has no flag for compiled code. In 2.11 to 2.15 a caller of the kernels is in a module of Inductor.
         if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
             return True
     return False
@@ -189,14 +189,14 @@ def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     if not (num_dispatch_modes() or num_function_modes()):
         return function(*args, **kwargs)
     dispatch, functions = _modes_to_leave(), list(_active_function_modes())
-    devices = [mode for mode in functions if type(mode).__module__ == "torch.utils._device"]  # by name: it may not be imported
+    devices = [mode for mode in functions if type(mode).__module__ == "torch.utils._device"]  # the module may not be imported
     try:
         _set_modes([], devices)
         return function(*args, **kwargs)
     finally:
         try:
             _set_modes(dispatch, functions)
-        except BaseException:  # such as Ctrl-C
+        except BaseException:  # such as Ctrl-C in the middle: the second call sets the rest
             _set_modes(dispatch, functions)
             raise
 

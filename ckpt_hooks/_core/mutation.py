@@ -111,7 +111,7 @@ def mutated(
     kind: str = "",  # dtype and shape, if the tensor is only a version witness
     detail: str = "",
 ) -> MutationError:
-    """Returns the error for a tensor at another version than expected, or with freed memory if none is expected."""
+    """Returns the error for a tensor at another version than ``expected``, or with freed memory if ``expected`` is None."""
     sentence, advice, what = why.value
     slots = {"region": f"region {'/'.join(region)!r}", "detail": detail, "start": "the region" if region else "the block"}
     if tensor is None:

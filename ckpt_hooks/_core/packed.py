@@ -27,10 +27,10 @@ _PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
 
 
 class KeptTensor:
-    """A tensor that a region keeps as it is, with its version at that time and the path of the region."""
+    """A tensor kept by a region as it is, with the version at the time of packing and the region's path."""
 
     # Used for leaves that require grad, which the graph holds anyway, for nested tensors, which have no shape to compare, and
-    # for tensors that TorchScript saved.
+    # for tensors saved by TorchScript, which saves other tensors in a rerun than in its first calls.
     __slots__ = ("path", "tensor", "version")
 
     tensor: torch.Tensor
@@ -88,7 +88,7 @@ class CallHandle(tuple[Any, int]):
     """The handle of a function frame: the frame, and FIRST_NUMBER plus the number of tensors that it saved before."""
 
     # Autograd holds a bare tuple unless the frame is watched: this class costs 2% of the instructions of a ten-operator chain.
-    # The handle is alive while its number has more references than the frame's list. (Weak references to handles would take a
+    # The handle is alive while its number has references besides the frame's list. (Weak references to handles would take a
     # third more time for each saved tensor.)
     __slots__ = ()
 

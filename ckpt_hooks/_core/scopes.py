@@ -58,7 +58,7 @@ class Scope:
         self.key = key  # the id of a graph task (0 and up), or a number below -1 for a group
 
 
-#: A weak reference to a scope, whose callback drops a pass when the scope ends, as long as the reference is held.
+#: A weak reference to a scope. While a frame holds the reference, its callback drops a pass when the scope ends.
 Ending = weakref.ref[Scope]
 
 _group_keys = itertools.count(-2, -1)
@@ -143,8 +143,8 @@ class Uses:
 
     def __init__(self) -> None:
         self._task = graph_task_id()
-        # For each storage address, a witness and the version of each tensor handed out: several, since a view made by a replay
-        # has its own version counter.
+        # For each storage address, the tensors handed out: a witness (an empty tensor with the same version counter) and the
+        # version of each. A view made by a replay has its own version counter, so a single witness is not enough.
         self._handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
         # The version of each tensor without a storage, such as a sparse tensor, by the index of its handle: a witness of such a
         # tensor is an alias, which would hold the memory.

@@ -1,6 +1,6 @@
-"""The self-check: the passes of a place in which recomputed values are compared with forward's.
+"""The self-check: in some passes of a module, function or line, recomputed values are compared with forward's.
 
-No list of the Python state that a rerun may miss is complete. Comparing passes 1, 2, 4, 8, ... shows a miss in the first steps.
+A rerun may miss Python state, and no list of such state is complete. Comparing passes 1, 2, 4, 8, ... shows a miss early.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .misuse import wrong
 Level = Literal["error", "warn", False]
 
 _LEVELS: dict[str, Level] = {"error": "error", "warn": "warn", "0": False}
-#: From this pass on a difference is a warning: a check of samples must not end a long run.
+#: From this pass on a difference is only a warning: a check that skips most passes must not end a long run.
 LATE = 64
-#: The most places of a function whose closures differ in numbers or strings; all closures beyond that share one place.
+#: The most places of a function whose closures differ in numbers or strings; all further closures share one place.
 _MOST_PLACES = 64
-#: The number of first passes compared in a place that many modules share: passes 1, 2, 4, ... alone might skip a module.
+#: How many first passes are all compared in a place that many modules share: passes 1, 2, 4, ... might skip a module.
 _ALL_OF_SHARED = 16
 
 
@@ -102,12 +102,12 @@ class CheckedPlace:
     def compared(self) -> None:
         bits = self.number.bit_length()
         self._due = 1 << bits  # the next power of two
-        if self._is_shared:  # as by twelve layers: powers of two would reach only some layers
+        if self._is_shared:  # if twelve layers share a place, powers of two reach only some layers
             self._due = self.number + 1 if self.number < _ALL_OF_SHARED else self._due + bits
 
 
 Places = dict[Any, CheckedPlace]
-#: Places of functions that reach no module and of modules under policies, by identity; and places of lines.
+#: Places by ``id``, of functions that reach no module and of modules under policies; places of lines, by code and instruction.
 _places: Places = {}
 _lines: Places = {}
 #: Places of a module's replicas, by the ``id`` of the table of hooks that the replicas share with the module.
@@ -128,19 +128,19 @@ def places_of_replica(module: Module) -> Places | None:
 
 
 def place_of(function: Any, places: Places | None) -> CheckedPlace:
-    """Returns the place of a function; ``places`` are of the first module that it reaches, None if it reaches no module."""
+    """Returns the place of a function; ``places`` belong to the first module in the function's reach, if any."""
     owner: Any = function
     is_shared = False
     if isinstance(function, Module):
         if places is None:
             places = places_of_replica(function)
-        if places is not None:  # the module's own
+        if places is not None:  # the places are of this module itself
             return places.get(None) or places.setdefault(None, CheckedPlace(None))
         key: Any = id(function)
     else:
         inner = getattr(function, "__func__", function)
         owner = getattr(inner, "__code__", None)
-        if owner is None:  # an object, perhaps a new object in each step
+        if owner is None:  # a callable object, perhaps a new object in each step: the place is of its class
             owner, is_shared = type(inner), places is None
         key = id(owner)
         if (closure := getattr(inner, "__closure__", None)) is not None:
@@ -160,7 +160,7 @@ def place_of_line(frame: types.FrameType | None, inside: dict[str, Any]) -> Chec
     place = _lines.get(key)
     if place is None:
         place = _lines[key] = CheckedPlace(None, is_shared=True)
-        place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # ``pop`` gets the reference as default
+        place.owner = weakref.ref(code, functools.partial(_lines.pop, key))  # ``pop`` takes the reference as default
     return place
 
 

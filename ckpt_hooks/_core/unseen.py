@@ -22,11 +22,11 @@ _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 class WatchesUnseen(QuietDispatchMode):
     """A dispatch mode that is told of calls of custom functions, and of kernels called outside of them."""
 
-    # Kernels that an operator calls are not told: no mode is active while an operator runs.
-    is_in_function = False  # True while a custom function runs, which counts as an operator
+    # The mode is not told of kernels that an operator calls: no mode is active while an operator runs.
+    is_in_function = False  # True while a custom function runs: it counts as one operator, so its kernels are not told
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call of a custom function; ``around`` are the watching modes around, outermost first."""
+        """Runs a call of a custom function; ``around`` are the modes that watch outside of this mode, outermost first."""
         return run_watched(around, function, args, kwargs)
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:

@@ -29,7 +29,7 @@ _NO_DRAW: _DrawSignature = (None, -1)
 ReplacedGenerators = dict[int, tuple[torch.Generator, torch.Generator]]
 
 
-_signatures: dict[int, tuple[Any, _DrawSignature]] = {}  # by identity: operators hash by a Python function
+_signatures: dict[int, tuple[Any, _DrawSignature]] = {}  # by ``id``: hashing an operator would run Python code
 
 
 def _signature_of(operator: Any) -> _DrawSignature:
@@ -74,7 +74,7 @@ def _explicit_generator(operator: Any, args: Any, kwargs: dict[str, Any]) -> tor
 
 
 def _is_default(generator: torch.Generator) -> bool:
-    # By address: an operator under a dispatch mode gets another object of the same generator.
+    # By address: under a dispatch mode an operator gets another Python object for the same generator.
     module = getattr(torch, generator.device.type, None)
     defaults = [torch.default_generator] if generator.device.type == "cpu" else getattr(module, "default_generators", ())
     return address_of_generator(generator) in map(address_of_generator, defaults)
@@ -107,7 +107,7 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def place_of_probability(operator: Any) -> int:
     position = _dropout_at.get(id(operator))
     if position is None:
-        schema = getattr(operator, "_schema", None)  # higher-order operators have none
+        schema = getattr(operator, "_schema", None)  # higher-order operators have no schema
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         position = _dropout_at[id(operator)] = names.index("dropout_p") if "dropout_p" in names else -1
     return position
@@ -126,7 +126,7 @@ _one_draw = threading.Lock()
 
 
 def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator, *, is_draw: bool) -> Any:
-    """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
+    """Calls an operator with ``generator`` as its argument, or with the default generator in the state of ``generator``."""
     form, position = _signature_of(operator)
     if position >= 0 and (not _is_for_subclass(args) or _explicit_generator(operator, args, kwargs) is not None):
         return facts_of(form).call(*args[:position], **{**kwargs, "generator": generator})
@@ -134,7 +134,7 @@ def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator
     # No lock for an operator that is not known to draw: a collective would hold the lock while it waits for other threads.
     with _one_draw if is_draw else nullcontext():
         before, wanted = default.get_state(), generator.get_state()
-        if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.random`
+        if not is_same_state(before, wanted):  # a CUDA generator, once set, makes cuDNN seed its dropout masks anew
             default.set_state(wanted)
         try:
             return facts_of(operator).call(*args, **kwargs)
@@ -151,9 +151,9 @@ def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator
 def _refuse_capture(operator: Any, device: torch.device) -> None:
     if device.type != "cpu" and is_capturing(device.type):
         raise RuntimeError(
-            f"{operator} draws random numbers in a checkpoint_region with preserve_rng_state=True, but while a CUDA graph is "
-            "captured, torch forbids reading the state of the device's generator. Pass preserve_rng_state=False to "
-            "the region if its replays may draw other numbers; if not, leave the region out of the graph."
+            f"{operator} draws random numbers in a checkpoint_region with preserve_rng_state=True (the default), but while a "
+            "CUDA graph is captured, torch forbids reading the state of the device's generator. Pass preserve_rng_state=False "
+            "to the region if its replays may draw other numbers; if not, leave the region out of the graph."
         )
 
 
@@ -225,7 +225,7 @@ class NotedStates:
         self._after: Any = None  # ``CPU.look()`` after the latest draw of the series
 
     def draw(self, operator: Any, args: Any, kwargs: Any, number: int, frame: int) -> tuple[Any, Any]:
-        """Runs a short draw; returns also the state before, as it is held."""
+        """Runs a short draw; returns the result, and the state before as a place in a series."""
         assert CPU.look is not None
         series = None if self._series is None else self._series()
         if series is None or series.frame != frame or len(series.calls) == _LONGEST or CPU.look() != self._after:
@@ -279,7 +279,7 @@ def draw_again(
     state: torch.Tensor | InSeries,
     keep: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Any:
-    """Runs an operator with draws from a noted state, past the user's generators; ``keep`` gets what is drawn on the way."""
+    """Runs an operator with draws from a noted state; ``keep`` gets the results of draws in a series before this draw."""
     device = device_of(args, kwargs)
     _refuse_capture(operator, device)
     device = default_generator(device).device
@@ -313,7 +313,7 @@ def _draw_on_the_way(calls: Any, generator: torch.Generator, keep: Callable[[int
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], replaced: ReplacedGenerators) -> Any:
     """Runs an operator with draws of new numbers, from the replay's own generators; the user's generators do not move."""
     explicit, device = _source_of(operator, args, kwargs)
-    # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
+    # Operators on meta tensors draw nothing, and while a CUDA graph is captured no state can be read.
     if device.type == "meta" or (device.type != "cpu" and is_capturing(device.type)):
         return operator(*args, **kwargs)
     generator = _generator_at(explicit, device)
@@ -369,7 +369,7 @@ _own_draws = _OfThread()
 
 
 class DrawWatch(WatchesUnseen):
-    """Notes from which devices' default generators a function draws, and what may draw unseen."""
+    """Notes the devices whose default generators a function draws from, and a call that may draw unseen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch.compiling import graph_of
 from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
-# Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this room need it.
+# Writes. ``count_writes`` in ``_core/modes.py`` counts writes to lists: it is there because lower packages need it too.
 
 #: Arguments that operators write to although their schemas declare inputs: running statistics.
 WRITES = dict.fromkeys(
@@ -39,7 +39,7 @@ NORMALIZES_BY_BATCH = frozenset({"cudnn_batch_norm", "miopen_batch_norm", "nativ
 #: gathering and freeing of FSDP's parameters.
 REWRITING = frozenset({"c10d", "fsdp"})
 
-#: Tells the allocator that a stream uses a tensor's memory. Its schema declares a write, but the tensor does not change.
+#: An operator that tells the allocator which stream uses a tensor. Its schema declares a write, but the tensor stays the same.
 RECORD_STREAM: Any = torch.ops.aten.record_stream.default
 
 #: Operators that give every written element a new value, whatever the old. Schemas do not say whether the old value matters.
@@ -50,7 +50,7 @@ OVERWRITES = frozenset(
     }
 )
 
-#: Operators that write the same in a second run, so that a rerun may repeat the write. Schemas do not say this.
+#: Operators whose second run writes the same values, so that a rerun may repeat the write. Schemas do not say this.
 REPEATABLE = frozenset(
     {
         *("abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "copy_", "embedding_renorm_", "fill_"),
@@ -84,7 +84,7 @@ LIKE = frozenset(
     }
 )
 
-#: Operators that ask for the layout of a tensor, which some classes cache after the first call. All of ``prim`` is like this.
+#: Operators that ask for a tensor's layout, as all of ``prim`` do. Some classes cache the answer, so a rerun may not ask again.
 LAYOUT = frozenset(
     {
         *("dim", "is_contiguous", "is_non_overlapping_and_dense", "is_pinned", "is_strides_like_format"),
@@ -113,22 +113,22 @@ COMPILED = "inductor_compiled_code"
 
 
 class OpKind(enum.Enum):
-    """What a recompute may do with an operator: a kept output stands in for a run, but not for a view or a write."""
+    """How a recompute treats an operator: a kept output can replace a run, except the run of a view or a write."""
 
-    #: The operator does no work, or runs only in forward or only in a recompute: the comparison of operators leaves it out.
+    #: The operator does no work, or runs only in forward or only in a recompute: comparisons of the two leave it out.
     IGNORED = enum.auto()
     #: Like ``IGNORED``: the operator begins or ends a named range of a profiler.
     RANGE = enum.auto()
     #: A cast of a leaf. Autocast makes the cast once and keeps it until its block ends, so only some runs have the operator.
     CAST = enum.auto()
-    #: A view of the input. It has to run again. The comparison leaves it out, since autograd runs some views once more after a
-    #: write to their base.
+    #: A view of the input. It has to run again. Comparisons of forward and recompute leave it out, since autograd runs some
+    #: views once more after a write to their base.
     VIEW = enum.auto()
     #: The operator has to run again, since it writes to its arguments.
     WRITES = enum.auto()
     #: Like ``WRITES``, but neither schema nor versions tell of the write.
     REWRITES = enum.auto()
-    #: It has to run again: its outputs share the input's memory, which the schema denies, but not its version counter.
+    #: The operator has to run again: against its schema, its outputs share the input's memory, though not the version counter.
     ALIASES = enum.auto()
     #: The operator runs again although its output could be kept: a run costs little, and the user has a view of the output with
     #: another version counter.
@@ -143,7 +143,7 @@ class OpKind(enum.Enum):
     EFFECT = enum.auto()
 
 
-#: Kinds whose kept outputs can replace another run of the operator; of the writing kinds below, only outputs in new memory.
+#: Kinds whose kept outputs can replace another run of the operator; for the writing kinds below, only outputs in new memory.
 _ASKED = frozenset({OpKind.CAST, OpKind.SAVEABLE, OpKind.COLLECTIVE, OpKind.RANDOM, OpKind.EFFECT})
 _WRITING = frozenset({OpKind.WRITES, OpKind.REWRITES})
 
@@ -151,7 +151,7 @@ _WRITING = frozenset({OpKind.WRITES, OpKind.REWRITES})
 class Written(NamedTuple):
     position: int  # among positional arguments
     name: str
-    counted: bool  # whether the version counts the write
+    counted: bool  # whether the version counter counts the write
     overwritten: bool  # whether nothing is left of the old content
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -225,7 +225,7 @@ class OpFacts:
         types = [str(argument.type) for argument in arguments]
         positions = tuple(index for index, type_name in enumerate(types) if type_name in ("Tensor", "Optional[Tensor]"))
         self.is_compiled = schema is None and self.full_name == COMPILED
-        # Positions of arguments that are lists of tensors; positions of tensors, for each number of arguments; names of both.
+        # Positions of lists of tensors; positions of tensors in a call with n arguments, at ``tensors[n]``; names of both.
         self.lists = tuple(index for index, type_name in enumerate(types) if "Tensor" in type_name and index not in positions)
         self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
         # The quickest call for each number of positional arguments, without keywords; None until it is asked for.
@@ -251,7 +251,7 @@ class OpFacts:
             and not (self.lists or self.is_opaque or self.is_inplace_view or self.replaces_storage)
             and not self.has_fresh
         )
-        self.alone: OpFacts | None = None  # see :meth:`as_functional`
+        self.alone: OpFacts | None = None  # the facts that :meth:`as_functional` has made
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
         # The result shares the version counter of its input, unlike the result of ``OpKind.ALIASES``.
         self.is_view = (
@@ -266,26 +266,26 @@ class OpFacts:
         self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and is_known)
         self.is_fresh = kind in (OpKind.SAVEABLE, OpKind.RANDOM)
         self.has_effect = kind is OpKind.EFFECT
-        # Also true for ``tensor.data``, which runs ``detach`` too, but has its own version.
+        # Also true for ``tensor.data``, which runs ``detach`` too, but has a version counter of its own.
         self.is_detach = self.name == "detach" and self.is_view
         self.draws = torch.Tag.nondeterministic_seeded in tags
         self.is_random = kind in (OpKind.RANDOM, OpKind.EFFECT) or self.draws or self.is_compiled
         self.is_uninitialized = aten and self.name in UNINITIALIZED
         self.is_like = aten and self.name in LIKE
-        # It draws only with a dropout probability.
+        # The operator draws only if its dropout probability is not 0.
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is OpKind.COLLECTIVE
-        # Its outputs are in new memory or in that of an argument, as the schema says.
+        # Outputs are in new memory or in an argument's memory, as the schema says.
         self.is_trusted = namespace in TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
-        # It may take dropout masks from a buffer: a second call would take the next masks.
+        # The operator may take dropout masks from a buffer: a second call would take the next masks.
         self.has_buffered_masks = aten and self.name in BUFFERED_MASKS
         # Whether routes or shapes depend on the result; None if that depends on the arguments.
         self.is_routing = _is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
         self.is_repeatable = self.name in REPEATABLE
-        # Whether a run without the operator leaves random sources and all outside of the program the same.
+        # Whether random sources and everything outside of the program stay the same if the operator does not run.
         self.may_be_left_out = not (
             schema is None
             or kind is OpKind.RANDOM
@@ -293,13 +293,13 @@ class OpFacts:
             or (kind is OpKind.WRITES and namespace not in TAGGED)
             or self.draws
         )
-        # A replay may call it with tensors by position only, and takes its results as they come.
+        # A replay may pass tensors by position, and stores the results without further steps.
         self.is_plain = not (self.lists or self.written or self.is_inplace_view or self.has_shape_from_data)
         self.looks_at_grad = aten and self.name in LOOKS_AT_GRAD
         self.is_fast = self._is_fast(is_aten=aten)
 
     def _is_fast(self, *, is_aten: bool) -> bool:
-        """Whether it only takes tensors by position and returns tensors."""
+        """Whether the recorder's fast path fits: the operator takes tensors by position, returns tensors, and does no more."""
         return self.is_trusted and not (
             self.is_opaque
             or self.has_effect
@@ -341,7 +341,7 @@ class OpFacts:
         return (args[0], [*args[1]], *args[2:]) if self.is_compiled else args
 
     def unread(self, args: Sequence[Any]) -> Sequence[int]:
-        """Returns the positions of tensors that a call writes to and on whose old content no result depends."""
+        """Returns the positions of written tensors whose old content affects no result."""
         return (3, 4) if self.name in NORMALIZES_BY_BATCH and len(args) > 5 and args[5] else ()
 
     def drops_from_buffer(self, args: Any, kwargs: Any) -> bool:
@@ -492,7 +492,7 @@ def routing_advice(operators: Sequence[str]) -> str:
     )
 
 
-#: Known facts, by the identity of operators, which the facts keep alive: operators hash by a Python function, integers do not.
+#: Known facts, by ``id`` of the operator, which the facts keep alive: hashing an operator itself would run Python code.
 KNOWN: dict[int, OpFacts] = {}
 
 
@@ -507,12 +507,12 @@ class CodeFacts(NamedTuple):
     """Facts of code that Inductor generated."""
 
     written: frozenset[int] | None  # the places of inputs that it writes to; None where unknown, or where it has other effects
-    devices: frozenset[torch.device]  # on which it makes tensors without a look at its inputs
+    devices: frozenset[torch.device]  # devices named in the code, on which it makes tensors
 
 
 _UNKNOWN = CodeFacts(None, frozenset())
 _known_code: weakref.WeakKeyDictionary[Any, CodeFacts] = weakref.WeakKeyDictionary()
-#: Modules of a graph's functions that are not operators: arithmetic of sizes, and parts of results.
+#: Python modules whose functions appear in graphs besides operators: arithmetic of sizes, and picking parts of results.
 _OF_NUMBERS = frozenset({"_operator", "builtins", "math"})
 
 

@@ -64,7 +64,7 @@ class Entry:
         return f"{self.operator}({', '.join(words)}){output}"
 
     def site(self) -> str:
-        """As in ``"model.py:12"``."""
+        """Returns the line of the call, as in ``"model.py:12"``."""
         code, line = self.place[:2]
         return "" if code is None else f"{os.path.basename(code.co_filename)}:{line}"
 
@@ -75,7 +75,8 @@ class Entry:
 class OperatorLog(QuietDispatchMode):
     """A dispatch mode which notes each operator of a run of a region, inner regions included."""
 
-    # Operators of a backward in the middle of the run are left out, except by a log with ``count``.
+    # A backward in the middle of the run is not the region's forward: its operators are left out. A log with ``count`` has them
+    # too, since a tape records them.
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
         # ``count`` is called as each operator begins, for ``Entry.mark``; it must not keep a frame alive.
@@ -150,7 +151,7 @@ def _listed(kinds: Iterable[Any]) -> str:
 
 
 class OperatorWatch(QuietDispatchMode):
-    """Tells observers of the operators of a region and of regions inside: the observers of the innermost region."""
+    """Tells observers of each operator in a region and its inner regions: the observers of the innermost region hear of it."""
 
     def __init__(self, replayed: Frame | None = None) -> None:
         super().__init__()

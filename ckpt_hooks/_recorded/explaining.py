@@ -64,7 +64,7 @@ def _in_words(shapes: list[tuple[int, ...]]) -> str:
 class OperatorLines:
     """The lines of the operators of an outermost region and of recorded regions inside."""
 
-    # ``Entry.mark`` is the number of the latest value before the operator: by this number an operator of the tape is found.
+    # ``Entry.mark`` is the number of the latest value before the operator: :meth:`_place_of` finds an operator by this number.
     __slots__ = ("_entries", "_latest", "_log", "_places", "_root")
 
     def __init__(self, tables: Tables) -> None:
@@ -91,7 +91,7 @@ class OperatorLines:
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook that notes the saving operator: the next to run, or the latest if it saves its result."""
+        """Returns a pack hook that notes which operator saves a tensor: the next, or the latest if the tensor is its result."""
         entries, places, latest = self._entries, self._places, self._latest
         explain = self._explain
 
@@ -100,7 +100,7 @@ class OperatorLines:
             place = len(entries) - (latest[0] == sequence_number())
             if isinstance(packed, KeptTensor):
                 packed = tracked(packed)
-                packed.needed_by = partial(explain, place, "Autograd saved it for")
+                packed.needed_by = partial(explain, place, "Autograd saved the tensor for")
             else:
                 places[id(packed)] = place
             return packed
@@ -110,17 +110,17 @@ class OperatorLines:
     def explain_saved(self, error: CheckpointError, handle: Any) -> None:
         saved = handle.value.saved
         if saved is not None and saved.by_policy:
-            self._explain(self._place_of(handle.value.number), "It is the result of", error)
+            self._explain(self._place_of(handle.value.number), "The tensor is the result of", error)
         else:
-            self._explain(self._places.get(id(handle), -1), "Autograd saved it for", error)
+            self._explain(self._places.get(id(handle), -1), "Autograd saved the tensor for", error)
 
     def explain_replay(self, error: CheckpointError, value: Value, steps: Iterable[Op | Value]) -> None:
         readers = [step.number for step in steps if isinstance(step, Op) and value in read_by(step)]
         if readers:
-            self._explain(self._place_of(min(readers)), "It is read by", error)
+            self._explain(self._place_of(min(readers)), "The tensor is read by", error)
 
     def explain_operator(self, error: CheckpointError, number: int) -> None:
-        self._explain(self._place_of(number), "In forward it was", error)
+        self._explain(self._place_of(number), "In forward the operator was", error)
 
     def _place_of(self, number: int) -> int:
         return bisect_left(self._entries, number, key=lambda entry: entry.mark) - 1
@@ -132,7 +132,7 @@ class OperatorLines:
 
 
 def _fingerprint(tensor: torch.Tensor) -> Any:
-    if tensor.is_nested:  # may have no shape
+    if tensor.is_nested:  # a nested tensor may have no shape
         return hash_of(tensor)
     return tuple(tensor.shape), tensor.dtype, tensor.device, hash_of(tensor)
 
@@ -246,6 +246,6 @@ class ComparedValues:
                 "Either an operator returns other results each time: keep its output by a policy. Or a mode around the region "
                 "changes results: enter the mode inside the region."
             )
-        words += "" if saved_by is None else f" It was saved by {saved_by}."
+        words += "" if saved_by is None else f" The tensor was saved by {saved_by}."
         words += "" if self._sampled is not None else modes_in_words(self.modes, users_modes())
         return DeterminismError(words, region=region, index=index, expected=before, found=after, grad_fn=saved_by)

@@ -52,7 +52,7 @@ Externals = list[weakref.ref[TrackedTensor]]
 
 
 class SplitReplay(Replay):
-    """The tensors of a frame for the two parts of a backward; owned by the frame, so it holds the frame weakly."""
+    """The tensors of a frame for the two parts of a backward; holds the frame weakly, since the frame owns this replay."""
 
     def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[TapeHandle]) -> None:
         Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
@@ -198,7 +198,8 @@ class RecordedFrame(Replayable):
         module: torch.nn.Module | None = None,
     ) -> None:
         parent = stack.innermost
-        # A frame directly inside another shares its tape. Not with a function frame in between, which reruns the inner frame.
+        # A frame directly inside a recorded frame shares the tape. With a function frame in between it has its own tape, since
+        # the function frame's rerun runs the inner frame again.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
         Frame.__init__(self, name, parent, settings.observers, module)
@@ -218,7 +219,7 @@ class RecordedFrame(Replayable):
         self._at_end = at_end  # called with the tape of an outermost frame before the tape is closed
         # Compares values on request, for the self-check, or inside of a user's dispatch mode; else None.
         self.compared: ComparedValues | None = None
-        # Saved-tensor hooks of the user or of ``offload_from``, inside the innermost function frame; None after the end.
+        # Saved-tensor hooks of the user, or of ``offload_from``, around this frame and inside of any function frame; else None.
         self.hooks_around: Hooks | None = None
         self._decisions = None if options.policy is None else Decisions(options.policy)
         self._respect_hooks = options.respect_hooks
@@ -312,7 +313,7 @@ class RecordedFrame(Replayable):
             if error is None and self.watch is None and self._decisions is None and not tape.watched:
                 tape.close()
             else:
-                close(error, tape.close, partial(self._tell, tape, error))  # both may call the user's hooks
+                close(error, tape.close, partial(self._tell, tape, error))  # both may call the user's hooks, which may raise
             return
         if outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer.draws_anew
@@ -388,7 +389,7 @@ class RecordedFrame(Replayable):
             is_value = (tape.is_of_function and tensor.requires_grad) or version_of(tensor) < 0
             store = tape.tables.store_of(tensor)
             if store.uninitialized:
-                value = tape.input_of(tensor, store)  # kept, with its content after later writes
+                value = tape.input_of(tensor, store)  # kept itself: backward sees later writes to unfilled memory
             elif store.external and tape.hooks is None and self.hooks_around is None and not is_value:
                 alias = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedTensor.of(alias, tensor._version, self.path)
@@ -427,7 +428,7 @@ class RecordedFrame(Replayable):
         holdings = held_in_graph(self.externals, seen)
         for value in self._values():
             if value.saved is not None:
-                seen.add(id(value.saved.memory))  # an alias of the tensor
+                seen.add(id(value.saved.memory))  # an alias of the tensor, not to be listed twice
                 holdings += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
             if value.op is not None:
                 holdings += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))

@@ -104,7 +104,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def read_sources() -> random.RandomStates:
-    """Returns the states of random sources except the CPU's generator, of which each draw is noted."""
+    """Returns the states of random sources except the CPU's generator, whose draws are noted one by one."""
     return None, random.read_devices(), tuple((source, source.read()) for source in random.TRACKED)
 
 
@@ -123,11 +123,11 @@ _written_at = functools.cache(functools.partial(Written, name="", counted=False,
 
 
 def _pack_saved(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Packs a tensor that a custom function saved; a ``pack`` of another tape recognizes this caller."""
+    """Packs a tensor that a custom function saved: a ``pack`` of a call on another tape recognizes this caller."""
     return pack(tensor)
 
 
-# The callers of a pack hook for a tensor that the function itself saved, not an operator in it.
+# Code that calls a pack hook for a tensor that the function itself saved, and not an operator in the function.
 _CALLERS = (APPLY_CODE, _pack_saved.__code__)
 
 
@@ -201,7 +201,7 @@ class FunctionCall:
             and not torch.is_grad_enabled()
         ):
             try:
-                for position in facts.tensors[len(args)]:  # as in ``_look_at``, written out: a microsecond an operator
+                for position in facts.tensors[len(args)]:  # ``_look_at`` written out: saves a microsecond an operator
                     address = storage_address(args[position])
                     if address not in stores and address not in born:
                         self._look_at(func, facts, args, kwargs)
@@ -285,13 +285,13 @@ class FunctionCall:
         return False
 
     def _lend(self, store: Store, *, is_seen: bool) -> None:
-        """Lets reruns write to a storage from outside with the contents of forward, if possible; else keeps the results."""
+        """Lets reruns repeat a write to an outside storage, from forward's contents, if possible; else keeps the results."""
         if id(store) in self._lent:
             return
         looked = [(tensor, image) for tensor, other, image in self._looked if other is store]
         places = [place for place, tensor in enumerate(self._tensors) if storage_of(tensor) == store.address]
-        # A rerun gets the noted content of an argument in a copy, or in place in a tensor of an object. Two arguments in one
-        # storage would need one copy. A tensor that requires grad becomes a result by the write (``mark_dirty``).
+        # A rerun gets forward's content in a copy of an argument, or in place in a tensor of an object. Not for two arguments
+        # in one storage, which would share a copy, nor with grad: the write makes such a tensor a result (``mark_dirty``).
         if store.external and not store.birth and len(looked) == len(places) == 1 and not looked[0][0].requires_grad:
             differing = is_seen and differs(*looked[0])  # True if a kernel wrote before: a copy made now is too late
             if isinstance(differing, Tensor):
@@ -331,7 +331,7 @@ class FunctionCall:
             elif not tensor.is_cpu and not tensor.is_meta and is_capturing(tensor.device.type):
                 self._is_capturing = True
             if store.external and store.birth:
-                # Made in the region, and taken for memory from outside since. A comparison of unfilled memory may miss a write.
+                # The region made this memory, which now counts as outside. A comparison of unfilled memory may miss a write.
                 self.keep("got memory made in the region that operators had not filled, or that was kept before")
                 written[id(store)] = store
             elif grad and not store.external and store.birth > start:
@@ -378,7 +378,7 @@ class FunctionCall:
                     pop_saved_tensors_hooks()
             self._finish(out)
         except BaseException:
-            if not self._is_settled:  # it may have written to arguments
+            if not self._is_settled:  # the function may have written to arguments
                 self.keep("raised")
                 self._settle()
             raise
@@ -498,7 +498,7 @@ class FunctionCall:
         if not is_born and (self.reason is not None or store is None or is_lent or type(tensor) not in PLAIN_OR_FAKE):
             on_tape = tables.stores.get(address or 0)
             if on_tape is None or on_tape.external or not on_tape.is_alive():  # else the tape has values in this memory
-                reason = self.reason or f"from {self._facts.name}, in memory which no operator of it made"
+                reason = self.reason or f"from {self._facts.name}, in memory that no operator in the function made"
                 tape.note_external(tensor, reason)
             return
         tables.number = number = tables.number + 1

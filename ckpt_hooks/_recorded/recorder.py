@@ -50,8 +50,8 @@ _was_seen = False
 class Recorder(SelectiveCheckpointContext):
     """Records for the outermost region of a thread, and for regions directly within it (Rule 14)."""
 
-    # Instructions of a small block's step that the fast paths save: to bypass :meth:`_record` a fifth, to write out
-    # :meth:`Tape.put` in the handler 3 to 5%, and in :meth:`_save`, under a policy, 5%.
+    # The fast paths save instructions of a small block's step: a fifth by bypassing :meth:`_record`, 3 to 5% by writing out
+    # :meth:`Tape.put` in the handler, and 5%, under a policy, by writing it out in :meth:`_save`.
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Recorder(SelectiveCheckpointContext):
 
     def _be_in(self, surroundings: Surroundings) -> None:
         if surroundings not in self._seen:
-            # To look among the latest four saves 13% of a small step that turns gradients off and on.
+            # Keeping the latest four for :meth:`_look` saves 13% of a small step that turns gradients off and on.
             self._seen = [surroundings, *self._seen[:3]]
         self._tape.surroundings = surroundings
         self._check = surroundings.switches.guard.check
@@ -101,7 +101,7 @@ class Recorder(SelectiveCheckpointContext):
         self._without_grad = not surroundings.grad
 
     def _look_closely(self, *, at_all: bool) -> None:
-        """Notes the surroundings for operators that depend on switches that change without notice."""
+        """Notes the surroundings again if switches outside of the guard have changed; only some operators depend on these."""
         surroundings = self._tape.surroundings
         try:
             if at_all:
@@ -117,7 +117,7 @@ class Recorder(SelectiveCheckpointContext):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func)) or facts_of(func)
         if self.paused:
-            if self._call is not None and self.paused == 1:  # not paused, but in a custom function
+            if self._call is not None and self.paused == 1:  # no pause is open: ``run_function`` has set the count
                 return self._call.run_operator(func, facts, args, kwargs or _NO_KWARGS, self._record)
             out = facts.call(*args, **(kwargs or _NO_KWARGS))
             count_writes(func, args)
@@ -182,7 +182,7 @@ class Recorder(SelectiveCheckpointContext):
         if not facts.single or type(out) is not Tensor:
             tape.note(op, values, out)
             return out
-        # As :meth:`Tape.put` does it, written out.
+        # :meth:`Tape.put` written out, for speed.
         try:
             address = storage_address(out)
         except NotImplementedError:  # it has no storage
@@ -220,7 +220,7 @@ class Recorder(SelectiveCheckpointContext):
     @skipped
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
         tape = self._tape
-        if tape.is_in_frame and graph_task_id() != tape.task:  # as in :meth:`_record`
+        if tape.is_in_frame and graph_task_id() != tape.task:  # a backward within forward: see :meth:`_record`
             return run_watched(around, function, args, kwargs)
         if not self._check():
             self._look()
@@ -237,7 +237,7 @@ class Recorder(SelectiveCheckpointContext):
         return writes.run_unseen(self._tape, writer, args, call)
 
     def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Runs an operator that is no view, and keeps its results without its arguments."""
+        """Runs an operator other than a view, and keeps the results but not the arguments."""
         out = facts.call(*args, **kwargs)
         tape, tables = self._tape, self._tables
         for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):

@@ -113,7 +113,7 @@ def plan_for(
             continue
         op, before = value.op, value.before
         assert op is not None
-        # The outer frame brings back values after a write to a storage older than the region: it may hold views of the storage.
+        # The outer frame brings back values after a write to a storage older than the region: its replay may hold views there.
         if (op.number if before is None else value.store.birth) <= start:
             work.crossing.append(value)
             continue
@@ -291,7 +291,7 @@ class ReplayContext:
             self._move(surroundings.current)
         set_grad_enabled(surroundings.grad)
         undo = switches.enter(surroundings.switches)
-        # The first undo that changed a switch has the switches from before the replay; later undos have an operator's.
+        # The first undo that changed a switch has the switches from before the replay; later undos have an operator's switches.
         if self._undo is None or (undo[1] is not None and self._undo[1] is None):
             self._undo = undo
 
@@ -344,7 +344,7 @@ class Replayable(Frame):
     lines: OperatorLines | None  # the lines of operators, in debug mode; else None
     outer: Replayable | None  # the recorded frame directly outside, on the same tape
     start: int  # the number of the latest value when the frame began
-    # Tensors on devices, each with the name of a custom function: whether the function wrote unseen to an argument.
+    # Boolean tensors on devices, each with the name of a custom function: whether it wrote unseen to an argument.
     unseen: list[tuple[torch.Tensor, str]]
     # Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to decide by :attr:`bytes`.
     whole: bool | None
@@ -475,12 +475,12 @@ class Replay:
                     self._let_go((op.before,))
                     continue
                 assert isinstance(op, Op)
-                # Operators in a row mostly share the object, so that only a change of surroundings costs time.
+                # Operators in a row mostly share an object of surroundings, so only a change costs time.
                 if op.surroundings is not surroundings:
                     surroundings = op.surroundings
                     context.under(surroundings, tensors)
                 facts = op.facts
-                if op.call is None:  # for other operators it is written out below, which saves 8% of a small block's step
+                if op.call is None:  # the lines below run other operators, which saves 8% of a small block's step
                     self._run_any(op, context)
                     continue
                 args = op.args.copy()

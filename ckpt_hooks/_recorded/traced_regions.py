@@ -47,7 +47,7 @@ class _TracedRegion:
 
 
 class _Compilation:
-    """The regions traced in the present compilation, and the configs from before."""
+    """The regions traced in the present compilation, and the compile configs that were set before."""
 
     def __init__(self) -> None:
         self.regions: dict[int, _TracedRegion] = {}
@@ -153,13 +153,13 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
     if not isinstance(node.target, OVERLOAD):
         return False
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-    # Operators without gradients count as operators of running compiled code. A policy may ask for the node's modules.
+    # With gradients off, operators count as part of running compiled code. A policy may ask for the node's modules.
     with torch.enable_grad(), preserve_node_meta(), set_current_meta(node):
         facts, output = facts_of(node.target), node.meta.get("val")
         return decisions.decide(SelectiveCheckpointContext(), facts, args, kwargs, output) != RECOMPUTE
 
 
-#: Attributes that change as regions ask a policy, so that they are not part of the key.
+#: Attributes that change as regions ask a policy, so they must not be part of the compile cache's key.
 _LEARNED = frozenset({"decisions", "expects", "looked_through", "tables"})
 
 

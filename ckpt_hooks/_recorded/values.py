@@ -57,7 +57,7 @@ class Store:
     )
 
     address: int  # the address of the storage object
-    birth: int  # the number of the first value in the storage; 0 for a storage from outside
+    birth: int  # the number of the first value in the storage; 0 if the storage was there before
     external: bool  # whether the contents come from outside: tensors in the storage are kept, not brought back
     uninitialized: bool  # whether no operator has filled the storage yet
     written: bool  # whether an operator on the tape wrote to the storage
@@ -83,7 +83,7 @@ class Store:
 
 FROM_OUTSIDE = Cause(Reason.INPUT)
 
-#: In place of the state that an operator drew from: a replay draws new numbers.
+#: Takes the place of a generator's state in ``Op.draw``: a replay draws new numbers.
 ANEW: Any = object()
 
 
@@ -310,7 +310,7 @@ def _gone() -> None:
     """Takes the place of a weak reference."""
 
 
-_NOBODY: Any = ()  # takes the place of members
+_NOBODY: Any = ()  # takes the place of the list of members in closed tables
 #: Takes the place of a storage when only the fate of its tensors will be asked for.
 _MADE = new_store(0, 0)
 
@@ -330,7 +330,7 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 def _share_versions(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a write to a tensor counts as a write to the other."""
+    """Whether two tensors share a version counter: a write to the first moves the version of the second."""
     if tensor is other:
         return True
     if tensor.is_inference() or other.is_inference():

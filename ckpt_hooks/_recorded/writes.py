@@ -71,7 +71,8 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         value = _alone(tape, facts, args[0])
         if value is not None:
             return _run_writing_alone(tape, value, func, facts, args, kwargs)
-        # A counter of batches, say: no value depends on its old content, and a tensor read later is copied at the end.
+        # The tape has nothing in this memory, such as a counter of batches: no replay needs the write, and a tensor read there
+        # later is copied at the end.
         if _is_unmet(tape, args[0]):
             store = tape.tables.store_of(args[0])
             store.written = True
@@ -104,7 +105,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         copy_held(tape, external.values())
         try:
             out = facts.call(*args, **kwargs)
-        finally:  # it may have written before it raised
+        finally:  # the operator may have written before it raised
             after_external(tape, external.values(), quiet)
         count_writes(func, args)
         return out
@@ -144,7 +145,7 @@ def _alone(tape: Tape, facts: OpFacts, target: torch.Tensor) -> Value | None:
 
 
 def _is_unmet(tape: Tape, target: torch.Tensor) -> bool:
-    """Whether the tape has no tensor in the memory of a tensor."""
+    """Whether the tape has seen no tensor in the memory of a write's target."""
     tables = tape.tables
     if type(target) not in PLAIN_OR_FAKE or id(target) in tables.inputs or tables.value_now(target) is not None:
         return False
@@ -156,7 +157,7 @@ def _run_writing_alone(tape: Tape, before: Value, func: Any, facts: OpFacts, arg
     tables, store, target = tape.tables, before.store, args[0]
     op, recorded, present = Op(), list(args), [0]
     recorded[0] = before
-    for position in facts.tensors[len(recorded)][1:]:  # as ``op_of`` does it, written out: 1% of a small block with dropouts
+    for position in facts.tensors[len(recorded)][1:]:  # ``op_of`` written out: saves 1% of a small block with dropouts
         tensor = recorded[position]
         if isinstance(tensor, Tensor):
             value = tables.known.get(id(tensor))
@@ -228,7 +229,7 @@ _READ_BEFORE = Cause(Reason.INPUT, "read from memory that was overwritten since"
 
 def _readers_of(tape: Tape, reference: weakref.ref[Value], others: int, most: int) -> Sequence[tuple[Value, torch.Tensor]]:
     """Returns the results of all readers of a value, to keep in place of its copy; none if they are not smaller."""
-    # As for a memory bank, from which forward reads a few rows before it overwrites others.
+    # This saves memory for a memory bank, from which forward reads a few rows before it overwrites other rows.
     value, results, nbytes, reads = reference(), [], 0, 0
     for result in tape.tables.known.values():
         op = result.op
@@ -358,7 +359,7 @@ def look_at_handles(
 
 
 def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> torch.Tensor | None:
-    """Returns a view of a storage with the layout of ``tensor``, the copy of a dead tensor; None if no face fits."""
+    """Returns a view of a storage with the layout of ``tensor``, a replayed copy of a dead tensor; None if no face fits."""
     if storage_address(tensor) == store.address:
         return tensor
     for face in faces:
@@ -396,7 +397,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
     else:
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
-        decide(tape, facts, arguments, kwargs, out)  # only for the policy to hear of it: results are kept in any case
+        decide(tape, facts, arguments, kwargs, out)  # the policy only sees the operator: results are kept in any case
     for tensor in instances_in(out, Tensor):
         if not (facts.is_compiled and any(tensor is source for source in inputs)):
             tape.note_external(tensor, f"returned by {func}")
@@ -416,7 +417,7 @@ def _run_opaque(tape: Tape, name: str, tensors: list[torch.Tensor], stores: Coll
 
 
 def run_unseen(tape: Tape, writer: str, args: Any, call: Callable[[], Any]) -> Any:
-    """Runs a call that writes without operators; its arguments are tensors from outside from then on."""
+    """Runs a call that writes without operators; from then on its arguments count as tensors from outside."""
     tensors = tensors_in(args)
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
     return _run_opaque(tape, writer, tensors, stores.values(), call)
@@ -445,7 +446,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     bumped = [counter_of(tape.tables, target)]
     out = facts.call(*args, **kwargs)
     if tape.decisions is not None:
-        decide(tape, facts, args, kwargs, out)  # only for the policy to hear of it: a view is never kept
+        decide(tape, facts, args, kwargs, out)  # the policy only sees the operator: a view is never kept
     for holder in store.held or ():
         value = holder()
         if value is not None and value.saved is not None and value.saved.version is not None:
@@ -457,7 +458,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     tape.tables.number = op.number = tape.tables.number + 1
     store.written = store.written or not store.external
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
-    # After ``set_`` this tensor may write to the other storage while the tape knows no tensor there.
+    # After ``set_`` the program may write to another storage by this tensor, though the tape knew no tensor there.
     if storage_of(target) != store.address:
         tape.note_external(target, f"given to another tensor by {facts.operator}")
     return out

@@ -43,7 +43,7 @@ def test_a_tensor_that_a_replay_reads(whole):
     mask.zero_()
     message = message_of(y)
     assert "needs (from outside of the region) has been modified by an inplace operation" in message.split("\n")[0]
-    assert "It is read by aten.add.Tensor(float64[3] on cpu, float64[3] on cpu) -> float64[3] on cpu" in message.split("\n")[1]
+    assert "is read by aten.add.Tensor(float64[3] on cpu, float64[3] on cpu) -> float64[3] on cpu" in message.split("\n")[1]
     assert message.split("\n")[2].startswith(f"  at {place(block, '# reads it')} in block()")
 
 
@@ -87,7 +87,7 @@ def test_a_result_kept_by_a_policy():
     with torch.no_grad():
         h.detach().mul_(2)
     message = message_of(y)
-    assert "It is the result of aten.exp.default(float64[3] on cpu) -> float64[3] on cpu" in message
+    assert "The tensor is the result of aten.exp.default(float64[3] on cpu) -> float64[3] on cpu" in message
     assert place(block, "# kept") in message
 
 
@@ -105,7 +105,7 @@ def test_a_leaf_that_autograd_saved(observed):
     with torch.no_grad():
         w.zero_()
     message = message_of(y)
-    assert "Autograd saved it for aten.mul.Tensor(float64[3] on cpu, float64[3] on cpu)" in message
+    assert "Autograd saved the tensor for aten.mul.Tensor(float64[3] on cpu, float64[3] on cpu)" in message
     assert place(block, "# saves it") in message
 
 
@@ -119,7 +119,7 @@ def test_a_result_of_another_shape():
     x.data.neg_()
     with pytest.raises(DeterminismError) as caught:
         y.sum().backward()
-    assert "In forward it was aten.nonzero.default(bool[3] on cpu) -> int64[2, 1] on cpu" in str(caught.value)
+    assert "In forward the operator was aten.nonzero.default(bool[3] on cpu) -> int64[2, 1] on cpu" in str(caught.value)
     assert place(block, "# chooses") in str(caught.value)
 
 
