@@ -1254,7 +1254,7 @@ CALLS = {
         "memory_budget should be a number of bytes, .* but got -3": lambda: planned(budget=-3),
         r"plan should be an object with blocks, budget": lambda: Plan.from_json({"version": 1}),
         "blocks=.* selects no module": lambda: planned(blocks=""),
-        "blocks has a policy for '0'.*Write None in its place": lambda: planned(blocks={"*": "dots_saveable"}),
+        "blocks has a policy for '0'.*Write None in place of it": lambda: planned(blocks={"*": "dots_saveable"}),
         "chunks='lost' selects no module.*Write a module's name, such as '0'": lambda: planned(chunks={"lost": (1, 8)}),
         r"chunks should be modules inside or outside of blocks, .* but got \['0', '1'\].*Name modules inside": lambda: planned(
             chunks={"*": (1, 2)}
@@ -1279,7 +1279,7 @@ CALLS = {
     BudgetTooSmallError: {
         "No plan fits 1 bytes: the least peak": lambda: planned(budget=1, blocks=["1"]),
         "of which margin leaves 10.0% free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
-        "The tightest plan is above the limit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
+        "The tightest plan does not fit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },
     RuntimeError: {
         "a plan or an estimate would run inside of region 'block'.*outside of regions": lambda: within_a_region(planned),

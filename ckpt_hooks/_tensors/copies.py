@@ -28,7 +28,7 @@ from ckpt_hooks._torch.tensors import (
 
 from .nested import replaced_in
 
-#: Types of tensors without a subclass's behaviour.
+#: Types of tensors without a subclass's behavior.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 #: Plain types, and fake tensors, which have no values.
@@ -78,11 +78,11 @@ def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Ten
         with torch.inference_mode(False):
             return _copy_of(tensor, strides)
     if strides is None and tensor.is_contiguous():
-        return (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
+        return (tensor.detach() if tensor.requires_grad else tensor).clone()  # ``clone`` keeps the strides of dense tensors
     strides = tensor.stride() if strides is None else strides
     stored = _stored(tensor.detach(), strides)
-    copy = stored.new_empty_strided(stored.shape, strides)  # of the same class
-    copy.copy_(stored)  # where windows overlap, elements which share a place are equal
+    copy = stored.new_empty_strided(stored.shape, strides)  # keeps the tensor's class
+    copy.copy_(stored)  # elements that share a place are equal, so the order of writes does not matter
     if copy.shape != tensor.shape:
         copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
     return copy
@@ -155,13 +155,13 @@ def _unviewed(tensor: torch.Tensor) -> torch.Tensor:
     return _Alias.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
-#: Shape, strides and offset of a view's base in their memory, and the offset of the view. Empty where ``as_strided`` of the
-#: base does not make the view, as of another dtype.
+#: Shape, strides and offset of a view's base in the shared memory, and the offset of the view. Empty where ``as_strided`` of
+#: the base cannot make the view, such as a view of another dtype.
 Base = tuple[Any, ...]
 
 
 def base_of(tensor: torch.Tensor) -> Base | None:
-    """Returns where the base of a view is; None for a tensor that is no view."""
+    """Returns the place of a view's base in memory; None for a tensor that is no view."""
     base = tensor._base
     if base is None or not is_dense(tensor):
         return None
@@ -172,7 +172,7 @@ def base_of(tensor: torch.Tensor) -> Base | None:
 
 def as_view(tensor: torch.Tensor, base: Base | None) -> torch.Tensor:
     """Returns a view with the memory, gradient edge and version of a tensor that is no view; the tensor if ``base`` is None."""
-    # Compiled code needs the view: AOTAutograd detaches a view before it saves it, and Dynamo compares the sizes of its base.
+    # Compiled code needs the view: AOTAutograd detaches views before saving, and Dynamo compares the sizes of a view's base.
     if base is None:
         return tensor
     view: torch.Tensor = past_all_modes(tensor, _view, tensor, base)
@@ -265,7 +265,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits. True for tensors of a class without accessible bits: sparse, quantised, fake."""
+    """Whether two tensors hold the same bits. True for tensors of a class without accessible bits: sparse, quantized, fake."""
     if not (is_plain(tensor) and is_plain(other)):
         return type(tensor) is type(other) and tensor.is_nested is other.is_nested
     if tensor.shape != other.shape or tensor.dtype is not other.dtype:
@@ -273,7 +273,7 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.is_meta or bool(past_all_modes(tensor, lambda: torch.equal(bits_of(tensor), bits_of(other))))
 
 
-#: The content of a tensor at a moment: of contiguous memory of the host as bytes, else a copy.
+#: The content of a tensor at some moment: bytes if the tensor is contiguous on the host, else a copy.
 Image = bytes | torch.Tensor
 
 
@@ -318,7 +318,7 @@ def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | No
     if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
         tensor.data, fits = layout, True
     if not has_storage(tensor):
-        tensor.untyped_storage().resize_(_needed(tensor))  # a rerun has freed it
+        tensor.untyped_storage().resize_(_needed(tensor))  # a rerun has freed the memory
     if not fits:
         tensor.data = copy_of(content)  # an observer of quantization gave the tensor another shape
     elif 0 in tensor.stride():
@@ -328,7 +328,7 @@ def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | No
 
 
 def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]]) -> None:
-    """Gives each tensor a content and a version, and the memory and layout of its earlier alias, where there is an alias."""
+    """Gives each tensor a content and a version, and the memory and layout of an earlier alias, if there is any."""
     grad_enabled = torch.is_grad_enabled()
     set_grad_enabled(False)
     filled: list[torch.Tensor] = []

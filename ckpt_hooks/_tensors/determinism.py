@@ -46,7 +46,7 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 
 def _parts_of(tensor: torch.Tensor) -> list[Any]:
     """Returns the tensors and numbers which make up a tensor of another class or layout: all its state."""
-    if tensor.layout is torch.jagged:  # its other attributes are caches
+    if tensor.layout is torch.jagged:  # other attributes of such a tensor are caches
         return [tensor.values(), tensor.offsets(), tensor.lengths()]  # type: ignore[attr-defined]
     parts = parts_of(tensor)
     if parts is not None:
@@ -94,7 +94,7 @@ _ODD = 0x100000001B3
 
 def _hash_of_rows(integers: torch.Tensor, after: int = 0) -> torch.Tensor:
     """Returns a hash of rows; ``after`` is the number of rows that follow in the tensor."""
-    if integers.dtype is torch.int64:  # as pairs of int32: round float64s end in zeros, and their sums overflow
+    if integers.dtype is torch.int64:  # as pairs of int32: the low bits of round float64s are zeros, and sums overflow
         if not integers.dim() or integers.stride(-1) != 1:
             integers = integers.clone(memory_format=torch.contiguous_format).reshape(integers.shape or 1)
         integers = integers.view(torch.int32)
@@ -124,7 +124,8 @@ def hash_of(tensor: torch.Tensor) -> Any:
     if count == 0:
         return None
     row = tensor.shape[-1] if tensor.dim() and not tensor.is_complex() else 1
-    # A row is one of the last dimension, or _ROW bytes if the rows there are long, or many and short, whatever the layout.
+    # A row is a row of the last dimension, or _ROW bytes if such rows are too long, or too many and too short; so equal shapes
+    # have equal rows, whatever the layout.
     if row * width <= _COPIED and count <= row * max(_ROWS, count * width // _ROW):
         is_split = width == 8 and not tensor.is_complex()
         is_copied = tensor.is_conj() or tensor.is_neg() or (is_split and tensor.stride()[-1:] != (1,))
@@ -148,7 +149,7 @@ _PART = 1 << 20  # numbers hashed at once, each with a weight
 
 def hash_in_order(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a hash of a plain tensor's bits and of their places, on its device."""
-    # A gigabyte takes 0.1 s on an accelerator, and 1 s on a core of a host, as long as a conversion.
+    # A gigabyte takes 0.1 s on an accelerator, and 1 s on a core of a host, like a conversion to another dtype.
     integers = bits_of(tensor).contiguous().view(-1)
     integers = integers.view(torch.int32) if integers.dtype is torch.int64 else integers
     weights = torch.arange(1, min(_PART, len(integers)) + 1, device=tensor.device)
@@ -172,7 +173,7 @@ def ordered_hash_of(tensor: torch.Tensor) -> Any:
     return hash_in_order(tensor) if _has_bits(tensor) else _of_parts(ordered_hash_of, tensor)
 
 
-# Projections, by which results of kernels that add in another order are close
+# Projections: close to each other for results that kernels add up in another order
 
 #: Dtypes that convert to float32.
 _NUMBERS = frozenset(
@@ -184,8 +185,8 @@ _NUMBERS = frozenset(
     )
 )
 
-_PROJECTED = 1 << 18  # numbers at once
-_MIXERS = (-0x61C88647, -0x7A143589, -0x3D4D51C3)  # odd, of xxHash
+_PROJECTED = 1 << 18  # numbers projected at once
+_MIXERS = (-0x61C88647, -0x7A143589, -0x3D4D51C3)  # odd factors, from xxHash
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -203,7 +204,7 @@ def _signs(device: torch.device, count: int) -> torch.Tensor:
         for factor in _MIXERS:
             places.add_(1).mul_(factor).bitwise_xor_(places >> 15)
         part.copy_(places.bitwise_and_(1 << 8)).div_(-128).add_(1)
-    signs[-1].item()  # waits, once a device, since other streams read them too
+    signs[-1].item()  # waits, once for each device, since other streams read the signs too
     return signs
 
 
@@ -234,10 +235,10 @@ _COLUMNS = 1 << 10
 
 
 def _sums_on(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Tensor:
-    """Returns four sums of numbers with signs. A number's sign is the product of its column's and its row's."""
+    """Returns four signed sums of numbers: a number's sign is the sign of its column times the sign of its row."""
     first, whole = 4 * (_COLUMNS + start // _COLUMNS % (_PROJECTED // 8)), len(numbers) // _COLUMNS
     columns, rows = signs[: 4 * _COLUMNS].view(-1, 4), signs[first : first + 4 * (whole + 1)].view(-1, 4)
-    # A product reads the numbers once, four sums four times.
+    # A matrix product reads the numbers once; four sums would read them four times.
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
         sums = ((numbers[: whole * _COLUMNS].view(whole, _COLUMNS) @ columns) * rows[:whole]).sum(0)
         rest = numbers[whole * _COLUMNS :]
@@ -252,15 +253,15 @@ def _sums_on_device(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> t
 
 def projections_of(tensor: torch.Tensor) -> Any:
     """Returns a tensor's squared norm and four projections on signs, the same for any layout; None without values."""
-    # The result is on the tensor's device. After these five come the count and places of numbers that are not finite, and the
-    # unit of the five.
+    # The result is on the tensor's device. After these five numbers come the count of numbers that are not finite, a sum of
+    # their hashed places, and the unit in which the five are measured.
     if not _has_bits(tensor):
         return _of_parts(projections_of, tensor)
     if tensor.numel() == 0:
         return None
     tensor = tensor.detach() if tensor.dtype in _NUMBERS else bits_of(tensor)
     per = 2 if tensor.is_complex() else 1
-    at_once = _PROJECTED if is_on_host(tensor) else 4 * _PROJECTED  # most time there is spent starting kernels
+    at_once = _PROJECTED if is_on_host(tensor) else 4 * _PROJECTED  # on a device most time goes into starting kernels
     size = at_once // max(per, tensor.itemsize // 4)
     signs, projections, start = past_all_modes(tensor, _signs, tensor.device, at_once + _PROJECTED), [], 0
     for piece in _pieces(tensor, size):
@@ -282,14 +283,14 @@ def projections_of(tensor: torch.Tensor) -> Any:
 
 
 def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
-    """Whether two results of :func:`projections_of`, as numbers, differ by no more than another order of adding makes."""
+    """Whether two results of :func:`projections_of`, as numbers, differ by no more than another order of additions explains."""
     if isinstance(expected, list) and isinstance(recomputed, list):
         return len(expected) == len(recomputed) and all(map(are_close, expected, recomputed, [dtype] * len(recomputed)))
     if not (isinstance(expected, (tuple, array)) and isinstance(recomputed, (tuple, array))):
         return expected is None or recomputed is None or bool(expected == recomputed)
     numbers, other = tuple(expected), tuple(recomputed)
     if len(numbers) != len(other):
-        return True  # a hash and projections: ``use_deterministic_algorithms`` was called in between
+        return True  # a hash, and projections: ``use_deterministic_algorithms`` was called between the two runs
     if len(numbers) == 1:  # a hash
         return numbers == other
     if numbers[5:7] != other[5:7]:
@@ -323,7 +324,7 @@ def first_difference(expected: Sequence[Any], actual: Sequence[Any]) -> int | No
     differs: list[int] = []
     tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, (before, after) in enumerate(zip(expected, actual, strict=True)):
-        if before is None or after is None:  # a run took no fingerprint
+        if before is None or after is None:  # one of the runs took no fingerprint
             continue
         if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
             if not _equal(before, after):
@@ -347,12 +348,12 @@ def _is_any(tensor: torch.Tensor) -> bool:
 
 
 def _is_random_state(tensor: torch.Tensor) -> bool:
-    # Two integers of 64 bits, or a number each for seed and offset. Lengths of sequences, saved as well, have 32 bits.
+    # The state is two 64-bit integers, or scalars for seed and offset. Lengths of sequences, saved as well, have 32 bits.
     return tensor.dtype in (torch.int64, torch.uint64) or tensor.dim() == 0
 
 
 def _is_bytes_or_statistics(tensor: torch.Tensor) -> bool:
-    # Running statistics are saved too, which the operator itself updates; in training backward does not use them.
+    # Running statistics are saved too: the operator itself updates them, and backward of training does not read them.
     return tensor.dtype is torch.uint8 or tensor.dim() == 1
 
 
@@ -364,9 +365,9 @@ _RRELU = "RreluWithNoise"
 _FUSED = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FusedAttentionOverrideable")
 _NORMS = ("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm", "BatchNormWithUpdate", "BatchNormNoUpdate")
 
-#: Nodes of operators that save memory partly unfilled, with a test for these tensors, all without gradient: oneDNN's workspace,
-#: the paths of shorter sequences, the noise of a leaky rectifier in evaluation; the generator's state of attention without
-#: dropout; and workspaces of cuDNN and MIOpen, of which only the library knows the filled part.
+#: For nodes of operators that save partly unfilled memory, a test for such tensors, all without gradient. By line: oneDNN's
+#: workspace, the paths of shorter sequences in CTC loss, the noise of RReLU in evaluation; the generator's state of attention
+#: without dropout; workspaces of cuDNN and MIOpen, whose filled part only the library knows.
 _UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {
     **dict.fromkeys(("MkldnnRnnLayer", "CtcLoss", _RRELU), _is_any),
     **dict.fromkeys((*_FUSED, *(f"ScaledDotProduct{name}" for name in _FUSED)), _is_random_state),
@@ -391,12 +392,12 @@ def may_be_unfilled(node: Any, tensor: torch.Tensor) -> bool:
 
 def _node_at_work(tensor: torch.Tensor) -> Any:
     """Returns the node which is saving its own result ``tensor``; None if the tensor is no result of that node."""
-    node = None if tensor._is_view() else tensor.grad_fn  # asking a view may make another node
+    node = None if tensor._is_view() else tensor.grad_fn  # a view may make a new node when asked for ``grad_fn``
     return None if node is None or node_number(node) != sequence_number() - 1 else node
 
 
 class Twice(NamedTuple):
-    """The fingerprints of a tensor when it was saved and when forward ended: batch normalization writes without a version."""
+    """The fingerprints of a tensor when saved and when forward ended: batch normalization writes without counting a version."""
 
     saved: Any
     ended: Any
@@ -456,9 +457,9 @@ class Fingerprints:
         saved = [(index, self.taken[index]) for index, *_ in self._late]
         for index, _ in saved:
             self.taken[index] = None
-        self._waiting, self._sequence = self._late, -2  # a number that no node has
+        self._waiting, self._sequence = self._late, -2  # no node has this number, so no tensor counts as unfilled
         self.finish()
         for index, fingerprint in saved:
             if self.taken[index] is not None:
                 self.taken[index] = Twice(fingerprint, self.taken[index])
-        self.taken = []  # the frame has them, and the pack hook keeps this object alive
+        self.taken = []  # the frame has the fingerprints; the pack hook, which keeps this object alive, needs none

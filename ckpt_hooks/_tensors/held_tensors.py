@@ -1,4 +1,4 @@
-"""Holders of tensors until backward: of the tensor, of memory that an owner refills, by hooks, on the host, or lost.
+"""Holders of tensors until backward: the tensor itself, memory that an owner refills, hooks, a copy on the host, or nothing.
 
 :meth:`HeldTensor.sealed` decides which; :meth:`HeldTensor.get` returns the tensor of forward, or raises
 :class:`MutationError`.
@@ -44,7 +44,7 @@ class HeldTensor:
 
     tensor: torch.Tensor | None  # None where hooks or the host have it
     memory: torch.Tensor | None  # an alias in forward's memory with its own version, if the tensor may get other memory
-    version: int | None  # when sealed, or when read for a leaf; None before, and if writes are not counted
+    version: int | None  # the tensor's, at sealing or at the read of a leaf; None before, and if torch counts no writes
     cause: Cause
     path: RegionPath
     is_fickle: bool  # whether later writes are likely, since the region wrote to the memory
@@ -66,7 +66,7 @@ class HeldTensor:
         return tensor is not None and (storage_of(tensor) or 0) == address
 
     def find(self) -> torch.Tensor:
-        """Returns the tensor; another tensor in the memory of forward, if the tensor was given other memory since."""
+        """Returns the tensor, or an alias in the memory of forward if the tensor was given other memory since."""
         tensor, memory = self.tensor, self.memory
         assert tensor is not None
         if memory is None:
@@ -89,7 +89,7 @@ class HeldTensor:
         self.tensor, self.memory, self.version, self.faces = copy_in(self.find(), clones), None, None, ()
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Returns the holder of the tensor for after the outermost region; from now on versions tell of writes."""
+        """Returns the holder to use after the outermost region; from now on a changed version is an error."""
         alias, tensor = self.find(), self.tensor
         assert tensor is not None
         if tensor is not alias and not is_kept_anyway(tensor) and layout_of(tensor) != layout_of(alias):
@@ -109,7 +109,7 @@ class HeldTensor:
             return HeldByHooks(tensor, hooks, self.path, self.cause, self.faces)
         if not tensor.requires_grad:
             return self
-        # The tensor itself would own this graph after a later write in place.
+        # After a later write in place the tensor itself would own this graph, which would own the tensor.
         self.tensor, self.memory = counted_detach(tensor), None
         return self
 
@@ -119,13 +119,13 @@ class HeldTensor:
             self._check_faces()
         tensor = self.tensor
         assert tensor is not None
-        # The version comes first: a write may have come before the tensor was given other memory.
+        # The version is checked first: a write may have come before the tensor was given other memory.
         if self.version is not None and (
             tensor._version != self.version or (fused_steps.count > self.steps and stepped_since(tensor, self.steps))
         ):
             raise self._mutated(tensor, self.version)
         memory = self.memory
-        # A fast path for most tensors, with the result of the lines below: 1% of a small block's step.
+        # A fast path for most tensors, with the result of the lines below: it saves 1% of a small block's step.
         is_there = type(memory) is torch.Tensor and storage_address(tensor) == storage_address(memory) and memory.data_ptr()
         if memory is not None and is_there:
             return memory
@@ -170,7 +170,7 @@ class HeldRefilled(HeldTensor):
         return self
 
     def unmodified(self) -> torch.Tensor:
-        """Returns the tensor, to be borrowed before a read if the memory is freed; raises if tensor or source was modified."""
+        """Returns the tensor, whose memory has to be borrowed if it is freed; raises if tensor or source was modified."""
         tensor, source = self.tensor, self.source
         assert tensor is not None
         if self.version is not None and tensor._version != self.version:
@@ -290,7 +290,7 @@ class Lost(HeldTensor):
         self._why, self._detail = why, detail
 
     def copy(self, clones: Clones) -> None:
-        """Does nothing: it is too late."""
+        """Does nothing: the content is already gone."""
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         return self

@@ -41,7 +41,7 @@ _registered: list[tuple[str, Callable[[], Finder]]] = []
 
 
 def register_finder(framework: str, load: Callable[[], Finder]) -> None:
-    """Registers a framework's finder, which ``load`` returns at the first question."""
+    """Registers a framework's finder, which ``load`` returns when it is first needed."""
     _registered.append((framework, functools.cache(load)))
 
 
@@ -66,12 +66,12 @@ _lock = threading.RLock()
 
 
 def is_lent(owner: Owner) -> bool:
-    """Whether a replay has borrowed the memory of an owner, which would be freed with the last use."""
+    """Whether a replay has borrowed the memory of an owner: the memory is freed after the last use."""
     return owner in _loans
 
 
 def borrow(owner: Owner) -> FilledMemory | None:
-    """Has the memory of an owner filled until :func:`give_back`; returns None if it was there without a loan, and so stays."""
+    """Fills the memory of an owner until :func:`give_back`; returns None if the memory was filled without a loan, and stays."""
     with _lock:
         free, loan = owner.fill(), _loans.get(owner)
         if loan is None:
@@ -85,7 +85,7 @@ def borrow(owner: Owner) -> FilledMemory | None:
 
 
 def give_back(owner: Owner, loan: FilledMemory) -> None:
-    """Ends a use of borrowed memory; the last user has it freed."""
+    """Ends a use of borrowed memory, and frees the memory after the last use."""
     with _lock:
         loan.users -= 1
         if not loan.users:

@@ -1,4 +1,4 @@
-"""The self-check: samples of the values of a pass, and what becomes of a difference."""
+"""The self-check: samples of the values of a pass, and the error or warning for a difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 from .determinism import are_close, is_on_host, is_opaque, ordered_hash_of, projections_of
 
 _ADVICE = (
-    "Let the recompute find what forward found: draw from torch's generators or name the generator by ckpt_hooks.track_rng, "
+    "Make the recompute compute the same values: draw from torch's generators or name the generator by ckpt_hooks.track_rng, "
     'and keep state on the module. Or write `with checkpoint_region():`, which runs Python once. determinism_check="metadata" '
     "switches this check off."
 )
@@ -53,7 +53,7 @@ class Sampled:
 
 def sample_of(tensor: torch.Tensor) -> Any:
     """Returns projections of a tensor, or a hash of the bits where deterministic algorithms are asked for."""
-    # Otherwise kernels may add in another order each time: on accelerators, and in an accumulating ``index_put`` on a host.
+    # Nondeterministic kernels may add in another order each time: on accelerators, in an accumulating ``index_put`` on a host.
     on_host = is_on_host(tensor)
     if is_opaque(tensor) or (not (on_host or tensor.is_meta) and is_capturing(tensor.device.type)):
         return None
@@ -91,7 +91,7 @@ def _in_numbers(sample: Any, numbers: dict[int, tuple[Any, ...]]) -> Any:
 
 def others(samples: Sequence[Any], values: Sequence[Any]) -> list[int]:
     """Returns the indices of values that differ from the noted samples by more than the order of additions explains."""
-    pairs = enumerate(zip(samples, values, strict=False))  # a rerun may end before the last
+    pairs = enumerate(zip(samples, values, strict=False))  # a rerun may end before the last value
     indices = [index for index, (sample, value) in pairs if sample is not None and value is not MISSING]
     recomputed = [past_modes(sample_of, values[index]) for index in indices]
     rows = [(samples[index], sample, values[index].dtype) for index, sample in zip(indices, recomputed, strict=True)]

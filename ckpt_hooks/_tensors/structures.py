@@ -47,13 +47,13 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def leaf_tensors_in(value: Any) -> list[torch.Tensor]:
-    """Returns every tensor in a value of a user's: in what torch's trees know, in dataclasses, and in dicts of any class."""
+    """Returns every tensor in a user's value: in containers that torch's pytree knows, in dataclasses, and in any dict."""
     tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             tensors += leaf_tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
-        elif isinstance(leaf, dict):  # of a class that torch's trees do not know
+        elif isinstance(leaf, dict):  # of a class that torch's pytree does not know
             tensors += leaf_tensors_in(list(leaf.values()))
     return tensors

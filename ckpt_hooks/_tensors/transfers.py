@@ -1,10 +1,10 @@
 """Tensors on the host until backward: copies from a device and back, on a stream for each direction, single and in batches.
 
-Tensors which move together form a *batch*: what a region's policy keeps, a region's inputs, or a single saved tensor. A
-backward which reaches a batch fetches it, and some batches sent before, which come next.
+Tensors which move together form a *batch*: results that a region's policy keeps, a region's inputs, or a single saved tensor.
+A backward which reaches a batch fetches the batch, and a few batches sent before, which backward reaches next.
 
 The copies overlap with computing. The memory in use never depends on the progress of the device, since the host never asks for
-it. Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
+this progress. Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Transfers:
         self._device = device
         self._out: Any = self._module.Stream(device)
         self._back: Any = self._module.Stream(device)
-        #: Guards what threads share: the stash, and what was fetched. No copy is started under the lock.
+        #: Guards the state that threads share: the stash, and fetched tensors. No copy is started under the lock.
         self.lock = threading.RLock()
         self._number = 0
         self._stash: dict[int, _Leaving] = {}
@@ -131,7 +131,7 @@ class Transfers:
 
     def fetch(self, sent: Sent) -> Arrival:
         with self.lock:
-            # Tensors sent no later may go, since the fetch waits for their copies anyway.
+            # This tensor and tensors sent before it leave the stash, since the fetch waits for their copies anyway.
             for number in [number for number in self._stash if number <= sent.number]:
                 self.leave_behind(number)
         arrival: Arrival = _quietly(sent.host, self._fetch, sent)
@@ -293,7 +293,7 @@ class Offloaded:
         with self._transfers.lock:
             arrival = self._arrivals.pop(task, None)
             if arrival is not None and arrival.tensor._version != self._version:
-                arrival = None  # it was written to
+                arrival = None  # a taker wrote to the tensor
             if arrival is not None and stays:
                 self._arrivals[task] = arrival
         if arrival is None:
@@ -461,7 +461,7 @@ _inputs = Shared()
 
 
 def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Hooks:
-    """Returns saved-tensor hooks for the inputs of a region (``offload_inputs=True``), which are a batch."""
+    """Returns saved-tensor hooks for the inputs of a region (``offload_inputs=True``), which form a batch."""
     batch = Batch(watch)
 
     def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:

@@ -19,7 +19,7 @@ _release = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @contextlib.contextmanager
 def hook_points() -> Iterator[None]:
-    """Says which part of torch a block did not find, and which versions have it."""
+    """Turns a missing part of torch into an ImportError that names the part and the supported versions."""
     try:
         yield
     except (AttributeError, ImportError) as error:
@@ -41,7 +41,7 @@ with hook_points():
 
 if _release > (2, 15):
     warnings.warn(
-        f"ckpt_hooks is tested with {_VERSIONS}, and this is torch {torch.__version__}: all parts that ckpt_hooks needs are "
-        "there, but compare losses with and without it, or look for a later ckpt_hooks.",
+        f"ckpt_hooks is tested with {_VERSIONS}, and this is torch {torch.__version__}. All parts that ckpt_hooks needs are "
+        "there, but results were not tested: compare losses with and without ckpt_hooks, or install a later ckpt_hooks.",
         stacklevel=2,
     )

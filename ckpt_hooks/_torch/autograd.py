@@ -38,9 +38,9 @@ def is_called_by_engine(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code is _ENGINE
 
 
-# Runs a callable when the graph task of this thread ends, and owns it until then. A backward that fails drops it, and the
-# recomputed values with it. FSDP and DDP rely on the same call. Torch 2.15 has made it public: remove the engine's
-# private call with torch 2.14.
+# Runs a callable when the backward of this thread ends, and owns the callable until then. A backward that fails drops the
+# callable, and with it the recomputed values. FSDP and DDP rely on the same call. Torch 2.15 made it public: remove the
+# engine's private call when torch 2.14 is no longer supported.
 queue_callback: Callable[[Callable[[], None]], None] = getattr(
     torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback
 )
@@ -48,8 +48,8 @@ queue_callback: Callable[[Callable[[], None]], None] = getattr(
 # Whether the graph task that is running keeps its graph (``retain_graph=True``).
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-# The ``GraphExecGroup`` that this thread is in, torch's or ours: both use the same slot, so that each engine respects the
-# other's groups.
+# The ``GraphExecGroup`` that this thread is in. Torch's groups and this package's groups use the same slot, so that regions of
+# either see both.
 graph_exec_group: Callable[[], object | None] = torch._C._get_graph_exec_group
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 
@@ -60,7 +60,7 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # The sequence number of a node, given by its thread.
 node_number: Callable[[Any], int] = lambda node: node._sequence_nr()  # noqa: E731
 
-# ``torch.set_grad_enabled`` without its object. Remove once the public way is as quick.
+# ``torch.set_grad_enabled`` without building its context manager. Remove once the public way is as quick.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
@@ -71,7 +71,7 @@ class SavedTensor(Protocol):
 
 
 class _SaveInput(torch.autograd.Function):
-    """Saves its second argument for a backward which never runs; for the first argument autograd builds a node."""
+    """Saves its second argument for a backward which never runs; the first argument makes autograd build a node."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class NodeSavedTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         anchor = run_past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
-        # The output owns the node; the Python object of a node alone does not keep what it saved.
+        # The output owns the node: the Python object of a node does not keep the tensors that the node saved.
         self.output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
 
     def unpack(self) -> torch.Tensor:
@@ -104,7 +104,7 @@ save_tensor: Callable[[torch.Tensor], SavedTensor] = (
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    # Remove once torch has a public way to ask whether there is a level.
+    # Mostly there is no dual level, and no need to unpack. Remove once torch has a public way to ask whether there is a level.
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
@@ -122,11 +122,11 @@ _fields: dict[type, tuple[str, ...]] = {}
 
 def saved_in(node: Any) -> Sequence[Any]:
     """Returns the saved tensors of a node; none for a node whose backward has freed them."""
-    # Nodes written in C++ outside of torch's own formulas show none, and neither does the function inside ``CopySlices``.
+    # Handwritten C++ nodes, such as nodes of extensions, do not expose saved tensors, nor does the node in ``CopySlices``.
     kind = type(node)
     fields = _fields.get(kind)
     if fields is None and issubclass(kind, torch.autograd.function.BackwardCFunction):
-        fields = ("_raw_saved_tensors",)  # not noted, since the class of a custom function may die
+        fields = ("_raw_saved_tensors",)  # not cached: the cache would keep the class of a custom function alive
     elif fields is None:
         fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
     tensors: list[Any] = []

@@ -1,4 +1,4 @@
-"""Torch's own bindings of operators, which take arguments by a parser that costs a third less than an overload's.
+"""Torch's own bindings of operators, whose argument parser takes a third less time than the parser of an overload.
 
 A binding calls one of several overloads, by its arguments. It stands in for an overload if each call with arguments of the
 schema's types leads to this overload, with the same arguments.
@@ -34,7 +34,7 @@ _EXAMPLES: dict[str, tuple[Any, ...]] = {
     "List[float]": ([1.0, 1.0],),
     "ScalarType": (torch.float32,),
 }
-_MOST = 256  # calls to try
+_MOST = 256  # the most calls to try: an operator with more combinations of examples gets no binding
 
 
 def is_composite(overload: Any) -> bool:
@@ -51,7 +51,7 @@ class _ReachedError(Exception):
 class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises at the first operator, with the operator and its arguments, before it runs."""
 
-    # Without this Dynamo would be imported to wrap the handler.
+    # Without this method, torch imports Dynamo to wrap the handler.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -95,7 +95,8 @@ def binding_of(overload: Any, count: int) -> Callable[..., Any] | None:
 
 def _find_binding(overload: Any, count: int) -> Callable[..., Any] | None:
     name = overload._schema.name.removeprefix("aten::") if type(overload) is OVERLOAD else "::"
-    # Named results have a class of their own; a binding makes a tensor of a number; a composite runs before the probe sees it.
+    # Not replaced: operators whose binding returns a named tuple or turns a number into a tensor, and composites, which run
+    # before the probe sees them.
     if "::" in name or hasattr(torch.return_types, name) or overload._overloadname == "Scalar" or is_composite(overload):
         return None
     bindings = [binding for holder in _HOLDERS if (binding := getattr(holder, name, None)) is not None]

@@ -18,16 +18,16 @@ _torchs: Any = torch.utils.checkpoint
 
 # The generator function of all non-reentrant calls: of ``checkpoint``, of the curried form, and of the composable form in
 # ``torch.distributed``, which imports the name. 2.14 and 2.15: ``..._impl(function, args, kwargs, *, options)``. 2.11 to
-# 2.13: without ``_impl``, options second, the function's arguments last. Remove once torch can register an engine.
+# 2.13: without ``_impl``, options second, the function's arguments last. Remove once torch lets libraries register an engine.
 _ARGUMENTS_LAST = not hasattr(_torchs, "_checkpoint_without_reentrant_generator_impl")
 FUNCTION_OF_ENGINE = f"_checkpoint_without_reentrant_generator{'' if _ARGUMENTS_LAST else '_impl'}"
 
 
 def _called(*args: Any, **kwargs: Any) -> Any:
-    """Lends its code to torch's function; imports ``engine`` itself, since torch's module is where its names are looked up."""
+    """Provides the code of torch's function, which runs with the globals of torch's module and so imports ``engine`` itself."""
     from ckpt_hooks._torch.checkpoint import engine
 
-    # A generator like torch's: Python 3.13 warns of code of another kind.
+    # This is a generator like torch's function: Python 3.13 warns if ``__code__`` gets code of another kind.
     yield from engine.called(*args, **kwargs)
 
 
@@ -49,8 +49,8 @@ class _Engine:
         if type(function) is not FunctionType or function.__closure__ is not None:
             raise RuntimeError(
                 f"patch_torch diverts torch.utils.checkpoint.{FUNCTION_OF_ENGINE}, a function of torch 2.11 to 2.15, but found "
-                f"{function!r} in torch {torch.__version__}. Apply patch_torch before the program that replaces it, or call "
-                "ckpt_hooks.checkpoint."
+                f"{function!r} in torch {torch.__version__}. Call patch_torch before another library replaces this function, "
+                "or call ckpt_hooks.checkpoint."
             )
         self._function, self._choose = function, choose
         self._original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
@@ -59,7 +59,7 @@ class _Engine:
         _set_code(function, _called.__code__, None, None)
 
     def restore(self) -> None:
-        """Ends :meth:`divert`. Code that another program has put there since stays."""
+        """Undoes :meth:`divert`, unless another library has replaced the code since."""
         if self._before is not None and self._function.__code__ is _called.__code__:
             _set_code(self._function, *self._before)
         self._before = None
@@ -72,25 +72,25 @@ class _Engine:
 
 
 def _set_code(function: Any, code: Any, defaults: Any, named_defaults: Any) -> None:
-    # A call on another thread may come between two of these lines. It passes each argument, so it needs no default.
+    # Another thread may call the function between two of these lines. Torch passes each argument, so no call needs a default.
     function.__code__ = code
     function.__defaults__ = defaults
     function.__kwdefaults__ = named_defaults
 
 
-#: What torch 2.11 to 2.13 passes between the function and its arguments.
+#: The options that torch 2.11 to 2.13 pass by position, between the function and its arguments.
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
 def _arguments_first(region: Diversion, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Calls a region as torch 2.14 does."""
+    """Calls a region with the arguments in torch 2.14's order."""
     return region(function, args[len(_OPTIONS) :], kwargs, **dict(zip(_OPTIONS, args, strict=False)))
 
 
 class _ReentrantEngine:
     """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
 
-    # The class gets an ``apply`` of its own, before the inherited method. Remove with the reentrant engine.
+    # Sets ``apply`` on the class, where Python finds it before the inherited method. Remove once torch has no reentrant engine.
     __slots__ = ("_before", "_class", "_original", "_set")
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _ReentrantEngine:
             kind.apply = self._before
 
 
-#: The engines of this process.
+#: One of each for the process, since torch's function and class are patched for the whole process.
 engine = _Engine()
 reentrant_engine = _ReentrantEngine()
 
@@ -133,12 +133,12 @@ def settings_of_torch() -> tuple[bool | None, bool | None]:
 
 
 # The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have the
-# same ``storage``. The package's modes replace such a pair. Remove once torch's modes are exact.
+# same ``storage``. The package replaces such a pair by its own modes, since torch's are not exact. Remove once they are.
 SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
 
-# Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. Remove with
-# torch 2.12.
+# While torch 2.11 and 2.12 run a graph only to get the shapes of its results, ``torch.compiler.is_compiling()`` is False.
+# Remove when torch 2.12 is no longer supported.
 _RUNS_FOR_SHAPES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
@@ -155,9 +155,9 @@ COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 def without_composable(
     context: AbstractContextManager[Any],
 ) -> tuple[AbstractContextManager[Any] | None, AbstractContextManager[Any]] | None:
-    """Splits the context of a recompute by torch's composable ``checkpoint`` into the user's, or None, and torch's."""
+    """Splits a recompute context of torch's composable ``checkpoint`` into the user's context, or None, and torch's."""
     function: Any = getattr(context, "func", None)
     if getattr(function, "__module__", None) != COMPOSABLE or function.__name__ != "_no_hook":
-        return None  # another context
+        return None  # the context is not from the composable ``checkpoint``
     module, users = (*context.args, None)[:2]  # type: ignore[attr-defined]
     return users, contextlib.contextmanager(function)(module)

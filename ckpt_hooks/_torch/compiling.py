@@ -1,4 +1,4 @@
-"""Regions in functions that ``torch.compile`` traces: calls of torch's own function, which Dynamo knows by its identity.
+"""Regions in functions that ``torch.compile`` traces: they call torch's own ``checkpoint``, which Dynamo knows by identity.
 
 The compiler decides how to recompute, and draws the random numbers of forward again by itself. Dynamo must not compile the code
 of this package that runs regions eagerly, after a graph break or in a rerun.
@@ -37,26 +37,26 @@ def while_tracing(function: F) -> F:
 
 
 def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn: Callable[[], Any] | None) -> Any:
-    if torch.compiler.is_exporting():  # which keeps no activations
+    if torch.compiler.is_exporting():  # an exported graph keeps no activations
         return function(*args, **kwargs)
     if context_fn is None:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
-#: The modules of code that Inductor generates (``torch/_inductor/codecache.py``).
+#: The prefix of the names of modules that Inductor generates (``torch/_inductor/codecache.py``).
 _GENERATED = "torch._inductor.runtime.compile_tasks."
 
 
 def graph_of(compiled: Any) -> Any:
-    """Returns the graph of Inductor's code, as ``inductor_compiled_code`` gets it since 2.12; None if unknown."""
+    """Returns the graph of code that the operator ``inductor_compiled_code`` runs since 2.12; None if unknown."""
     graph = getattr(getattr(compiled, "original_gm", None), "graph", None)
     return graph if graph is not None and _is_generated(compiled.compiled_callable) else None
 
 
 def _is_generated(call: Any) -> bool:
-    # False for code run as a CUDA graph, whose next run overwrites the results: the graph wraps the code, or each partition, in
-    # functions of other modules. The wrapper that copies unaligned inputs does no harm, and is known by its name.
+    # False for code that runs as a CUDA graph, since the next run overwrites its results. Such code, or each partition, is
+    # wrapped in functions of other modules. The wrapper that copies unaligned inputs does no harm, and only its name tells it.
     if getattr(call, "__qualname__", "") == "align_inputs_from_check_idxs.<locals>.run":
         call = call.__closure__[call.__code__.co_freevars.index("model")].cell_contents
     parts = getattr(getattr(call, "__self__", None), "partitions", ())

@@ -15,21 +15,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .autograd import is_called_by_engine
 from .tensors import dry_storages, num_holders, set_versions, version_of
 
-# What fake tensors raise where a result depends on data.
+# The errors of operators on fake tensors if a result depends on data, or an operator has no fake kernel.
 _DEPENDS: Any = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-# Operators whose results on real tensors have other sizes than on fake tensors: kernels leave workspaces for backward.
+# Operators whose real results have other sizes than their fake results: real kernels add workspaces for backward.
 _UNKNOWN = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
-_BLOCK = 512  # bytes, which the allocators of accelerators round up to
+_BLOCK = 512  # bytes: allocators of accelerators round sizes up to a multiple of this
 
 
 class _AskedByTorch(type):
-    # Programs which ask whether a tensor is fake take another path then, as Transformers to its masks of attention
-    # (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). Only the calling frame tells
-    # torch, which must get the true answer, from a program.
+    # Some programs take another path if a tensor is fake, such as Transformers for masks of attention
+    # (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py), so programs get False. Torch
+    # must get the true answer, and only the calling frame tells torch from a program.
     def __instancecheck__(cls, instance: object) -> bool:
         name = sys._getframe(1).f_globals.get("__name__", "")
         return name.partition(".")[0] == "torch" and isinstance(instance, FakeTensor)
@@ -40,23 +40,23 @@ class _Fake(metaclass=_AskedByTorch):
 
 
 class DryMode(FakeTensorMode):
-    # A fake mode is the last of all modes: it sees what recorded regions replay, and what they call past other modes. Real
-    # tensors of the program are exchanged for fake ones operator by operator, and nothing is written to them.
+    # Torch asks a fake mode after all other modes, so it also sees operators that recorded regions replay, or call past other
+    # modes. Each operator gets fake tensors in place of the program's real tensors, to which nothing is written.
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
         self._tell: Callable[..., object] = lambda *_: None
-        self._is_inside = False  # of an operator: operators of its decomposition are not the program's
+        self._is_inside = False  # whether an operator runs: operators of its decomposition do not count
         self._made: dict[int, weakref.ref[Any]] = {}
-        self._real: dict[int, tuple[torch.Tensor, int, FakeTensor]] = {}  # by identity, with versions before and fakes
+        self._real: dict[int, tuple[torch.Tensor, int, FakeTensor]] = {}  # by ``id``: tensor, version before, fake
         self._totals: dict[Any, int] = {}
         vars(torch._subclasses)["FakeTensor"] = _Fake
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else calls go through torch._dynamo, whose frames are between this frame and the caller's
+        return False  # with True, frames of torch._dynamo would come between the caller and ``sys._getframe(1)``
 
     def listen(self, tell: Callable[..., object]) -> None:
-        """Calls a function with each change of memory from now on: address, bytes, device, and the device's bytes then."""
+        """Calls a function with each later change of memory: address, changed bytes, device, and the device's bytes in use."""
         self._tell = tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +76,8 @@ class DryMode(FakeTensorMode):
             self._is_inside = False
         outputs = _tensors_in(returned)
         if func is torch.ops.aten.add.Tensor and is_called_by_engine(sys._getframe(1)):
-            # The engine adds in place to a real gradient that only it has (torch/csrc/autograd/input_buffer.cpp), not to fakes.
+            # The engine adds in place to a real gradient that only the engine has (torch/csrc/autograd/input_buffer.cpp), but
+            # never to a fake. So the memory of the fake that a real addition would reuse counts as freed here.
             alone = next((tensor.untyped_storage() for tensor in inputs if num_holders(tensor) == 1), None)
             if alone is not None:
                 self._end(alone._cdata, alone.nbytes())
@@ -120,7 +121,8 @@ class DryMode(FakeTensorMode):
     def _converted(self, tensor: torch.Tensor) -> Any:
         if tensor.is_meta:
             return self.like(tensor)
-        # The value of a single number is known, such as an optimizer's count of steps; on a copy, since operators write there.
+        # The fake of a single number on the host knows the value, such as an optimizer's count of steps. It gets a copy, since
+        # operators write to the known value.
         is_known = tensor.numel() == 1 and tensor.device.type == "cpu"
         constant = tensor.detach().clone() if is_known else tensor
         return self.fake_tensor_converter.from_real_tensor(self, constant, make_constant=is_known)
@@ -131,7 +133,7 @@ class DryMode(FakeTensorMode):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.get_default_device())
 
     def end(self) -> None:
-        """Gives real tensors the versions from before, and forgets all."""
+        """Restores the versions of real tensors: autograd counts writes before this mode exchanges the tensors."""
         vars(torch._subclasses)["FakeTensor"] = FakeTensor
         self._tell = lambda *_: None
         for key in self._made:
@@ -169,10 +171,10 @@ def _temporary_of(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Ten
         return outputs[0].nbytes if inputs[0].is_contiguous() else 0
     if name.startswith("upsample_") and name.endswith("_backward"):
         return 0 if inputs[0].is_contiguous() else inputs[0].nbytes
-    if name.startswith("upsample_"):  # channels last, for small pictures
+    if name.startswith("upsample_"):  # for small pictures the kernel copies to channels last
         is_copied = inputs[0].is_contiguous() and inputs[0].dim() == 4 and sum(outputs[0].shape[2:]) <= 128
         return inputs[0].nbytes + outputs[0].nbytes if is_copied else 0
-    if torch.Tag.pointwise in func.tags:  # in the dtype of the result
+    if torch.Tag.pointwise in func.tags:  # inputs are cast to the dtype of the result
         casts = [cast for cast in inputs if cast.dim() and cast.dtype != outputs[0].dtype and cast.is_floating_point()]
         return sum(cast.numel() for cast in casts) * outputs[0].itemsize if outputs[0].is_floating_point() else 0
     return 0
@@ -184,8 +186,8 @@ def _of_convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, 
     y, x, weight = (inputs[0], *inputs[1:3]) if is_backward else (outputs[0], *inputs[:2])
     step = x.shape[-1] / y.shape[-1]  # the stride, or its inverse for a transposed convolution
     if max(weight.shape[2:]) == 1 and step == 1 and x.shape[0] < 16 and torch.get_num_threads() == 1:
-        return 0  # a product of matrices
-    if not x.is_contiguous() or x.dtype is not torch.float32:  # channels last, and layouts which are not copied as a whole
+        return 0  # a product of matrices, without copies
+    if not x.is_contiguous() or x.dtype is not torch.float32:  # channels last or other dtypes: only weights are copied
         return (1 + is_backward + weight.is_contiguous()) * weight.nbytes
     of_x = _in_lanes(x, _LANES, 1) if x.shape[1] >= _LANES else 0
     of_y, of_weight = _in_lanes(y, _LANES, 1), _in_lanes(weight, _LANES, 0)

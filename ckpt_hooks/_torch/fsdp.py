@@ -11,8 +11,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ckpt_hooks._torch.tensors import storage_of
 
-# ``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were there before, and in which
-# of two forms of shards. Remove once torch has a public way to ask whose memory a tensor has.
+# ``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were gathered before, nor which
+# of two kinds of shards the group had. Remove once torch has a public way to ask for both.
 
 
 def num_units() -> int:
@@ -52,7 +52,7 @@ def shard_of(parameter: Any) -> torch.Tensor:
 
 
 def gather(group: Any) -> Callable[[], None] | None:
-    """Gathers the parameters of a group; returns what brings back the shards, None if FSDP itself is gathering."""
+    """Gathers the parameters of a group; returns a function that frees them, or None if FSDP frees them itself."""
     if group.is_unsharded:
         return None
     state = group._training_state

@@ -1,7 +1,7 @@
 """What programs run: operators, custom functions and TorchScript, whose calls are diverted to a watcher of the package.
 
 A handler is set once, at the first region that watches, and stays: attributes set and deleted often on a base class slow
-every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for a single look.
+every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for a single check.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator  # for type checkers
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
-# Whether an operator has an effect that must not be repeated: registered by ``torch.library``, or of an object of
-# TorchBind among its arguments. ``import torch`` loads the module; torch's own policies ask it since 2.15.
+# Whether an operator has an effect that must not be repeated: the effect is registered by ``torch.library``, or an argument is
+# an object of TorchBind. ``import torch`` loads the module; torch's own policies ask the same function since 2.15.
 has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
 
-# Returns a tensor that a collective fills, when it is complete; a second wait does no harm. Remove once the operator is
+# Waits until a collective has filled a tensor, and returns the tensor. A second wait does no harm. Remove once the operator is
 # public.
 wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
 
@@ -65,7 +65,7 @@ _Find = Callable[[Any], Callable[..., Any] | None]
 _find: _Find = lambda function: None  # noqa: E731
 _missed: Callable[[Any], None] = lambda function: None  # noqa: E731
 
-#: The watchers at work in the process: while there is none, a plain call of a custom function looks no further.
+#: The watchers at work in the process: while there is none, a call of a custom function runs undiverted.
 AT_WORK: set[weakref.ref[Any]] = set()
 
 
@@ -79,7 +79,7 @@ def bound(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 class _Apply:
-    """Stands as ``apply`` on the base class of custom functions. A descriptor costs 0.2 us a call, a method twice as much."""
+    """Stands as ``apply`` on the base class of custom functions: a descriptor costs 0.2 us a call, a method twice as much."""
 
     __slots__ = ()
 
@@ -88,7 +88,7 @@ class _Apply:
         return (at_work and _find(function)) or plain(None, function)
 
 
-#: Runs a call which may write to tensors unseen: the writer in words, the arguments, the call.
+#: Runs a call which may write to tensors unseen; takes the writer in words, the arguments of the call, and the call.
 _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 
 
@@ -115,7 +115,7 @@ def divert_functions(find: _Find, unseen: _Unseen, shared: _Unseen, missed: Call
 
 
 def _save_looking(self: Any, *tensors: torch.Tensor) -> None:
-    """Stands for ``FunctionCtx.save_for_backward``, and looks whether a call has come by a name bound early."""
+    """Replaces ``FunctionCtx.save_for_backward``, to see calls of functions whose ``apply`` was bound early."""
     if AT_WORK and isinstance(self, torch.autograd.function.BackwardCFunction):
         _missed(self._forward_cls)  # type: ignore[attr-defined]
     self.to_save = tensors
@@ -136,13 +136,13 @@ TRITON = "triton.runtime.jit"
 
 def divert_triton(unseen: _Unseen) -> None:
     kernel = getattr(sys.modules.get(TRITON), "JITFunction", None)
-    if kernel is None or hasattr(kernel.run, "is_diverted"):  # by an earlier call; a library may have wrapped it too
+    if kernel is None or hasattr(kernel.run, "is_diverted"):  # diverted already; ``wraps`` of a library keeps this attribute
         return
     launch = kernel.run
 
     @wraps(launch)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not AT_WORK or kwargs.get("warmup"):  # which only compiles
+        if not AT_WORK or kwargs.get("warmup"):  # a warmup only compiles
             return launch(self, *args, **kwargs)
         name = getattr(self, "__name__", "kernel")
         return unseen(f"the Triton kernel {name}", (args, kwargs), partial(launch, self, *args, **kwargs))

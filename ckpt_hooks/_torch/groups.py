@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-# The store of the default group.
+# The store of the default group, which has no public getter.
 default_store: Callable[[], Any] = c10d._get_default_store
 
 
@@ -31,8 +31,8 @@ def patience_of(group: Any) -> float:
 def close_groups() -> None:
     """Ends all collectives of this process that wait, with an error; the groups are of no use afterwards."""
     for group in [group for group in c10d._world.pg_map if isinstance(group, c10d.ProcessGroup) and group.size() > 1]:
-        # gloo has no ``abort`` (https://github.com/pytorch/pytorch/issues/130345). A receive that gives up closes the
-        # connections of a group, which ends all that waits on them.
+        # gloo has no ``abort`` (https://github.com/pytorch/pytorch/issues/130345). A receive that times out closes the
+        # connections of a group, which ends every collective that waits on them.
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0).wait(timedelta(milliseconds=1))
         with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Private parts of what a thread is under: dispatch and function modes, traces, transforms, autocast, devices and streams."""
+"""Private parts of a thread's state: dispatch and function modes, traces, transforms, autocast, devices and streams."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
-# The flag by which Inductor's code, under ``wrap_inductor_compiled_regions``, asks whether to be called by an operator: whether
-# some thread is under a mode (``torch/_inductor/output_code.py``). A mode pushed without ``__enter__`` does not set it.
+# Under ``wrap_inductor_compiled_regions``, Inductor's code runs inside of an operator if a flag says that some thread is under
+# a mode (``torch/_inductor/output_code.py``). A mode pushed without ``__enter__`` does not set the flag, so regions set it.
 _python_dispatch = torch.utils._python_dispatch
 
 
@@ -40,7 +40,7 @@ def be_seen_by_modes(is_seen: bool) -> None:
 is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731
 FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
 
-# The fake mode that is active on this thread, or None: it has a place of its own.
+# The fake mode that is active on this thread, or None, read from its own place on the stack.
 active_fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 # The code that runs while a module is called, in a Python frame which has the module as ``self``.
@@ -75,16 +75,17 @@ def global_device_mode() -> object | None:
 
 
 def set_global_device_mode(mode: object | None) -> None:
-    """Sets the mode of ``torch.set_default_device``, without a change of the stack."""
+    """Sets the mode of ``torch.set_default_device``, without changing the stack of function modes."""
     if mode is not global_device_mode():
         GLOBAL_DEVICE.device_context = mode
 
 
-# Whether a ``torch.func`` transform (grad, vjp, ...) is running. Asking for the innermost transform makes a stack for
-# this thread, even an empty stack, which autograd copies for each node of each later backward, at 0.1 us.
+# Whether a ``torch.func`` transform (grad, vjp, ...) is running. A call for the innermost transform would make a stack for this
+# thread, even if it stays empty, and autograd would copy the stack for each node of each later backward, at 0.1 us.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-# Transforms refuse hooks by this code. Their error has no class of its own, and is known by the code in its traceback.
+# Transforms refuse saved-tensor hooks by this function. The error has no class of its own, so the code at the end of its
+# traceback tells it from other errors.
 _REFUSES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 
 
@@ -96,14 +97,14 @@ def is_refused_by_transform(error: BaseException) -> bool:
 
 
 # Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The
-# tracer is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well.
+# tracer is a dispatch mode with a slot of its own; with ``pre_dispatch=True`` it is a key of the dispatcher instead.
 # The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. Remove once it does not.
 _slot_of_mode, _TRACER = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def is_traced() -> bool:
-    """Whether operators of this thread are traced, in the presence of a dispatch mode or a function mode."""
+    """Whether operators of this thread are traced, by a tracer of either kind."""
     return _slot_of_mode(_TRACER) is not None or _is_included(_BEFORE_DISPATCH)
 
 
@@ -119,7 +120,7 @@ is_mapped: Callable[[], bool] = partial(_is_included, torch._C._dispatch_key_par
 
 def suspend_transforms() -> tuple[list[object], int]:
     """Takes every ``torch.func`` transform, and every map over gradients, off this thread."""
-    # Callers first ask ``is_any_transform_active`` and ``is_mapped``, which cost less than a Python call.
+    # Callers ask ``is_any_transform_active`` and ``is_mapped`` before, which cost less than this call.
     # The rerun of a region runs outside of transforms, as forward did, although backward may run under one:
     # ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
     level = _enter_batched_grads() - 1
@@ -139,11 +140,11 @@ def resume_transforms(suspended: tuple[list[object], int]) -> None:
 # Takes 0.06 us; the public way takes a call for each device type. Remove once the public way is as quick.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-# A generator's address.
+# The address of a generator in C++: several Python objects may stand for the same generator.
 address_of_generator: Callable[[Any], int] = lambda generator: generator._cdata  # noqa: E731
 
-# The current device of CUDA, and number, device and kind of a device's current stream, without a look whether CUDA is
-# initialised and without an object: 0.1 us each. None in builds without CUDA. Remove once the public way is as quick.
+# The current device of CUDA; and the number, device and kind of a device's current stream. Both calls skip the check that CUDA
+# is initialized, and build no object: 0.1 us each. None in builds without CUDA. Remove once the public way is as quick.
 cuda_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 cuda_stream_data: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
 

@@ -22,10 +22,10 @@ NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._
 # Whether a profiler runs on this thread: a second profiler is an error.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
-#: By thread, the function that ends the profile of a step, for a ledger that the program takes within that step.
+#: By thread, a function that ends the profile of a plan's step: a ledger of the program in that step calls it and begins.
 giving_way: dict[int, Callable[[], object]] = {}
 
-# Two profilers on two threads end the process in torch's code (2.11 to 2.15).
+# Torch 2.11 to 2.15 crashes the process if two threads profile at a time.
 _PROFILER_LOCK = threading.Lock()
 
 

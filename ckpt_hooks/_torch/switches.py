@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 C: Any = torch._C
-# Compares part of torch's state with the state at its making, as compiled code asks, without an import of the compiler.
-# Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
+# A guard compares torch's global state with the state when the guard was made, as compiled code does, and imports no compiler.
+# It also compares autocast and gradient mode, which have no setters here. In torch 2.11 to 2.15.
 GlobalStateGuard: Any = torch._C._dynamo.guards.GlobalStateGuard
 
-# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way, whose getters cost a
-# third, but raise for settings which only the newer way can express.
+# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". The older getters below take a third of the
+# time, but raise for settings which only this newer way can express.
 precision_of: Callable[[str, str], str] = C._get_fp32_precision_getter
 set_precision_of: Callable[[str, str, str], object] = C._set_fp32_precision_setter
 

@@ -23,8 +23,8 @@ DISABLED_DISPATCH: Any = torch.Tensor.__torch_dispatch__
 # A context in which operators bypass autograd, the counting of versions, and the tracking of views.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
-# The first returns a view that is the negative of its memory, where the public way copies. The setters say, without a copy,
-# whether a tensor is the conjugate, or the negative, of its memory.
+# ``neg_view`` returns a view that is the negative of its memory, where the public way copies. The setters mark a tensor,
+# without a copy, as the conjugate or the negative of its memory.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
@@ -60,7 +60,7 @@ def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function past dispatch modes, torch's modes for tracing included, given a tensor that it works on."""
+    """Calls a function past dispatch modes, torch's modes for tracing included; the function works on ``tensor``."""
     if not num_dispatch_modes():
         return function(*args)
     if type(tensor) in _PLAIN:
@@ -76,7 +76,7 @@ def handles_operators(tensor: torch.Tensor) -> bool:
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor with the version counter of another tensor, which keeps no memory alive."""
+    """Returns an empty tensor that shares another tensor's version counter and keeps no memory alive."""
     witness = counted_detach(tensor)
     # Witnesses of other tensors stay aliases: the data of a subclass cannot be exchanged.
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
@@ -103,8 +103,8 @@ nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor._nested_tensor_size().tolist(),
 ]
 
-# Sets the version counters of tensors, which count modifications in place. Only for tensors of the package's own making, or
-# back to what they were.
+# Sets the version counters of tensors, which count modifications in place. Only for tensors that the package made, or to
+# restore a version: else autograd would miss a write.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -118,7 +118,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns a tensor's version; -1 for a tensor made in inference mode, which counts no writes, even in other memory."""
+    """Returns a tensor's version; -1 for a tensor made in inference mode, which counts no writes."""
     try:
         return -1 if tensor.is_inference() else tensor._version
     except RuntimeError:
@@ -126,7 +126,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_kept_anyway(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf that requires grad, mostly a parameter: to keep it costs nothing. False for views."""
+    """Whether a tensor is a leaf that requires grad and no view: mostly a parameter, which lives on anyway."""
     # ``is_leaf`` of a view whose base was written to may give the view a new place in the graph, or raise.
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
@@ -134,7 +134,7 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory was freed, as frameworks do with gathered parameters."""
     try:
-        if type(tensor) in _PLAIN and tensor.data_ptr():  # a fake tensor warns when it is asked, and will raise
+        if type(tensor) in _PLAIN and tensor.data_ptr():  # not for fakes, where ``data_ptr`` warns and will raise
             return False
         return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
     except (NotImplementedError, RuntimeError):
@@ -180,16 +180,16 @@ def _count(tensor: torch.Tensor) -> int:
     return count
 
 
-# The count for memory with a single tensor: the tensor, and the object made to ask.
+# The count for memory with a single tensor: a reference of the tensor, and a reference of the object made to ask.
 _ALONE = made_apart(lambda: _count(torch.empty(1)))
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """Returns the number of tensors in the memory of a tensor, C++ and other threads included."""
+    """Returns the number of tensors that share a tensor's storage, held by Python or by C++."""
     return _count(tensor) - _ALONE + 1
 
 
-#: The devices of storages of fake tensors which a dry run counts as memory, by the addresses of their objects.
+#: The device of each storage of fake tensors which a dry run counts as memory, by the address of the storage object.
 dry_storages: dict[int, torch.device] = {}
 
 

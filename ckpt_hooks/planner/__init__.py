@@ -1,6 +1,6 @@
 """Byte budgets: the fastest step that fits, for any eager model.
 
-One profiled step, a simulation of every plan from it, and the cheapest plan that fits, which is measured before it is returned.
+One step is profiled, and the memory of every plan is simulated from it. The cheapest plan that fits is measured, then returned.
 """
 
 from __future__ import annotations

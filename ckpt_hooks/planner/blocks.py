@@ -50,7 +50,7 @@ def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
                 blocks += _spans_of(run, saved)
             todo += reversed(children)
     if not blocks:
-        if chunked and blocks_of(model):  # without chunks there would be blocks
+        if chunked and blocks_of(model):  # all possible blocks run in chunks
             check_chunked(sorted(chunked), chunked)
         raise ValueError(
             f"No blocks were found in {type(model).__name__}: a block is a module with submodules and at most a quarter of the "
@@ -92,7 +92,7 @@ def _spans_of(run: list[str], saved: Mapping[str, int]) -> list[str]:
 
 
 def with_spans_around(blocks: Sequence[str]) -> list[str]:
-    """Returns blocks and spans around runs of them, about as many spans as blocks in each; nothing without spans."""
+    """Returns spans around runs of blocks, about as many spans as blocks in each, and the blocks; nothing without spans."""
     parents: dict[str, list[str]] = {}
     for name in blocks:
         parents.setdefault(ends_of(name)[0].rpartition(".")[0], []).append(name)
@@ -112,7 +112,7 @@ def selected_blocks(model: Module, select: Any) -> list[str]:
     chosen = selected_of(model, select, None, "blocks", below=True)
     for name, (_, policy) in chosen.items():
         if policy is not None:
-            raise ValueError(f"blocks has a policy for {name!r}, but a plan says what blocks keep. Write None in its place.")
+            raise ValueError(f"blocks has a policy for {name!r}, but a plan says what blocks keep. Write None in place of it.")
     selected = {name: module for name, (module, _) in chosen.items()}
     outer = {
         id(inner): name
@@ -122,7 +122,9 @@ def selected_blocks(model: Module, select: Any) -> list[str]:
     }
     for name, module in selected.items():
         if id(module) in outer:
-            raise ValueError(f"Block {name!r} is inside of block {outer[id(module)]!r}. Leave out one of the two.")
+            raise ValueError(
+                f"Block {name!r} is inside of block {outer[id(module)]!r}, and blocks must not overlap. Leave out one of them."
+            )
     return [*selected]
 
 

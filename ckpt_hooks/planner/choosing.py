@@ -1,7 +1,7 @@
 """The options of each block, and the choice of an option for each: the least cost under a budget.
 
-Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs
-again, at its cost, and needs what it reads. A sweep of prices gives the convex hull; single results fill the gaps.
+At a given price for each byte, the results to keep are a minimum cut: a needed result is kept, at its price, or its operator
+runs again, at its cost, and then needs its inputs. A sweep of prices gives the convex hull; single results fill the gaps.
 
 The choice is a greedy search with exchanges. While a block runs, options of the other blocks only add constants to the memory.
 So time falls into windows, and the peak in each is a maximum over the changes of a single block, plus constants of the others.
@@ -82,7 +82,7 @@ class _Graph:
         return isinstance(other, _Graph) and self._key == other._key
 
     def choice(self, kept: Iterable[int]) -> Choice:
-        """Returns the option that keeps the results of ``kept`` that backward needs."""
+        """Returns the option that keeps ``kept``, without results that backward does not need."""
         kept, todo, again, needed = set(kept), list(self.roots), set[int](), set[int]()
         while todo:
             node = todo.pop()
@@ -97,7 +97,7 @@ class _Graph:
 
     def cheapest(self, price: float) -> Choice:
         """Returns the option with the least cost, at a price for each byte kept."""
-        import networkx  # takes a third of a second
+        import networkx  # the import takes a third of a second
 
         flow = networkx.DiGraph()  # edges without a capacity are never cut
         flow.add_node("sink")
@@ -116,13 +116,13 @@ class _Graph:
                 todo.append(other)
         if not reached:
             return self.choice(())
-        solve = networkx.algorithms.flow.boykov_kolmogorov  # the fastest of networkx
+        solve = networkx.algorithms.flow.boykov_kolmogorov  # the fastest algorithm in networkx
         _, (side, _) = networkx.minimum_cut(flow, "source", "sink", flow_func=solve)
         return self.choice(node for node in reached if ("needed", node) in side and ("again", node) not in side)
 
 
-#: The fraction of its bytes that a result counts if another block holds it anyway, as an input. The next block lets go of its
-#: input when the backward of this block begins, so keeping the result costs memory only from then on.
+#: The fraction of its bytes that a result counts if another block holds the result anyway, as an input. That block lets go of
+#: its input when the backward of this block begins, so keeping the result costs memory only from then on.
 _SHORT = 0.02
 
 
@@ -214,8 +214,8 @@ class BlockOption:
     choice: Choice
     effects: list[Effect]
     cost: float  # of the operators that run again, and of regions, in all calls
-    region_seconds: float = 0.0  # that recorded regions add to forward
-    replay_seconds: float = 0.0  # that regions add to the operators that run again
+    region_seconds: float = 0.0  # seconds that recorded regions add to forward
+    replay_seconds: float = 0.0  # seconds that regions add to the operators that run again
 
 
 class Problem:
@@ -302,7 +302,7 @@ class Problem:
         return rows
 
     def _changes_of(self, effects: Iterable[Effect]) -> list[Delta]:
-        """Returns what a block's effects change in the timeline without any block."""
+        """Returns the changes that a block's effects make to the timeline without any block."""
         changes: list[Delta] = []
         ends: dict[int, int] = {}
         for effect in effects:
@@ -318,7 +318,7 @@ class Problem:
                 changes += [(natural, -1, allocation.nbytes), (end, -1, -allocation.nbytes)]
         return [change for change in changes if change[0] < self.profile.num_rows]
 
-    # The best option of each block by itself gave up to 1.8 times the least peak (Mixtral), so budgets that fit were refused.
+    # A descent, since the best option of each block by itself gave up to 1.8 times the least peak (Mixtral).
     @functools.cached_property
     def least(self) -> list[int]:
         """The choice with the least known peak, by a descent from four starts that changes a single block at a time."""
@@ -478,7 +478,7 @@ def _improve_one(problem: Problem, chosen: list[int], total: torch.Tensor, budge
 
 
 def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> bool:
-    """Gives blocks cheaper options for which another block, at less cost, makes room; returns whether it did."""
+    """Gives blocks cheaper options for which another block, at less cost, makes room; returns whether any block got one."""
     memory, all_costs = torch.cat(problem.memory), torch.cat(problem.costs)
     owners = torch.cat([torch.full((len(block_costs),), block) for block, block_costs in enumerate(problem.costs)])
     has_improved = False

@@ -113,7 +113,7 @@ class Guard(OfThisProcess):
                     return result
                 before.put_back()
                 del result
-                words = f"the step took {format_bytes(peak)} of {format_bytes(self._limit)}"
+                words = f"the step took {format_bytes(peak)}, above the limit of {format_bytes(self._limit)}"
                 if (tighter := self._tighter()) is None:
                     raise self._above(measured, self._limit, words)
             gc.collect()
@@ -126,7 +126,7 @@ class Guard(OfThisProcess):
         peak = ledger.peak
         there = f"in {maker_in_words(peak.origin)}" if peak.origin is not None else f"in {peak.phase}"
         return BudgetTooSmallError(
-            f"The tightest plan is above the limit: {words}, most of it {there}. Raise the limit, or pass a smaller batch.",
+            f"The tightest plan does not fit: {words}, most of it {there}. Raise the limit, or pass a smaller batch.",
             budget=limit,
             minimum=peak.nbytes,
             bottleneck=None,

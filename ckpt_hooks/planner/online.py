@@ -1,6 +1,6 @@
 """Plans made from a program's own steps: in the first, blocks keep nothing; the second runs under the plan and is measured.
 
-No extra step runs, so nothing is restored. No step runs without regions, since it may not fit.
+No extra step runs, so nothing is restored. No step runs without regions, since such a step may not fit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _logger = logging.getLogger("ckpt_hooks")
 _CORRECTIONS = 3  # the most corrections of a plan whose measured peak is above the budget
 _OTHER = 0.1  # a fraction: a step whose peak is further off the prediction is unlike the profiled step
 _MOST_PLANS = 4  # each for steps of different shapes
-_MOST_TRIES = 8  # profiled steps
+_MOST_TRIES = 8  # the most steps to profile
 _MOST_MEASURED = 16
 _MOST_FORWARDS = 64  # the most in a step with fewer than two backwards, as in evaluation with gradients: then planning ends
 _MOST_STEPS = 8  # the most optimizer steps in a step of the program, where optimizers take turns, such as a critic's
@@ -132,8 +132,8 @@ class Machine:
         self._target = 0.0
         self._searches: list[Search] = []
         self._num_profiled = self._num_measured = self._num_corrected = self._num_steps = 0
-        self._has_again = False  # whether a step was profiled again since its peak was off the prediction
-        self._passes_by = False  # whether the rest of a step is ignored, since its beginning was profiled
+        self._has_again = False  # whether a step was profiled again because a peak was off its prediction
+        self._passes_by = False  # whether the rest of a step is ignored because its beginning was profiled
         self._outermost: Module | None = None  # the module whose call is the outermost
         self._depth = self._thread = 0
         self._observing: contextlib.ExitStack = contextlib.ExitStack()
@@ -231,7 +231,7 @@ class Machine:
             self._give_up("the model is compiled, and a compiler keeps other results. Pass the model before torch.compile")
             return
         with ranks.together():
-            if not all(ranks.all(not is_profiling())):  # the program profiles this step, so the next step is profiled here
+            if not all(ranks.all(not is_profiling())):  # the program itself profiles this step, so a later step is taken
                 return
         self._is_profile = self._next == "profile"
         self._seen = {name: {} for name in self.names}
@@ -251,7 +251,7 @@ class Machine:
             giving_way[self._thread] = _weakly(self._abandon)
 
     def _fit_in(self, ranks: Ranks) -> None:
-        """Sets the budget to the accelerator's free memory, which states made by the profiled step may have lowered."""
+        """Sets the budget to the accelerator's free memory, lowered perhaps by optimizer states that the profiled step made."""
         if self._device is None or isinstance(self._budget, float):
             return
         if self._budget == "auto":
@@ -270,7 +270,7 @@ class Machine:
         if self._reference() is None:  # the model is gone; the program holds only the handle
             return
         if graph_task_id() == -1 and self._outermost is not None and threading.get_ident() == self._thread:
-            self._outermost = None  # a KeyboardInterrupt ended a forward without its hooks
+            self._outermost = None  # a KeyboardInterrupt ended a forward, and hooks were not called
             self._observing.close()
         self._passes_by = False
         if graph_task_id() == -1 and self._open is not None and self._open.has_ended(optimizer):
@@ -361,7 +361,7 @@ class Machine:
                 raise too_small(self.budget, least, 0, self._margin, search.problem, None)
             self._keep()
             warn_user(
-                f"A step of other shapes takes {format_bytes(least)} at least, above the budget of "
+                f"A step of other shapes needs at least {format_bytes(least)}, above the budget of "
                 f"{format_bytes(self.budget)}, so blocks keep nothing in it. Raise memory_budget, or pass smaller batches."
             )
             return

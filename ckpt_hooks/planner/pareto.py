@@ -54,7 +54,7 @@ class ParetoFront(Printed):
     budget: int
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
-        """Draws the part of forward that runs again, by the cost that plans minimise, against the peak.
+        """Draws the part of forward that runs again, by the cost that plans minimize, against the peak.
 
         The line has steps: for a budget between two plans, the plan with the lower peak is the cheapest.
 
@@ -125,7 +125,7 @@ def budgets_of(search: Search) -> Iterator[tuple[int, Search, list[int]]]:
 
 
 def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:
-    """Returns torch's choices."""
+    """Returns the points of usual choices with ``torch.utils.checkpoint``."""
     profile = search.profile
     whole = sum(op.cost for entry in profile.entries for op in entry.ops)
 
@@ -160,7 +160,7 @@ def _is_product(op: OpRun) -> bool:
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"})
 
-#: Policies of torch's guide: none, all products, and every second product.
+#: Policies in torch's guide to checkpointing: keep nothing, all matrix products, or every second matrix product.
 _POLICIES: dict[str, Callable[[BlockCall], list[int]]] = {
     "nothing": lambda entry: [],
     "products": lambda entry: [at for at, op in enumerate(entry.ops) if _is_product(op)],

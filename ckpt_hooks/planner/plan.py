@@ -409,7 +409,7 @@ def _is_operator(name: Any) -> bool:
     return False
 
 
-#: The test of a single value, and words for valid values: by the field's type, or by its name if the name allows fewer values.
+#: The test of a single value, and words for valid values: by the field's type, or by the field's name if that allows fewer.
 _LEAVES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: type(value) is int and 0 <= value < 2**63, "an integer from 0"),
     "float": (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number from 0"),

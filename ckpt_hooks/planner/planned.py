@@ -42,7 +42,7 @@ class InnerRegions(NamedTuple):
     recorded: bool
 
 
-#: What a call keeps: results of runs; None for a plain call; False where backward calls the block again.
+#: How a call runs: the results to keep, or the regions inside; None for a plain call; False if backward calls the block again.
 CallPlan = Runs | InnerRegions | Literal[False] | None
 
 
@@ -216,7 +216,7 @@ class PlannedRunner(RegionRunner):
             function = function.func
         root = getattr(function, "__self__", None)
         if isinstance(function, FunctionType) and args and not torch.compiler.is_dynamo_compiling():
-            root = args[0]  # a layer, whose forward Transformers calls since 5.24
+            root = args[0]  # since 5.24 Transformers calls ``forward`` as a function of the layer
             if isinstance(root, Module):
                 function, args = MethodType(function, root), args[1:]
         runner = self._runner(root, args, kwargs)
@@ -248,7 +248,7 @@ class PlannedRunner(RegionRunner):
             return self._called_again
         if not kept:
             return None if kept is None else self
-        if is_traced:  # Dynamo cannot make runners: a block with regions inside is a region itself
+        if is_traced:  # Dynamo cannot make runners, so a block planned with regions inside becomes a region itself
             return self._traced.get(kept, self)
         module = root if isinstance(root, Module) else None
         runners = self._runners.setdefault(module or self, {})
@@ -268,7 +268,7 @@ class PlannedRunner(RegionRunner):
 
 
 def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, CallPlan]]:
-    """Returns what calls of each block keep, by the block's name and their shapes."""
+    """Returns how calls of each block run, by the block's name and the shapes of the call."""
     kept: dict[str, dict[Shapes, CallPlan]] = {}
     alike: dict[tuple[str, str], set[Shapes]] = {}
     kinds: dict[str, tuple[str, str]] = {}
@@ -283,7 +283,7 @@ def kept_in(blocks: Iterable[PlannedBlock]) -> dict[str, dict[Shapes, CallPlan]]
         kinds[block.name] = name_pattern(block.name), block.kind
         alike.setdefault(kinds[block.name], set()).update(block.shapes)
     for name, by_shapes in kept.items():
-        # In other steps an expert may get as many tokens as any other expert in the measured step.
+        # In other steps an expert may get as many tokens as any other expert in the measured step: experts share that bound.
         largest = max(by_shapes, key=_size_of)
         rows = [shapes for shapes in alike[kinds[name]] if _are_rows(shapes, largest)]
         by_shapes.setdefault(max(rows, key=_size_of), by_shapes[largest])

@@ -187,7 +187,7 @@ class Profile:
     # What a recorded region adds to the cost of each operator, and of each operator that it replays.
     record_cost: float = dataclasses.field(default_factory=lambda: PRICES[0])
     replay_cost: float = dataclasses.field(default_factory=lambda: PRICES[1])
-    call_cost: float = 0.0  # that a second call of a block adds
+    call_cost: float = 0.0  # the cost that a second call of a block adds
     record_seconds: float = 0.0
     replay_seconds: float = 0.0
     call_seconds: float = 0.0
@@ -402,7 +402,7 @@ class _Reader:
         return Profile(len(rows), self._allocations, entries, self._freed, self._again, again)
 
     def _change(self, nbytes: int) -> None:
-        if nbytes > 0 and not self._has_begun:  # starts here, after inputs of the last operator were freed
+        if nbytes > 0 and not self._has_begun:  # an operator's first allocation: earlier inputs are freed by now
             self._has_begun, self._begun, self._most = True, self._live, self._live
         self._live += nbytes
         self._most = max(self._most, self._live)

@@ -1,7 +1,7 @@
 """Ranks that plan together: they exchange measurements, make the same choice, and all end if a rank fails.
 
-They meet in the store of the process group, not in collectives. The step has collectives of its own: a rank that waits in one
-for a rank that has failed would take the next message of that rank for its answer.
+They meet in the store of the process group, not in collectives. The step has collectives of its own: a rank that waits there
+for a failed rank would take the next message of the failed rank for the answer.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Ranks:
             if others := [rank for rank, peer in zip(self._names, peers, strict=True) if peer.get(name) != peers[0].get(name)]:
                 raise CheckpointError(
                     f"{_in_words(others)} and rank {self._names[0]} differ in {name}. Ranks that plan together have to run the "
-                    "same model by the same steps. Pass group=... to plan with some ranks only."
+                    "same model with the same steps. Pass group=... to plan with some ranks only."
                 )
 
     def _error(self) -> CheckpointError:
@@ -157,7 +157,7 @@ class Ranks:
         name, words = self._failure
         return CheckpointError(
             f"Rank {name} failed while the ranks planned together, or applied a plan: {words}. Fix the error of that rank. If "
-            "this rank waited for it in a collective, the process groups are closed: end the program, or make new groups."
+            "this rank waited in a collective, its process groups are closed: end the program, or make new groups."
         )
 
     def _watch(self, call: Any, ended: threading.Event) -> None:
@@ -175,7 +175,7 @@ class Ranks:
                 return
 
     def _fail(self, call: Any, error: BaseException) -> None:
-        """Tells other ranks of an error, or confirms that this rank has heard of another rank's, which may be the cause."""
+        """Tells other ranks of an error, or confirms that this rank has heard of an earlier error, which may be the cause."""
         failure = self._names[self._rank], f"{type(error).__name__}: {error}".rstrip(": ")
         with contextlib.suppress(RuntimeError):  # raised if the store is gone
             self._failure = self._failure or tuple(json.loads(call.compare_set("failed", "", json.dumps(failure))))

@@ -196,7 +196,7 @@ def _inside(entry: BlockCall, op: OpRun, retained: set[int]) -> set[int]:
 def natural_ends(profile: Profile) -> list[int]:
     """Returns the row in which each allocation would be freed if no block needed it in backward."""
     natural = [allocation.freed for allocation in profile.allocations]
-    # If a free follows a block's last need, we take it that only the block held the allocation since the block's forward.
+    # If a free follows a block's last need, only the block is assumed to have held the allocation since the block's forward.
     for entry in profile.entries:
         for number, end in effect_of(profile, entry, ()).ends.items():
             if natural[number] <= end + _SOON or natural[number] == entry.end:

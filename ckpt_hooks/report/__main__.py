@@ -26,9 +26,10 @@ class _Measured(SystemExit):
 
 
 class _ScriptSteps:
-    """The steps of a script. A step ends with the calls of ``optimizer.step()`` before the next call of a module."""
+    """The steps of a script: a step ends with the calls of ``optimizer.step()`` before the next call of a module."""
 
-    # A ledger begins and ends in calls of ``optimizer.step()``, at one depth of the program, so its function mode is innermost.
+    # A ledger begins and ends in calls of ``optimizer.step()``, at the same depth of the program, so that the ledger's function
+    # mode is the innermost mode both times.
     def __init__(self, wanted: int, goes_on: bool) -> None:
         self._wanted, self._goes_on, self._thread = wanted, goes_on, threading.get_ident()
         self.ledger: MemoryLedger | None = None
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.step < 1:
         parser.error(f"argument --step: got {options.step}, expected 1 or more")
     if not os.path.isfile(options.script):
-        parser.error(f"argument script: {options.script!r} is no file")
+        parser.error(f"argument script: {options.script!r} is no file. Pass the path of a Python script")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing
     steps, has_failed = _ScriptSteps(options.step, options.goes_on), False
     hooks = register_module_forward_pre_hook(steps.called), register_optimizer_step_post_hook(steps.stepped)

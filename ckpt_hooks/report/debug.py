@@ -21,7 +21,7 @@ from ckpt_hooks.errors import DeterminismError, rebuild_error
 
 _WINDOW = 100  # operators of each run in which to look for the place where both agree again
 _AROUND = 3  # operators of context before and after
-_MOST = 4  # operators that an error names since they may have chosen otherwise in the recompute
+_MOST = 4  # the most operators that an error names because they may have chosen otherwise in the recompute
 
 
 @contextlib.contextmanager
@@ -98,10 +98,10 @@ class OperatorLogs:
         region = f"region {'/'.join(error.region)!r}: " if error.region else ""
         explained = rebuild_error(
             type(error),
-            f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved "
-            "during the original forward and during recomputation differ. The error has both logs, "
-            f"{len(forward)} operators of forward and {len(recompute)} of the recompute: print(*error.operators, sep='\\n'), "
-            f"and likewise error.recomputed_operators.\n\n{error}{advice}",
+            f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint or called "
+            "set_checkpoint_debug_enabled, and the tensors saved in forward and in the recompute differ. The error has both "
+            f"logs, {len(forward)} operators of forward and {len(recompute)} of the recompute: "
+            f"print(*error.operators, sep='\\n'), and likewise error.recomputed_operators.\n\n{error}{advice}",
             vars(error),
         )
         explained.routing = tuple(dict.fromkeys(str(entry.operator) for entry in choices))

@@ -97,7 +97,7 @@ def format_bytes(nbytes: int) -> str:
         return f"{nbytes} B"
     size, units = nbytes / 1024, iter(_UNITS)
     unit = next(units)
-    while abs(size) >= 1023.95 and unit != _UNITS[-1]:  # would round up to 1024.0
+    while abs(size) >= 1023.95 and unit != _UNITS[-1]:  # a larger size would print as 1024.0
         size, unit = size / 1024, next(units)
     return f"{size:.1f} {unit}"
 

@@ -28,7 +28,7 @@ from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 from .entries import NOWHERE, Origin, Residual
 
 _aten = torch.ops.aten
-# Operators that bring a new constant into the program: their argument is no tensor from before forward.
+# Operators that bring a new constant into the program: their argument does not count as memory from before forward.
 _BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default})
 
 
@@ -40,7 +40,7 @@ class ForwardNotes(Observer):
         self.names: dict[int | None, str] = {}
         self.arguments: set[int | None] = set()
         self.parameters: set[int | None] = set()
-        # By storage: the operator that made the storage, or that first wrote to uninitialized memory; modules without class.
+        # By storage: the operator that made the storage, or first wrote to uninitialized memory; modules by name only.
         self.made: dict[int | None, Origin] = {}
         self.older: set[int] = set()  # storages that an operator read and no operator made
         self.storages: dict[int, weakref.ref[Any]] = {}
@@ -159,7 +159,7 @@ class GraphReader:
                 if id(owner) not in self._frames:
                     self._frames[id(owner)] = owner
                     todo.append(owner)
-        for frame in around.values():  # regions around dropped tensors for which only regions inside have handles
+        for frame in around.values():  # outer regions dropped tensors too, for which only inner regions have handles
             for saved in frame.saved():
                 self._read_dropped(frame, saved, NOWHERE, ())
         for frame in self._frames.values():

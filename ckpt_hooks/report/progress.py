@@ -22,13 +22,13 @@ from .entries import cut, format_bytes
 _logger = logging.getLogger("ckpt_hooks")
 
 _AFTER = 2.0  # seconds until the first line
-_EVERY = 0.1  # seconds between two lines
+_EVERY = 0.1  # seconds between two updates of the line
 
 _present: ContextVar[_Progress | None] = ContextVar("progress", default=None)
 
 
 def is_first_rank() -> bool:
-    """Returns whether this process is the first of its program, which prints."""
+    """Returns whether this process is the first rank of its program, the only rank that prints."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"  # set by torchrun, for processes without a group
@@ -122,7 +122,7 @@ def begin_step(most: int) -> None:
 
 
 def has_peak(nbytes: int) -> None:
-    """Shows the peak of a step, if that is the highest so far."""
+    """Shows the peak of a step, if no earlier step had a higher peak."""
     if (display := _present.get()) is not None:
         display.peak = max(display.peak, nbytes)
 

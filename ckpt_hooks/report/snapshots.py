@@ -18,7 +18,7 @@ class MemoryEvent(NamedTuple):
     """An allocation or a free."""
 
     is_alloc: bool
-    address: int | None  # None for memory from before
+    address: int | None  # None for memory from before the step
     nbytes: int
     frames: Frames
     microseconds: int = 0
@@ -49,7 +49,7 @@ class Exported:
         """
         check_path(path, "step.pickle")
         with open(path, "wb") as file:
-            pickle.dump(self.to_snapshot(), file, protocol=4)  # the latest that the page reads
+            pickle.dump(self.to_snapshot(), file, protocol=4)  # the latest protocol that the page reads
 
 
 def frame_of(name: str, kind: str, line: str | None = None) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def frames_of(origin: Origin) -> Frames:
 
 
 def snapshot_of(events: Iterable[MemoryEvent], device: int = 0, older_nbytes: int = 0) -> dict[str, Any]:
-    """Returns events as a snapshot; memory from before gets addresses above all others."""
+    """Returns events as a snapshot; memory from before the step gets addresses above all others."""
     events = [*events]
     trace: list[dict[str, Any]] = []
     alive: dict[int, tuple[int, Frames]] = {}

@@ -273,8 +273,8 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
         if opened:
             raise RuntimeError(
-                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call it "
-                "outside of regions, after backward."
+                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call "
+                "step() outside of regions, after backward."
             )
         self._done.append(self._present())
         self._begin_step()
@@ -398,9 +398,9 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         if storage is None:
             return
         if self._dropped.get(storage, ())[:2] == (region.id, position):
-            del self._dropped[storage]  # backward is done with it
+            del self._dropped[storage]  # backward is done with the tensor
         elif region.id in self._open and storage in self._freed and storage not in self._positions.values():
-            # No backward will ask for the storage: for example, a policy kept an output inside, and this was its last reader.
+            # The last handle of the storage died within forward, so no backward will ask for the storage: nothing was dropped.
             number, _, nbytes = self._freed.pop(storage)
             self._drop(number, storage, -nbytes)
 

@@ -181,7 +181,7 @@ def test_larger_shapes_keep_nothing_and_are_profiled_in_their_next_step():
 def test_larger_shapes_that_do_not_fit_are_a_warning():
     batches = [ids(1), ids(1), ids(8), ids(8), ids(8)]
     plain, _ = train(gpt(), batches, None)
-    with pytest.warns(UserWarning, match="other shapes takes"):
+    with pytest.warns(UserWarning, match="other shapes needs"):
         found, applied = train(gpt(), batches, 1_500_000)
     assert same(found, plain)
     assert not applied.plan.others

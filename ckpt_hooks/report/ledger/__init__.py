@@ -229,7 +229,7 @@ def _remedy_for(ledger: LedgerData, holder: Holder) -> str:
         return "foreach=False" if is_foreach else "an optimizer with less state"
     is_of_module = origin.maker is Maker.MODULE and origin.module is not None
     if reason is None and is_of_module and all(phase.name != "backward" for phase in ledger.phases):
-        reason = Reason.SAVED  # a guess: only a backward shows whether just the graph holds it
+        reason = Reason.SAVED  # a guess: only a backward would show whether the program holds the memory too
     if reason is Reason.SAVED and is_of_module and (block := up_to_number((origin.module or "").rpartition(" ")[0])):
         return f'apply_checkpointing(model, "{block.rstrip("0123456789")}*")'
     return REMEDIES.get(reason, "")

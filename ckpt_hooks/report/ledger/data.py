@@ -149,8 +149,8 @@ class StepReader:
     def _free(self, row: Row) -> None:
         number = self._alive.pop(row.address, None)
         if number is None:
-            # On the host ``older_freed`` counts memory from before. The profiler may also report the free, from an earlier
-            # profile, but with the size of another allocation at the same address.
+            # On the host ``older_freed`` counts memory from before. The profiler may report such a free too, but with the size
+            # of another allocation at this address, from an earlier profile.
             if self._device != "cpu":
                 self._change(row, None, row.nbytes)
             return
@@ -312,7 +312,7 @@ class LedgerData:
     def __getattr__(self, name: str) -> Any:
         if name in LedgerData.__annotations__:
             raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it after the `with` block.")
-        return object.__getattribute__(self, name)  # raises
+        return object.__getattribute__(self, name)  # raises AttributeError
 
     def fill(self, rows: Sequence[Row], older: Mapping[int, int], device: str | None = None) -> None:
         """Fills the ledger from the rows of the step, and from the sizes of older storages by address."""

@@ -158,7 +158,7 @@ def _labels_of(names: Iterable[str], most: int) -> dict[str, str]:
 # Drawing
 
 _SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-_MOST_BLOCKS = 9  # colours that are told apart, in grey too
+_MOST_BLOCKS = 9  # colors that a reader tells apart, in grayscale too
 _MOST_MOMENTS = 700  # about the pixels of an axis
 _NARROW = 0.06  # of the axis: narrower phases have no name
 _MOST_LABELS = 12  # labels for which there is room beside a bar
@@ -288,7 +288,7 @@ def scale_of(nbytes: int) -> tuple[str, int]:
 
 
 def _colours(labels: Sequence[str]) -> list[tuple[float, ...]]:
-    """Returns colours from dark to light, which differ in grey too, and a grey for all small blocks."""
+    """Returns colors from dark to light, which differ in grayscale too, and a gray for all small blocks."""
     import matplotlib as mpl
 
     colours, count = mpl.colormaps["viridis"], len(labels) - (OTHERS in labels)
@@ -365,7 +365,7 @@ def _draw_bar(axes: Any, bands: list[Band], at: int, labels: list[str], colours:
             again = ", recomputed" if band.part is BandKind.AGAIN else ""
             lines.append(((max(below, low) + top) / 2, f"{name}{again}  {format_bytes(nbytes)}"))
     line, places = _LINE * (high - low), [middle for middle, _ in lines]
-    for number in range(1, len(places)):  # moves labels up that overlap, then down if the top has no room
+    for number in range(1, len(places)):  # moves overlapping labels up, then down if the top has no room
         places[number] = max(places[number], places[number - 1] + line)
     for number in range(len(places)):
         places[number] = min(places[number], high - (len(places) - number - 0.5) * line)

@@ -1,6 +1,6 @@
 """The rows of a step: allocations, frees and marks in the order of time, read from the profiler's events.
 
-Marks are empty ranges of the profiler that note a moment of a step: what regions and modules do, gradients, the end of older
+Marks are empty ranges of the profiler that note a moment of a step: events of regions and modules, gradients, frees of older
 memory.
 """
 
@@ -235,7 +235,7 @@ class Row(NamedTuple):
     """An allocation, a free, or a mark."""
 
     time: int  # in ns, on the profiler's clock
-    place: Origin  # from the ranges around: line, optimizer, node, and the outermost operator inside the innermost of them
+    place: Origin  # from the ranges around: line, optimizer, node, and the outermost operator inside the innermost range
     mark: StepMark | None  # None for an allocation or free
     address: int = 0
     nbytes: int = 0  # negative for a free
