@@ -31,6 +31,7 @@ from ckpt_hooks.planner.ranks import Ranks
 from ckpt_hooks.planner.searching import cost_per_second
 from ckpt_hooks.planner.simulating import natural_ends
 from ckpt_hooks.report.entries import format_bytes
+from tests import golden
 from tests.measure import Watch
 from tests.planner.models import MODELS, GPTBlock, after_a_step, as_before, built, same, state_of
 
@@ -57,6 +58,21 @@ def test_plans_fit_are_predicted_and_bitwise(name, variant):
     assert [dict(vars(module)) for module in model.modules()] == attributes
     assert peaks == sorted(peaks)
     assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_to_the_byte(name):
+    """Which plan each budget gets, what it costs, and the whole front."""
+    model, step, blocks = built(name, "plain")
+    texts = [str(plan_memory(model, step, 0.4, blocks=blocks))]
+    for part in (0.1, 0.4, 0.7):
+        plan = plan_memory(model, step, part, blocks=blocks)
+        for values in (plan.to_json(), *plan.to_json()["blocks"]):
+            apart = [key for key in values if "seconds" in key or key in ("measured_peak", "blocks")]
+            texts.append(str({key: values[key] for key in values if key not in apart}))
+    front = plan.pareto()
+    texts += [f"{point.name}: {point.peak}, {point.recomputed:.6f}" for point in (*front.plans, *front.torch)]
+    golden.check(f"plan_{name}", "\n".join(texts))
 
 
 class Product(torch.autograd.Function):
@@ -438,7 +454,7 @@ def test_the_front_of_a_plan():
     # No choice of torch's takes less of forward again within the peak of a plan.
     for point in front.torch:
         assert point.recomputed >= min(own.recomputed for own in front.plans if own.peak <= point.peak * 1.05)
-    assert "torch.utils.checkpoint" in str(front)
+    golden.check("front", str(front))
 
 
 class _Again(Watch):

@@ -11,6 +11,7 @@ from torch import nn
 import ckpt_hooks
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region
 from ckpt_hooks.report import saved_residuals, saved_tensors_report, trace
+from tests import golden
 from tests.fake_transformers import Model as Transformer
 from tests.measure import leaf
 
@@ -82,6 +83,11 @@ def test_repr_is_a_line_and_print_a_table(kind):
     assert headline in line
     assert empty == ""
     assert len(rows) >= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_text(kind):
+    golden.check(kind.replace(" ", "_"), str(reports()[kind]))
 
 
 @pytest.mark.parametrize("columns", [80, 120])
