@@ -114,17 +114,17 @@ def checkpoint_loop(
 
 
 def first_part(steps: int, slots: int) -> int:
-    """Returns how many of ``steps`` to run before the next state to hold, for the fewest calls."""
-    repeats = 1  # the most repeats of any step
+    """Returns the number of steps to run before the next state to hold, so that backward needs the fewest calls."""
+    repeats = 1  # the most repeats of any step, the repetition number of Griewank and Walther
     while math.comb(slots + repeats, slots) < steps:
         repeats += 1
-    # The smallest of the optimal numbers, since the steps after it have one slot less.
+    # Several numbers may be optimal. This is the smallest: the steps after it have one slot less, which limits their number.
     return max(1, math.comb(slots + repeats - 2, slots), steps - math.comb(slots + repeats - 1, slots - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """The function of a step, and the regions around several steps."""
+    """The function of a step, and the options of the regions around several steps."""
 
     call: Callable[..., Any]
     around: Curried
@@ -192,7 +192,7 @@ def _rows_of(xs: Any) -> list[Any]:
 
 def _rows_in(value: Any, count: int) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        return list(value.unbind(0))  # one node, and one gradient, for all rows
+        return list(value.unbind(0))  # a single autograd node, with a single gradient, for all rows; ``value[row]`` makes many
     entries = named_entries(value)
     if entries is None:
         return [value] * count
