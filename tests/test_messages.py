@@ -1173,7 +1173,7 @@ CALLS = {
         r"weight should be a tensor \[vocabulary, 2\].*as torch.nn.Linear": lambda: of_head(words=(2, 3)),
         "weight should be of the dtype of hidden.*`weight.to": lambda: of_head(dtype=torch.bfloat16),
         "ignore_index should be an integer of 64 bits": lambda: of_head(ignore_index=None),
-        r"bias should be a tensor \[3\], for the rows of weight, but got .*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
+        r"bias should be a tensor \[3\], a value for each row of weight, but got .*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
         r"labels should be a tensor \[1, 5\], a label for each row.*int64\[5\].*shift labels": lambda: of_head((1, 5, 2)),
         "reduction should be 'mean', 'sum' or 'none', but got 'max'": lambda: of_head(reduction="max"),
         "label_smoothing should be a fraction from 0.0 to 1.0, but got 1.5": lambda: of_head(label_smoothing=1.5),

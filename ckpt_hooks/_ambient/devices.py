@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def mark_used(tensor: torch.Tensor, stream: Any) -> None:
-    """Keeps a tensor's memory from reuse until a stream has done the work that was queued before the tensor is freed."""
+    """Keeps a tensor's memory from reuse until a stream has done the work queued before the tensor is freed."""
     parts = past_modes(parts_of, tensor)
     if parts is None:
         past_modes(tensor.record_stream, stream)

@@ -167,7 +167,7 @@ names_without_devices = -1
 
 
 def find_devices() -> list[Any]:
-    """Returns, for each accelerator of this build, a function that says if it is initialised, and its module."""
+    """Returns for each accelerator of this build a function to ask whether it is initialised, and its module."""
     global _modules_known_for, names_without_devices
     if len(TORCH_NAMES) == _modules_known_for:
         return _modules

@@ -201,7 +201,7 @@ are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 
 def _reader(switches: Sequence[Switch]) -> Callable[[], list[Any]]:
-    """Returns a function that reads every switch in a single expression, since a loop takes 50% longer."""
+    """Returns a function with a single expression to read every switch, since a loop takes 50% longer."""
     names: dict[str, Any] = {f"of_{index}": switch.read_fast or switch.read for index, switch in enumerate(switches)}
     read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (switch.form for switch in switches)))}]", names)
     return read

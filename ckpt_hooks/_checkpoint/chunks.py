@@ -359,7 +359,7 @@ def _compare_rows(
 
 
 class _KeepsAll(QuietDispatchMode):
-    """Makes dropout keep all elements, so that the same rows give the same results in each run."""
+    """Makes dropout keep all elements, for the same results from the same rows in each run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -378,7 +378,7 @@ class _KeepsAll(QuietDispatchMode):
 
 @contextlib.contextmanager
 def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[None]:
-    """Restores random states, and the state that a function reaches, after the block, as after a rerun."""
+    """Restores random states, and the state reached by a function, after the block, as after a rerun."""
     journal = journal_of(function, [value for value in arguments if not isinstance(value, torch.Tensor)], preserve_buffers=True)
     region = (name_of_function(function),)
     loan = JournalLoan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None

@@ -114,7 +114,7 @@ def checkpoint_loop(
 
 
 def first_part(steps: int, slots: int) -> int:
-    """Returns the number of steps to run before the next state to hold, so that backward needs the fewest calls."""
+    """Returns the number of steps to run before the next state to hold, for the fewest calls in backward."""
     repeats = 1  # the most repeats of any step, the repetition number of Griewank and Walther
     while math.comb(slots + repeats, slots) < steps:
         repeats += 1

@@ -154,7 +154,7 @@ def _drop(entry: _Entrance) -> None:
 def _leave_by_hand(
     region: checkpoint_region, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
 ) -> None:
-    """Leaves a region: the function that ``ExitStack`` and Dynamo find as ``__exit__``."""
+    """Leaves a region: the function found by ``ExitStack`` and Dynamo as ``__exit__``."""
     if not torch.compiler.is_dynamo_compiling():
         region.__exit__(kind, error, traceback)
 

@@ -75,7 +75,7 @@ def create_selective_checkpoint_contexts(
 
 
 def contexts_with(policy: Policy, context_fn: Callable[[], ContextPair] = noop_context_fn) -> ContextPair:
-    """Returns the contexts of a policy and of a ``context_fn`` in torch's form, the only form that compilers know."""
+    """Returns the contexts of a policy and of a ``context_fn`` in torch's form, the only form known to compilers."""
     own = create_selective_checkpoint_contexts(policy)
     return own if context_fn is noop_context_fn else both(own, own_contexts(call_context_fn(context_fn)))
 
