@@ -176,7 +176,11 @@ def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:
     if labels.shape != hidden.shape[:-1]:
         wanted = f"a tensor {[*hidden.shape[:-1]]}, a label for each row of hidden"
         raise wrong(
-            labels, "labels", wanted, "For the next token, shift labels, not hidden; end them with ignore_index.", ValueError
+            labels,
+            "labels",
+            wanted,
+            "For next tokens, shift labels, not hidden, and fill the end with ignore_index.",
+            ValueError,
         )
     for name, value in {"weight": weight, "bias": bias}.items():
         if value is not None and value.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):

@@ -766,7 +766,7 @@ def a_budget_and_a_policy():
     budgeted(policy=[SIN])
 
 
-@says(ValueError, "margin cannot be used without memory_budget. Pass both.")
+@says(ValueError, "margin cannot be used without memory_budget. Pass it too.")
 def a_margin_without_a_budget():
     apply_checkpointing(two_blocks(), "1", margin=0.1)
 
@@ -804,7 +804,7 @@ def enabled(apply, *args):
     return model
 
 
-@says(ValueError, "is no layer that the checkpointing switch of Model calls")
+@says(ValueError, "is not a layer of the checkpointing switch of Model")
 def transformers_by_a_plan_of_other_modules():
     def step(model):
         model(torch.zeros(64, 64, dtype=torch.int64)).sum().backward()
@@ -1082,7 +1082,7 @@ CALLS = {
         "cannot make a subclass of Slotted": lambda: checkpoint()(Slotted()),
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
         "model should be a torch.nn.Module, but got .* of type list": lambda: apply_checkpointing([block], nn.Linear),
-        r"every\(n=2, of=None\)\. Write n as a product": lambda: apply_checkpointing(block, every(2, of=every(2))),
+        r"every\(n=2, of=None\)\. Write one `every`": lambda: apply_checkpointing(block, every(2, of=every(2))),
         "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
         "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
         r"select should be module classes.* but got <dots_saveable: .*Pass a policy as": lambda: apply_checkpointing(
@@ -1173,7 +1173,7 @@ CALLS = {
         r"weight should be a tensor \[vocabulary, 2\].*as torch.nn.Linear": lambda: of_head(words=(2, 3)),
         "weight should be of the dtype of hidden.*`weight.to": lambda: of_head(dtype=torch.bfloat16),
         "ignore_index should be an integer of 64 bits": lambda: of_head(ignore_index=None),
-        r"bias should be a tensor \[3\], a value for each row of weight, but got .*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
+        r"bias should be a tensor \[3\], a value for each row.*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
         r"labels should be a tensor \[1, 5\], a label for each row.*int64\[5\].*shift labels": lambda: of_head((1, 5, 2)),
         "reduction should be 'mean', 'sum' or 'none', but got 'max'": lambda: of_head(reduction="max"),
         "label_smoothing should be a fraction from 0.0 to 1.0, but got 1.5": lambda: of_head(label_smoothing=1.5),
@@ -1232,7 +1232,7 @@ CALLS = {
             fake.TorchCaller()
         ),
         "chunked_loss should be a positive integer": lambda: enable_in_transformers(fake.CausalModel(), chunked_loss=0),
-        "Model has none. Leave chunked_loss out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
+        "Model has no output embedding. Leave chunked_loss out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
         "Early has a loss that cannot be set": lambda: enable_in_transformers(Early(), chunked_loss=True),
         "CausalModel has the loss mse_loss": lambda: enable_in_transformers(other_loss(fake.CausalModel()), chunked_loss=True),
         "policy, every_n_layers, preserve_buffers cannot be used with plan": lambda: enable_in_transformers(
@@ -1289,8 +1289,8 @@ CALLS = {
         "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
         "lacks the gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
-        "is a region by enable_in_transformers already": lambda: enable_in_transformers(enabled(enable_in_transformers)),
-        "is a region by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
+        "is already a region, made by enable_in_transformers": lambda: enable_in_transformers(enabled(enable_in_transformers)),
+        "is already a region, made by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },
     CheckpointError: {
         "reaches lazy modules": lambda: checkpoint(debug=True)(Lazy())(leaf(2, 3)),
