@@ -761,7 +761,7 @@ def logits_before_the_loss():
         model(torch.zeros(2, 3, dtype=torch.long))
 
 
-@says(ValueError, "policy cannot be used with memory_budget. Leave them out")
+@says(ValueError, "policy cannot be used with memory_budget, since the plan decides. Leave these out")
 def a_budget_and_a_policy():
     budgeted(policy=[SIN])
 
@@ -789,7 +789,7 @@ def a_plan_in_a_step_of_another_shape():
         model(torch.ones(3, 4))
 
 
-@says(UserWarning, "and met one more")
+@says(UserWarning, "but the operator ran once more")
 def a_run_more_than_a_policy_expects():
     policy = policies.save_indices([("", SIN, 0)], counts={("", SIN): 1})
     checkpoint(policy=policy)(lambda x: x.sin().sin())(leaf(4))
@@ -1232,7 +1232,7 @@ CALLS = {
             fake.TorchCaller()
         ),
         "chunked_loss should be a positive integer": lambda: enable_in_transformers(fake.CausalModel(), chunked_loss=0),
-        "Model has no output embedding. Leave chunked_loss out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
+        "Model has no output embedding. Leave": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
         "Early has a loss that cannot be set": lambda: enable_in_transformers(Early(), chunked_loss=True),
         "CausalModel has the loss mse_loss": lambda: enable_in_transformers(other_loss(fake.CausalModel()), chunked_loss=True),
         "policy, every_n_layers, preserve_buffers cannot be used with plan": lambda: enable_in_transformers(
@@ -1289,8 +1289,10 @@ CALLS = {
         "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
         "lacks the gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
-        "is already a region, made by enable_in_transformers": lambda: enable_in_transformers(enabled(enable_in_transformers)),
-        "is already a region, made by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
+        "already a region, made by enable_in_transformers": lambda: enable_in_transformers(enabled(enable_in_transformers)),
+        "already a region, made by apply_checkpointing": lambda: enable_in_transformers(
+            enabled(apply_checkpointing, "layers.*")
+        ),
     },
     CheckpointError: {
         "reaches lazy modules": lambda: checkpoint(debug=True)(Lazy())(leaf(2, 3)),
