@@ -1024,7 +1024,7 @@ CALLS = {
         r"one must .* got 'save_op' .*Is save_ops\(\.\.\.\) .*meant": lambda: policies.save_from_both_policies("save_op", MM),
         r"got 'aten\.mm' of type str\. Give one of these names: ": lambda: checkpoint_region(policy="aten.mm"),
         "returned 'save' of type str for aten.sin.default": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
-        "a count belongs to one region": lambda: save_every(MM, 2)(None, MM),
+        "each region needs a count of its own": lambda: save_every(MM, 2)(None, MM),
         "saved should be a list of names, but got 'a' of": lambda: save_or_offload("a", []),
         "a name in names should be a string, but got 3": lambda: save_only_these_names(3),
         r"dots_saveable is a policy.*`policy=dots_saveable`": lambda: checkpoint(policy=policies.dots_saveable()),
@@ -1290,9 +1290,7 @@ CALLS = {
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
         "lacks the gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
         "already a region, made by enable_in_transformers": lambda: enable_in_transformers(enabled(enable_in_transformers)),
-        "already a region, made by apply_checkpointing": lambda: enable_in_transformers(
-            enabled(apply_checkpointing, "layers.*")
-        ),
+        "a region, made by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },
     CheckpointError: {
         "reaches lazy modules": lambda: checkpoint(debug=True)(Lazy())(leaf(2, 3)),

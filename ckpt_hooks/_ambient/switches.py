@@ -359,7 +359,7 @@ _OFF = modes.made_apart(lambda: _read(_DTYPES)) if modes.is_any_autocast_enabled
 #: Autocast of every device type. The cache of cast weights has a row in ``SWITCHES`` instead.
 AUTOCAST = _Autocast(modes.is_any_autocast_enabled, [*_ENABLED, *_DTYPES], [*[False] * len(_ENABLED), *_OFF])
 #: Function modes (``torch.overrides.TorchFunctionMode``); the mode of the default device, which torch also keeps apart from the
-#: stack of modes; and whether torch asks modes and subclasses, since it asks none in a backward that a subclass began.
+#: stack of modes; and whether torch asks modes and subclasses, since a backward that starts at a tensor subclass asks none.
 FUNCTION_MODES = ThreadState(
     lambda: modes.num_function_modes() > 0 or modes.global_device_mode() is not None or not modes.are_functions_asked(),
     [

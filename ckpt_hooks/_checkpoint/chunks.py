@@ -337,7 +337,7 @@ def _compare_rows(
     half = min(rows // 2, _MOST_ROWS)
     if not half or cut[0].is_meta or is_without_values() or _compared.get(id(owner)) is owner:
         return
-    # The rows are from the middle, since labels at the start of a sequence are often ignored, and so would show nothing.
+    # The rows are from the middle: labels at the start of a sequence are often ignored, and ignored rows would not differ.
     some = [tensor.narrow(dim, rows // 2 - half, 2 * half) for tensor in cut]
 
     def compared() -> tuple[str | None, Any, Any]:
@@ -385,7 +385,7 @@ def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
     before = _ambient.enter(_ambient.capture(preserve_rng_state=True, generators=journal.generators if journal else ()))
     caches_casts = torch.is_autocast_cache_enabled()
     try:
-        torch.set_autocast_cache_enabled(False)  # before torch 2.13 the cache would keep casts made here under ``no_grad``
+        torch.set_autocast_cache_enabled(False)  # before torch 2.13 later calls would get casts made under ``no_grad``
         if loan is not None:
             loan.begin()
         try:

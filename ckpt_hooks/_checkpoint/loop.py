@@ -118,7 +118,8 @@ def first_part(steps: int, slots: int) -> int:
     repeats = 1  # the most repeats of any step, the repetition number of Griewank and Walther
     while math.comb(slots + repeats, slots) < steps:
         repeats += 1
-    # Several numbers may be optimal. This is the smallest: the steps after it have one slot less, which limits their number.
+    # Several numbers may give the fewest calls. This is the smallest: after it, with one slot less, at most
+    # ``comb(slots + repeats - 1, slots - 1)`` steps fit.
     return max(1, math.comb(slots + repeats - 2, slots), steps - math.comb(slots + repeats - 1, slots - 1))
 
 
@@ -165,7 +166,7 @@ class _LoopPart:
             result = self.step.call(state, inputs[0])
         except Exception as error:
             note = f"In step {start} of checkpoint_loop."
-            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # since Python 3.11
+            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # notes exist since Python 3.11
                 error.add_note(note)
             raise
         if not (isinstance(result, tuple) and len(result) == 2):

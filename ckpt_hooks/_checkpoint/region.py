@@ -52,10 +52,10 @@ class _Entrance(weakref.ref[Any]):
     """An entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement."""
 
     # If Ctrl-C comes after the block but before the call of ``__exit__``, Python drops the ``__exit__`` object without a call.
-    # Only the callback of this weak reference (``_died``) shows then that the region has ended.
+    # Then only the callback of this weak reference (``_died``) shows that the region has ended.
     __slots__ = ("frame", "is_left", "mark", "opened", "region")
 
-    frame: RecordedFrame | None  # None where the region runs plainly, and after it has ended
+    frame: RecordedFrame | None  # None if the region runs plainly or has ended
     is_left: bool  # whether the program has left the region; regions inside it may still be open
     mark: ThreadMark  # the thread's state before the entry
     opened: list[_Entrance] | None  # the open regions of the thread that entered; None before the entry
@@ -435,7 +435,7 @@ def checkpoint_name(tensor: T, name: str) -> T:
         >>> with checkpoint_region(policy=save_only_these_names("product")):
         ...     y = checkpoint_name(x @ x, "product").sin()
     """
-    check_is(name, str, "name", "a string", "Pass a name that a policy has.")
+    check_is(name, str, "name", "a string", "Pass a name from the policy, such as 'hidden'.")
     tensors = [tensor] if isinstance(tensor, torch.Tensor) else leaf_tensors_in(tensor)
     if not tensors:
         raise wrong(tensor, "tensor", "a tensor, or a list, tuple, dict or dataclass of tensors", "Pass the tensor to keep.")

@@ -66,7 +66,7 @@ def create_selective_checkpoint_contexts(
     """
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
     checked_flag(allow_cache_entry_mutation, "allow_cache_entry_mutation")
-    if is_compiled():  # the compiler enters the contexts itself, after it has traced the region
+    if is_compiled():  # the compiler itself enters the contexts, after it has traced the region, so they are torch's
         create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
         contexts: tuple[Any, Any] = create(asks_for_torch(policy))
         return contexts

@@ -33,12 +33,12 @@ class Unit(NamedTuple):
 _by_address: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 # The parameters whose storages are in ``_by_address``.
 _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
-# Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign.
+# Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign, and one search is enough.
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def unit_of(tensor: torch.Tensor) -> RefillSource | None:
-    """Returns the unit that gathers a tensor, and the tensor's shard in this process; None if FSDP2 does not free it."""
+    """Returns the unit that gathers a tensor, and the tensor's shard in this process; None for memory not freed by FSDP2."""
     if not num_units() or (address := storage_of(tensor)) is None:
         return None
     origin = _origin_at(address)

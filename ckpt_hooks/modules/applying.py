@@ -1,4 +1,4 @@
-"""Makes modules of a model regions, and undoes it."""
+"""Makes modules of a model regions, and undoes the change."""
 
 from __future__ import annotations
 

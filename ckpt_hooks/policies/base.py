@@ -136,8 +136,9 @@ class Policy(abc.ABC):
         decision = self.for_op(op := args[1])
         if decision is None:
             raise TypeError(
-                f"{self!r} counts operators, and a count belongs to one region: pass the policy itself to ckpt_hooks, which "
-                "starts a count for each region; elsewhere, call its start() for each region and pass the result."
+                f"{self!r} was called as a function, but it counts operators, and each region needs a count of its own. Pass "
+                "the policy itself to ckpt_hooks, which starts a count for each region. For other code, call the policy's "
+                "start() for each region and pass the result."
             )
         return decision_of(decision, op)
 
@@ -145,7 +146,7 @@ class Policy(abc.ABC):
 class PolicyFn(Protocol):
     """A function that decides on one run of an operator, given a :class:`SelectiveCheckpointContext` and its arguments."""
 
-    # The answer is a CheckpointPolicy, another enum with the same names, or a bool, as torch accepts.
+    # The answer is a CheckpointPolicy, another enum with the same names, or a bool, which torch accepts too.
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> enum.Enum | bool: ...
 
 
@@ -225,7 +226,7 @@ class OpsPolicy(Policy):
             if views:
                 warn_user(
                     f"{self!r} names views, which take no memory and run again in each recompute: {in_words(views)}. Name the "
-                    "operator that computes the values; policies.everything_saveable keeps all that can be kept."
+                    "operators that compute their values, or use policies.everything_saveable to keep all that can be kept."
                 )
 
     def for_op(self, op: Any) -> CheckpointPolicy:
@@ -240,7 +241,7 @@ def saving(ops: list[Any]) -> OpsPolicy:
 class _Function(Policy):
     """A user's function, asked about each run of an operator."""
 
-    #: One cache for all functions, since it has the same decision for each of them: to ask about each run.
+    #: A single cache for all functions, since each has the same decision on every operator: to be asked about each run.
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
 
     def __init__(self, function: PolicyFn) -> None:
@@ -290,7 +291,7 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
     if type(policy) is FunctionType:
         is_function = policy.__module__ not in _FACTORIES
     else:
-        is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # takes 2 us, since some of the classes are ABCs
+        is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # 2 us: some classes are ABCs
     if is_function:
         # Programs may pass a function in each step. A look at the code often spares a look at the signature, which takes 10 us.
         code = getattr(policy, "__code__", None)

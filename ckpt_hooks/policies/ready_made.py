@@ -34,7 +34,7 @@ _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFE
 
 
 class _Uniform(Policy):
-    """The same decision for every operator."""
+    """Makes the same decision for every operator."""
 
     def __init__(self, title: str, decision: CheckpointPolicy, meaning: str) -> None:
         self.title, self._decision, self.meaning = title, decision, meaning
@@ -231,7 +231,7 @@ def offload_ops(*ops: Operator | Operators) -> Policy:
 
 
 class _SaveEvery(Policy):
-    """Keeps every n-th output."""
+    """Keeps every n-th output of an operator."""
 
     title = "save_every"
 
