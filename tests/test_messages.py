@@ -720,7 +720,7 @@ def a_plan_of_a_budget_before_the_first_step():
     budgeted().to_json()
 
 
-@says(ValueError, "There is no plan. Pass memory_budget, and train a step")
+@says(ValueError, "There is no plan. Pass memory_budget and train a step")
 def a_plan_of_a_model_without_a_budget():
     enable_in_transformers(fake.Model()).to_json()
 
@@ -995,7 +995,7 @@ CALLS = {
         "context_fn should return two context managers.* but returned <": lambda: with_contexts(contextlib.nullcontext()),
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "use_reentrant should be None or False, but got": lambda: checkpoint(block, x, use_reentrant="no"),
-        "from two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
+        "swapped, or not from one call": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
         "and a _CachedTorchDispatchMode": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
@@ -1048,8 +1048,8 @@ CALLS = {
         r"`checkpoint_region\(name='block'\)`": lambda: checkpoint_region("block"),
         "tensor should be a tensor, or .*, but got 3 of type int": lambda: checkpoint_name(3, "h"),
         r"tensor should .* got \[None, {'a': 2}\] of type list": lambda: checkpoint_name([None, {"a": 2}], "h"),
-        "name should be a string, but got 3 of type int. Pass a name that a": lambda: checkpoint_name(x, 3),
-        "name should be a string, but got 3 of type int. Pass the name": lambda: checkpoint(name=3),
+        "name should be a string, but got 3 of type int. Pass a name from": lambda: checkpoint_name(x, 3),
+        "name should be a string, but got 3 of type int. Pass a name for": lambda: checkpoint(name=3),
         r"functions\[1\] should be a function or a module, but got None": lambda: checkpoint_sequential([block, None], 2, x),
         r"a module, ModuleDict.*`\[\*functions.values\(\)\]`": lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
         "checkpoint_sequential takes one input": lambda: checkpoint_sequential([block], 1, x, x),
@@ -1288,7 +1288,7 @@ CALLS = {
         ),
         "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
-        "lacks the gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
+        "lacks the parameter gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
         "already a region, made by enable_in_transformers": lambda: enable_in_transformers(enabled(enable_in_transformers)),
         "a region, made by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },

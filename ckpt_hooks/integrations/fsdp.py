@@ -33,7 +33,7 @@ class Unit(NamedTuple):
 _by_address: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 # The parameters whose storages are in ``_by_address``.
 _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
-# Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign, and one search is enough.
+# Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign: one search is enough.
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 

@@ -188,7 +188,7 @@ def save_indices(
 def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:
     checked_operators([operator], argument)
     check_is(module, str, f"a submodule in {argument}", "a string", "Give its name, or '' for the module itself.")
-    checked_integer(number, f"a number in {argument}", f"Count the runs of {operator} from 0.", 0)
+    checked_integer(number, f"a number in {argument}", f"Give a number of runs of {operator}, from 0.", 0)
     return module, str(operator)
 
 
