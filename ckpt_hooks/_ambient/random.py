@@ -148,7 +148,6 @@ def _source_of_default(generator: torch.Generator) -> RandomSource:
     return source
 
 
-#: The source of the CPU's default generator.
 CPU = RandomSource(torch.default_generator.get_state, torch.default_generator.set_state, is_default=True)
 if _views:
     CPU.look = lambda: (HEAD.raw, TAIL.raw)
@@ -233,8 +232,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
     return generator
 
-
-# States of all sources
 
 #: Held by the recompute which sets the default generators back. A concurrent recompute does not wait: it draws from generators
 #: of its own (``OwnDraws``).

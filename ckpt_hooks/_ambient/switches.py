@@ -197,9 +197,6 @@ def heeds(name: str, switches: Sequence[Switch]) -> bool:
 are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 
-# Comparing and setting switches
-
-
 def _reader(switches: Sequence[Switch]) -> Callable[[], list[Any]]:
     """Returns a function with a single expression to read every switch, since a loop takes 50% longer."""
     names: dict[str, Any] = {f"of_{index}": switch.read_fast or switch.read for index, switch in enumerate(switches)}

@@ -321,9 +321,6 @@ def _with_leaves(result: Any, leaves: list[Any]) -> Any:
     return with_entries(result, [_with_leaves(entry, leaves) for _, entry in entries])
 
 
-# Rows that depend on each other
-
-
 def _compare_rows(
     function: Callable[..., Any],
     arguments: Sequence[Any],

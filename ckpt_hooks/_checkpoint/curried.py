@@ -31,7 +31,7 @@ _PASSED_ON = defaults_of(Form.CURRIED)
 class CheckpointedFunction(Generic[P, R]):
     """A function whose calls are regions; binds to instances and can be copied, like the function."""
 
-    __qualname__: str  # of the function
+    __qualname__: str
 
     def __init__(self, function: Callable[P, R], region: Curried) -> None:
         self.function = function
@@ -154,7 +154,6 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], named
     return Curried(options, context_fn)
 
 
-#: All options at their defaults.
 PLAIN = Curried(DEFAULT_OPTIONS, noop_context_fn)
 #: The types of the curried form's results, for ``isinstance``.
 MADE: Any = CheckpointedFunction, CheckpointedModule

@@ -174,9 +174,6 @@ class _LoopPart:
         return result[0], [*outputs, result[1]]
 
 
-# Inputs and outputs
-
-
 def _rows_of(xs: Any) -> list[Any]:
     """Returns the input of each step."""
     if isinstance(xs, list):

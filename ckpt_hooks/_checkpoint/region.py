@@ -77,7 +77,7 @@ _entered = _Entered()
 @skipped
 def _leave(entries: list[_Entrance], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
     entry, opened = entries[0], _entered.open
-    if entry.opened is None:  # no ``with`` statement: the program called ``__enter__`` and ``__exit__`` by hand
+    if entry.opened is None:  # a call by hand or by ``ExitStack``, not by a ``with`` statement
         entry = next((other for other in reversed(opened) if other.region is entry.region and not other.is_left), entry)
     frame = entry.frame
     if entry.is_left or entry.opened is not opened:
@@ -322,7 +322,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
             return self
         entry, _entered.next = _entered.next, None
         if entry is None or entry.region is not self or entry() is None:
-            entry = _Entrance(self, _died)  # no ``with`` statement: the program calls ``__enter__`` by hand
+            entry = _Entrance(self, _died)  # a call by hand or by ``ExitStack``
             entry.region, entry.frame, entry.is_left = self, None, False
         opened = entry.opened = _entered.open
         if opened and opened[-1].is_left:  # another thread left that region, and only this thread can end it

@@ -79,7 +79,7 @@ def frame_of_call(
     contexts: ContextPair | None,
     settings: Settings,
 ) -> Any:
-    """Returns the frame to enter around a call: a recorded frame if there is a policy, else a function frame."""
+    """Returns the frame to enter around a call: a recorded frame if a policy can apply, else a function frame."""
     if options.policy is not None:
         from .selective import frame_under_policy  # imported here, since calls without a policy do not need the module
 
