@@ -94,7 +94,7 @@ __all__ = [
 
 _register_finder("torch.distributed.fsdp", lambda: _import_module(".integrations.fsdp", __name__).unit_of)
 
-#: The public names of each module, which is imported when a name is asked for: a first region needs few modules.
+#: The module of each public name. A module is imported when a name of it is first used, since a first region needs few modules.
 _PLACES = {
     name: module
     for module, names in {
@@ -123,7 +123,7 @@ _PLACES = {
     }.items()
     for name in (*names.split(), module[1:])
 }
-_lock = _threading.RLock()  # two threads that import modules which need each other could get half-imported modules
+_lock = _threading.RLock()  # without it two threads, importing modules that need each other, could see half-imported modules
 
 
 def __getattr__(name: str) -> object:
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> object:
     if place == f".{name}":
         return module
     found: object = getattr(module, name)
-    if place.startswith("."):  # only own names are cached: torch's may be replaced
+    if place.startswith("."):  # names of torch are not cached, since a program may replace them in torch
         globals()[name] = found
     return found
 

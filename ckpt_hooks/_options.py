@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    # Shape, dtype, device and version, or the version alone, which is compared in any case: a saved value modified afterwards
-    # is wrong, and plain autograd raises as well.
+    # Returns shape, dtype, device and version of a tensor, or only the version. The version is always compared, since a tensor
+    # modified after it was saved has wrong values; plain autograd raises then too.
     facts: Callable[[Any], Any]
-    fingerprint: Callable[[torch.Tensor], Any] | None = None  # None: no values
+    fingerprint: Callable[[torch.Tensor], Any] | None = None  # returns what to compare of the values; None compares no values
     is_sampled: bool = False  # whether the self-check compares values in some passes
 
 
@@ -37,7 +37,7 @@ NOTHING = Check(operator.attrgetter("_version"))
 _CHECKS = {"default": Check(METADATA, is_sampled=True), "metadata": Check(METADATA), "none": NOTHING}
 
 
-#: What ``determinism_check`` takes.
+#: The values of the option ``determinism_check``.
 DeterminismCheck = Literal["default", "metadata", "none", "values"] | Callable[[torch.Tensor], Any]
 
 
@@ -68,13 +68,13 @@ def version_of(facts: Any) -> int:
 
 
 class Form(enum.Flag):
-    DIRECT = enum.auto()  # checkpoint(function, *args), and torch's calls of the kind under patch_torch
-    CURRIED = enum.auto()  # checkpoint(...), by whatever makes functions and modules regions
-    RECORDED = enum.auto()  # checkpoint_region(...), likewise
+    DIRECT = enum.auto()  # checkpoint(function, *args), and such calls of torch's checkpoint under patch_torch
+    CURRIED = enum.auto()  # checkpoint(...), also where checkpoint_module and other functions call it
+    RECORDED = enum.auto()  # checkpoint_region(...), also where checkpoint_module and other functions call it
 
 
 _CALLS = Form.DIRECT | Form.CURRIED
-_NOT_DIRECT = Form.CURRIED | Form.RECORDED  # in a direct call such a keyword is the function's, as in torch
+_NOT_DIRECT = Form.CURRIED | Form.RECORDED  # a direct call passes such a keyword on to the function, as torch does
 _EVERY = _CALLS | Form.RECORDED
 
 
@@ -87,7 +87,7 @@ def _offload_from(is_on: Any, name: str) -> int | None:
 
 
 def _policy(value: Any, name: str) -> Any:
-    """Returns the policy; while Dynamo traces, the key of a function, which Dynamo could not follow."""
+    """Returns the policy; while Dynamo traces, a key for a function or list, which Dynamo could not trace."""
     from ckpt_hooks.policies.base import Policy, key_for, policy_from
 
     return key_for(value) if torch.compiler.is_dynamo_compiling() and not isinstance(value, Policy) else policy_from(value)
@@ -96,12 +96,13 @@ def _policy(value: Any, name: str) -> Any:
 class Option(NamedTuple):
     forms: Form
     default: Any = None  # as users write it
-    # Returns the value for frames, or raises, given a value and the option's name; None where no frame knows the option.
+    # A function of the user's value and the option's name, which returns the value for frames, or raises. None if frames do
+    # not take the option.
     check: Any = None
-    field: str = ""  # the name in frames, if another
+    field: str = ""  # the name in ``RegionOptions``, if that differs
 
 
-#: The table. Forms pass values on in this order, and errors list names in it.
+#: The table. Forms pass values on in the order of the table, and errors list names in this order.
 OPTIONS = {
     "context_fn": Option(_CALLS),
     "determinism_check": Option(_CALLS, "default", lambda value, _: check_of(value), "check"),
@@ -124,12 +125,12 @@ def options_of(form: Form) -> list[str]:
 
 
 def checked_name(name: Any) -> str | None:
-    check_is(name, (str, type(None)), "name", "a string", "Pass the name that errors have for it: name='block'.")
+    check_is(name, (str, type(None)), "name", "a string", "Pass a name for the region in errors, such as name='block'.")
     return name  # type: ignore[no-any-return]
 
 
 def defaults_of(form: Form) -> dict[str, Any]:
-    """Returns the defaults of the options of a form which it passes on to frames."""
+    """Returns the defaults of those options of a form which frames take."""
     return {name: OPTIONS[name].default for name in options_of(form) if OPTIONS[name].check is not None}
 
 
@@ -142,18 +143,18 @@ class RegionOptions:
     early_stop: bool = True
     preserve_rng_state: bool = True
     respect_hooks: bool = True
-    name: str | None = None  # None for the function's own
+    name: str | None = None  # None means the function's name
     policy: Policy | None = None  # a region with a policy is recorded
     preserve_buffers: bool = True
-    offload_from: int | None = None  # bytes from which inputs go to the host; None for none
+    offload_from: int | None = None  # inputs of at least this many bytes go to the host; None moves no input
     split_backward: bool = False
-    replay_whole: bool | None = None  # None to go by the bytes that a recorded region saved
+    replay_whole: bool | None = None  # None decides by the bytes that the recorded region saved
 
     def replaced(self, **fields: Any) -> RegionOptions:
-        # Sets every field on the instance: Dynamo cannot trace a ``check`` that it reads from the defaults of the class.
+        # Both ways set every field on the instance: Dynamo cannot trace a ``check`` that it reads from the class's defaults.
         if torch.compiler.is_dynamo_compiling():
             return dataclasses.replace(self, **fields)
-        options = object.__new__(RegionOptions)  # in a tenth of the time, for regions that are made anew in each step
+        options = object.__new__(RegionOptions)  # a tenth of the time of ``replace``, since programs make regions in each step
         vars(options).update(vars(self), **fields)
         return options
 
@@ -162,11 +163,11 @@ DEFAULT_OPTIONS = RegionOptions()
 
 
 def options_from(options: RegionOptions = DEFAULT_OPTIONS, /, **given: Any) -> RegionOptions:
-    """Returns ``options`` with other values, by their names for users; raises for a wrong value."""
+    """Returns ``options`` with other values, given as users name and write the options; raises for a wrong value."""
     values = {}
     for name, value in given.items():
         option = OPTIONS[name]
-        if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
+        if value is not option.default:  # in a loop, since Dynamo cannot trace a comprehension with ``:=``
             values[option.field or name] = option.check(value, name)
     return options.replaced(**values) if values else options
 
@@ -175,7 +176,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def check_swallowed(function: Any, kwargs: dict[str, Any], options: Sequence[str], form: str = "checkpoint") -> None:
-    """Looks for options among the ``**kwargs`` of a function: refuses policies, and warns of others, once each."""
+    """Looks for options among the ``**kwargs`` of a function: refuses policies, and warns once of each other option."""
     for name in [name for name in options if name in kwargs]:
         is_refused = is_policy(kwargs[name])
         if (is_refused or (form, name) not in _warned) and is_swallowed(function, name):
@@ -188,7 +189,7 @@ def check_swallowed(function: Any, kwargs: dict[str, Any], options: Sequence[str
 
 
 def is_policy(value: Any) -> bool:
-    """Whether a value is a policy of this package, its name, or a list of operators. A function may be anything else."""
+    """Whether a value can only be a policy: a policy of this package, its name, or a list of operators; not a function."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
     from ckpt_hooks.policies.base import NAMED, Policy

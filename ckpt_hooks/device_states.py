@@ -110,5 +110,5 @@ def _checked_type(device: Any, name: str) -> str:
     except RuntimeError:
         known = None
     if known is None or known != device:
-        raise wrong(device, name, "a device type without an index", "Pass one that torch.device knows: 'cuda'.", ValueError)
+        raise wrong(device, name, "a device type without an index", "Pass a name for torch.device, such as 'cuda'.", ValueError)
     return known

@@ -47,7 +47,7 @@ E = TypeVar("E", bound=CheckpointError)
 
 
 def rebuild_error(kind: type[E], message: str, fields: dict[str, Any]) -> E:
-    """Returns an error of a kind with a message and the fields (``vars``) of another error of the kind."""
+    """Returns an error of class ``kind`` with a message, and with fields from the ``vars`` of another such error."""
     error = kind.__new__(kind, message)
     error.__dict__.update(fields)
     return error

@@ -160,7 +160,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:
     for name, value in {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}.items():
         if name != "bias" or value is not None:
-            check_is(value, torch.Tensor, name, "a tensor", "Pass hidden states, the head's weight, labels, the head's bias.")
+            check_is(value, torch.Tensor, name, "a tensor", "Pass hidden states, weight, labels and bias, in this order.")
     if not hidden.is_floating_point() or not hidden.dim():
         raise wrong(hidden, "hidden", "a floating point tensor [..., hidden size]", "Pass the input of the head.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
@@ -170,11 +170,17 @@ def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:
         wanted = f"a tensor [vocabulary, {size}], for hidden states of that size"
         raise wrong(weight, "weight", wanted, "Pass the weight of the head as torch.nn.Linear has it.", ValueError)
     if bias is not None and bias.shape != (words,):
-        raise wrong(bias, "bias", f"a tensor [{words}], for the rows of weight", "Pass the bias of the same head.", ValueError)
+        raise wrong(
+            bias, "bias", f"a tensor [{words}], a value for each row of weight", "Pass the bias of the same head.", ValueError
+        )
     if labels.shape != hidden.shape[:-1]:
         wanted = f"a tensor {[*hidden.shape[:-1]]}, a label for each row of hidden"
         raise wrong(
-            labels, "labels", wanted, "To shift, shift labels, not hidden, and fill the end with ignore_index.", ValueError
+            labels,
+            "labels",
+            wanted,
+            "For next tokens, shift labels, not hidden, and fill the end with ignore_index.",
+            ValueError,
         )
     for name, value in {"weight": weight, "bias": bias}.items():
         if value is not None and value.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):

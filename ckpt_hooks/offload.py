@@ -63,7 +63,8 @@ class offload_saved_tensors(  # noqa: N801 -- used like a function
 
         def pack(tensor: torch.Tensor) -> Any:
             if (num_dispatch_modes() or num_function_modes()) and is_traced():
-                # Tracing began in the block. The tracer knows the tensor; an alias or a copy would be a constant of its graph.
+                # Tracing began in the block. The tensor itself stays, since the tracer knows it; an alias or a copy would be a
+                # constant of the traced graph.
                 return [tensor, tensor._version]
             if waiting.saved and waiting.sequence != sequence_number():
                 waiting.send(shared)
@@ -71,7 +72,7 @@ class offload_saved_tensors(  # noqa: N801 -- used like a function
                 return [tensor, tensor._version]
             transfers = transfers_for(tensor, min_size)
             if transfers is None:
-                # Detached: if an operator saves the tensor that it returns, its node would own itself.
+                # Detached, since an operator may save the tensor that it returns: its node would then own itself.
                 return [counted_detach(tensor) if tensor.requires_grad else tensor, tensor._version]
             if not tensor.requires_grad:
                 saved = Moved(tensor, transfers, stash_size)
@@ -100,12 +101,12 @@ class offload_saved_tensors(  # noqa: N801 -- used like a function
 class _Waiting(threading.local):
     """Tensors saved on this thread that their operator may still fill, as ``rrelu`` fills its noise."""
 
-    # These tensors require no gradient, and are complete when another operator saves, or the block ends.
+    # These tensors require no gradient. They are complete once another operator saves a tensor, or the block ends.
 
     def __init__(self) -> None:
         self.saved: list[weakref.ref[Moved]] = []
         self.sequence = -1
-        #: For each open block of this thread, whether operators were traced at its entry: then the block does nothing.
+        #: For each open block of this thread, whether a tracer was active at its entry. Such a block does nothing.
         self.traced: list[bool] = []
 
     def add(self, saved: Moved) -> None:

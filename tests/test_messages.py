@@ -720,7 +720,7 @@ def a_plan_of_a_budget_before_the_first_step():
     budgeted().to_json()
 
 
-@says(ValueError, "There is no plan. Pass memory_budget, and train a step")
+@says(ValueError, "There is no plan. Pass memory_budget and train a step")
 def a_plan_of_a_model_without_a_budget():
     enable_in_transformers(fake.Model()).to_json()
 
@@ -761,12 +761,12 @@ def logits_before_the_loss():
         model(torch.zeros(2, 3, dtype=torch.long))
 
 
-@says(ValueError, "policy cannot be used with memory_budget. Leave them out")
+@says(ValueError, "policy cannot be used with memory_budget, since the plan decides. Leave these out")
 def a_budget_and_a_policy():
     budgeted(policy=[SIN])
 
 
-@says(ValueError, "margin cannot be used without memory_budget. Pass both.")
+@says(ValueError, "margin cannot be used without memory_budget. Pass it too.")
 def a_margin_without_a_budget():
     apply_checkpointing(two_blocks(), "1", margin=0.1)
 
@@ -789,7 +789,7 @@ def a_plan_in_a_step_of_another_shape():
         model(torch.ones(3, 4))
 
 
-@says(UserWarning, "and met one more")
+@says(UserWarning, "but the operator ran once more")
 def a_run_more_than_a_policy_expects():
     policy = policies.save_indices([("", SIN, 0)], counts={("", SIN): 1})
     checkpoint(policy=policy)(lambda x: x.sin().sin())(leaf(4))
@@ -804,7 +804,7 @@ def enabled(apply, *args):
     return model
 
 
-@says(ValueError, "is no layer that the checkpointing switch of Model calls")
+@says(ValueError, "is not a layer of the checkpointing switch of Model")
 def transformers_by_a_plan_of_other_modules():
     def step(model):
         model(torch.zeros(64, 64, dtype=torch.int64)).sum().backward()
@@ -995,7 +995,7 @@ CALLS = {
         "context_fn should return two context managers.* but returned <": lambda: with_contexts(contextlib.nullcontext()),
         "two context managers.* but one of them is 3": lambda: with_contexts((noop_context_fn()[0], 3)),
         "use_reentrant should be None or False, but got": lambda: checkpoint(block, x, use_reentrant="no"),
-        "from two calls": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
+        "swapped, or not from one call": lambda: with_contexts((selective_pair()[0], selective_pair()[1])),
         "and a _CachedTorchDispatchMode": lambda: with_contexts((selective_pair()[0], torchs_pair()[1])),
         "within another context": lambda: with_contexts((within(selective_pair()[0]), contextlib.nullcontext())),
         "change should be the index of a change": lambda: memory_ledger(lambda: None).holders_at("last"),
@@ -1024,7 +1024,7 @@ CALLS = {
         r"one must .* got 'save_op' .*Is save_ops\(\.\.\.\) .*meant": lambda: policies.save_from_both_policies("save_op", MM),
         r"got 'aten\.mm' of type str\. Give one of these names: ": lambda: checkpoint_region(policy="aten.mm"),
         "returned 'save' of type str for aten.sin.default": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
-        "a count belongs to one region": lambda: save_every(MM, 2)(None, MM),
+        "each region needs a count of its own": lambda: save_every(MM, 2)(None, MM),
         "saved should be a list of names, but got 'a' of": lambda: save_or_offload("a", []),
         "a name in names should be a string, but got 3": lambda: save_only_these_names(3),
         r"dots_saveable is a policy.*`policy=dots_saveable`": lambda: checkpoint(policy=policies.dots_saveable()),
@@ -1048,8 +1048,8 @@ CALLS = {
         r"`checkpoint_region\(name='block'\)`": lambda: checkpoint_region("block"),
         "tensor should be a tensor, or .*, but got 3 of type int": lambda: checkpoint_name(3, "h"),
         r"tensor should .* got \[None, {'a': 2}\] of type list": lambda: checkpoint_name([None, {"a": 2}], "h"),
-        "name should be a string, but got 3 of type int. Pass a name that a": lambda: checkpoint_name(x, 3),
-        "name should be a string, but got 3 of type int. Pass the name": lambda: checkpoint(name=3),
+        "name should be a string, but got 3 of type int. Pass a name from": lambda: checkpoint_name(x, 3),
+        "name should be a string, but got 3 of type int. Pass a name for": lambda: checkpoint(name=3),
         r"functions\[1\] should be a function or a module, but got None": lambda: checkpoint_sequential([block, None], 2, x),
         r"a module, ModuleDict.*`\[\*functions.values\(\)\]`": lambda: checkpoint_sequential(nn.ModuleDict({"a": block}), 1, x),
         "checkpoint_sequential takes one input": lambda: checkpoint_sequential([block], 1, x, x),
@@ -1082,7 +1082,7 @@ CALLS = {
         "cannot make a subclass of Slotted": lambda: checkpoint()(Slotted()),
         "module should be a torch.nn.Module, but got 'sin'": lambda: checkpoint_module(torch.sin),
         "model should be a torch.nn.Module, but got .* of type list": lambda: apply_checkpointing([block], nn.Linear),
-        r"every\(n=2, of=None\)\. Write n as a product": lambda: apply_checkpointing(block, every(2, of=every(2))),
+        r"every\(n=2, of=None\)\. Write one `every`": lambda: apply_checkpointing(block, every(2, of=every(2))),
         "module should be a torch.nn.Module, but got 'm' of type str": lambda: remove_checkpointing("m"),
         "write its name, or `checkpoint_module": lambda: apply_checkpointing(two_blocks(), block),
         r"select should be module classes.* but got <dots_saveable: .*Pass a policy as": lambda: apply_checkpointing(
@@ -1173,7 +1173,7 @@ CALLS = {
         r"weight should be a tensor \[vocabulary, 2\].*as torch.nn.Linear": lambda: of_head(words=(2, 3)),
         "weight should be of the dtype of hidden.*`weight.to": lambda: of_head(dtype=torch.bfloat16),
         "ignore_index should be an integer of 64 bits": lambda: of_head(ignore_index=None),
-        r"bias should be a tensor \[3\], for the rows of weight, but got .*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
+        r"bias should be a tensor \[3\], a value for each row.*float32\[2\]": lambda: of_head(bias=torch.ones(2)),
         r"labels should be a tensor \[1, 5\], a label for each row.*int64\[5\].*shift labels": lambda: of_head((1, 5, 2)),
         "reduction should be 'mean', 'sum' or 'none', but got 'max'": lambda: of_head(reduction="max"),
         "label_smoothing should be a fraction from 0.0 to 1.0, but got 1.5": lambda: of_head(label_smoothing=1.5),
@@ -1232,7 +1232,7 @@ CALLS = {
             fake.TorchCaller()
         ),
         "chunked_loss should be a positive integer": lambda: enable_in_transformers(fake.CausalModel(), chunked_loss=0),
-        "Model has none. Leave chunked_loss out": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
+        "Model has no output embedding. Leave": lambda: enable_in_transformers(fake.Model(), chunked_loss=True),
         "Early has a loss that cannot be set": lambda: enable_in_transformers(Early(), chunked_loss=True),
         "CausalModel has the loss mse_loss": lambda: enable_in_transformers(other_loss(fake.CausalModel()), chunked_loss=True),
         "policy, every_n_layers, preserve_buffers cannot be used with plan": lambda: enable_in_transformers(
@@ -1288,9 +1288,9 @@ CALLS = {
         ),
         "The guard is not entered": lambda: planned(model=GUARDED).guard(GUARDED)(len, ()),
         "context_fn suppressed an exception": lambda: with_contexts((suppressing(), noop_context_fn()[0]), lambda x: 1 / 0),
-        "lacks the gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
-        "is a region by enable_in_transformers already": lambda: enable_in_transformers(enabled(enable_in_transformers)),
-        "is a region by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
+        "lacks the parameter gradient_checkpointing_func": lambda: enable_in_transformers(fake.OldModel()),
+        "already a region, made by enable_in_transformers": lambda: enable_in_transformers(enabled(enable_in_transformers)),
+        "a region, made by apply_checkpointing": lambda: enable_in_transformers(enabled(apply_checkpointing, "layers.*")),
     },
     CheckpointError: {
         "reaches lazy modules": lambda: checkpoint(debug=True)(Lazy())(leaf(2, 3)),
@@ -1298,7 +1298,7 @@ CALLS = {
     ReferenceError: {"holds its module weakly": lambda: checkpoint_module(nn.Tanh()).forward(x)},
     AttributeError: {"no attribute 'nothing'": lambda: ckpt_hooks.nothing},
     UserWarning: {
-        r"check_rows compares nothing: 'rand_like' draws": lambda: chunked(torch.rand_like, check_rows=True),
+        r"check_rows could not compare rows: 'rand_like' draws": lambda: chunked(torch.rand_like, check_rows=True),
         r"<dots_saveable: .*> of region 'inner' spares nothing: region 'outer' .*`recorded=True`": policy_in_a_plain_region,
         r"The forward of '1', a Sequential, was replaced .*`del module\.forward`": lambda: wrapped_after(two_blocks(), "1"),
         "under a torch.func transform": lambda: torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.rand(3)),

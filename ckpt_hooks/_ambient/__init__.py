@@ -26,9 +26,9 @@ class Ambient:
         self, states: random.RandomStates, values: switches.SwitchValues, casts: Any = None, modes: Any = None
     ) -> None:
         self.random, self.switches, self.casts, self.modes = states, values, casts, modes
-        #: Whether a recompute will restore other random sources than torch's default generators.
+        #: Whether a recompute has to restore random sources besides torch's default generators.
         self.has_sources = bool(states[2])
-        #: Whether the state is only switches of the process and states of torch's default generators.
+        #: Whether the state consists only of switches of the process and states of torch's default generators.
         self.is_simple = states[0] is not None and not self.has_sources and casts is modes is None
 
 
@@ -61,15 +61,15 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Ambient | lis
     """Restores a captured state on this thread, where gradients are enabled already; returns the undo for :func:`leave`."""
     is_around = (
         ambient.is_simple
-        # The default device, which torch's backward may hide from the stack, is read by this thread's dict, since a missing
-        # attribute costs an exception.
+        # Torch's backward may hide the mode of the default device from the stack of function modes, so ask for it directly.
+        # The lookup goes to this thread's dict, since a missing attribute would cost an exception.
         and not (num_function_modes() or GLOBAL_DEVICE.__dict__.get("device_context"))
         and ambient.switches.is_set()
     )
     if is_around and default_generators and not TRACKED and len(TORCH_NAMES) == random.names_without_devices:
         image, state = CPU.seen
         if ambient.random[0] is state and image == (HEAD.raw, TAIL.raw):
-            return ambient  # nothing has to be restored
+            return ambient  # this thread already has the captured state
     undo: list[Any] = []
     try:
         undo.append(random.enter(ambient.random, defaults=default_generators))
@@ -98,6 +98,6 @@ def leave(undo: Ambient | list[Any]) -> None:
     while undo:
         state, before = _STATES[len(undo) - 1], undo[-1]
         if state is AUTOCAST:
-            undo[-1] = None  # autocast counts levels: None keeps a call repeated after an exception from leaving twice
+            undo[-1] = None  # autocast counts levels: after an exception, a second ``leave`` must not count down again
         state.leave(before)
         undo.pop()

@@ -1,8 +1,9 @@
 """The current device and the current stream of each device: noted in forward, made current again for a recompute.
 
-A thread of autograd's engine has a current device of its own, and on each device the stream of its present node. A recompute
-runs on forward's devices and streams, which wait for the caller's, and the caller's for them when it is done. Yet another
-stream waits before it reads a value (:meth:`Current.hand_out`).
+A thread of autograd's engine has its own current device, and on each device it uses the stream of the node that it runs. A
+recompute runs on the devices and streams of forward. Forward's streams first wait for the caller's streams, and the caller's
+streams wait for forward's streams when the recompute is done. Any other stream waits before it reads a recomputed tensor
+(:meth:`Current.hand_out`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ R = TypeVar("R")
 
 
 def mark_used(tensor: torch.Tensor, stream: Any) -> None:
-    """Keeps a tensor's memory from reuse until a stream has done its work so far."""
+    """Keeps a tensor's memory from reuse until a stream has done the work queued before the tensor is freed."""
     parts = past_modes(parts_of, tensor)
     if parts is None:
         past_modes(tensor.record_stream, stream)
@@ -60,7 +61,7 @@ class _Accelerator:
             if old != new:
                 stream = self.stream_of(new)
                 stream.wait_stream(self.stream_of(old))
-                self.module.set_stream(stream)  # makes its device current too
+                self.module.set_stream(stream)  # also makes the stream's device current, so the device is set last
         if index is not None and self.index is not None and self.index() != index:
             self.module.set_device(index)
 
@@ -79,7 +80,7 @@ class Current:
     _by_device: dict[torch.device, tuple[_Accelerator, Any] | None] = field(default_factory=dict, compare=False)
 
     def enter(self) -> Current | None:
-        """Makes this current on this thread, after the present streams' work; returns the present state, for :meth:`leave`."""
+        """Makes this state current on this thread, after the present streams' work; returns the present state."""
         before = capture()
         if before is not None and before != self:
             try:
@@ -90,17 +91,17 @@ class Current:
         return before
 
     def leave(self, before: Current | None) -> None:
-        """Makes the state returned by :meth:`enter` current again, after the work of this state's and the present streams."""
+        """Makes the state returned by :meth:`enter` current again, after the work of this state's and of present streams."""
         if before is None:
             return
         current = capture()
-        if current is not None and current != self:  # the function did not, or could not, set its changes back
+        if current is not None and current != self:  # the function changed devices or streams, and did not change them back
             current.move(before)
         if before != self:
             self.move(before)
 
     def move(self, other: Current, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Makes another state current; its streams wait for this state's where they differ, and will read ``tensors``."""
+        """Makes another state current; its streams wait for differing streams of this state, and will read ``tensors``."""
         states = {id(state[0]): state for state in self._states}
         for accelerator, index, after in other._states:
             before = states[id(accelerator)][2] if id(accelerator) in states else after
@@ -129,8 +130,8 @@ class Current:
             mark_used(tensor, stream)
 
     def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns a function which checks whether this state is still current, and ``check`` passes."""
-        # Each operator of a recorded region calls the function, so it reads only what the backend can change.
+        """Returns a function which says whether this state is still current and ``check`` passes."""
+        # Each operator of a recorded region calls the function, so the function reads only settings that the backend has.
         asked: list[tuple[Callable[..., Any], tuple[int, ...], Any]] = []
         for accelerator, index, told in self._states:
             if accelerator.index is not None:
@@ -144,7 +145,7 @@ class Current:
 
 
 def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R:
-    """Calls a function on the devices and streams of ``current``, or on the thread's own if None."""
+    """Calls a function on the devices and streams of ``current``; if None, on the current ones of this thread."""
     if current is None:
         return function(*args)
     before = current.enter()

@@ -1,8 +1,9 @@
-"""Random sources: the default generators, generators which a function reaches, tracked sources; their states of a forward.
+"""Random sources: torch's default generators, generators which a function reaches, and tracked sources.
 
-Every initialised device is read, since nothing tells where a function draws. Its state is set only where it differs: a CUDA
-generator, once set, makes cuDNN seed its dropout masks of recurrent layers anew. The CPU's state is 5 KB, which regions without
-draws in between share. (A forward that leaves the state unchanged may still have drawn, inside of ``torch.random.fork_rng``.)
+Forward reads the generator state of every initialised device, since nothing tells in advance where a function draws. A
+recompute sets a device's state only if the state differs: after a set, cuDNN seeds the dropout masks of recurrent layers anew.
+The CPU's state has 5 KB, so regions without draws in between share one copy. (A forward that leaves the state unchanged may
+still have drawn, inside of ``torch.random.fork_rng``.)
 """
 
 from __future__ import annotations
@@ -31,25 +32,27 @@ def is_same_state(state: Any, other: Any) -> bool:
     return state is other or (are_on_host and past_all_modes(state, torch.equal, state, other))
 
 
-# The image of the CPU's generator: tells whether it has moved, without reading a state
+# The image of the CPU's generator: shows whether the generator has moved, without reading its state
 #
-# An image is a few bytes of the generator's object, compared in 0.2 us (11% of a chain of ten operators). Its place is found on
-# import, with a generator made for the purpose: the 624 words of the Mersenne twister (ATen/core/MT19937RNGEngine.h), with seed
-# and position before and left-over normal numbers behind. If some kind of draw leaves these bytes unchanged, there is no image.
+# An image is a copy of a few bytes of the generator's object. Comparing images takes 0.2 us, and reading a state 1 us or more:
+# images save 5% to 11% of a region of ten operators. The object has the 624 words of the Mersenne twister
+# (ATen/core/MT19937RNGEngine.h), before them seed and position, and behind them left-over normal numbers. These places are
+# found on import, in a generator made for this. If some kind of draw leaves that generator's image unchanged, no image is used.
 #
-# Equal images are equal states: every draw moves the position or a left-over number, and when the position wraps around, all
-# words are new, of which the first eight are read. Images may differ for equal states, since there is padding.
+# Equal images mean equal states: every draw moves the position or a left-over number, and after 624 draws, when the position is
+# the same again, all words are new, and the image has the first eight words. Equal states may have different images, since the
+# image includes padding.
 
 _WORDS = 624
-#: Seed and position, before the words; left-over normal numbers of either dtype, behind them.
+#: Bytes before the words (seed and position) and behind the words (left-over normal numbers of both dtypes).
 _BEFORE, _BEHIND = 24, 40
 #: The bytes of an image: offset from the words, and size.
 _LOOKED_AT = ((-_BEFORE, _BEFORE + 4 * 8), (4 * _WORDS, _BEHIND))
-_SEARCHED = 256  # bytes of the object in which the words have to begin
+_SEARCHED = 256  # the words have to begin within this many bytes of the object
 
 
 def _views_of(generator: torch.Generator) -> list[Any]:
-    """Returns the views of a generator's state in its object: ``raw`` has the present bytes."""
+    """Returns two views of a generator's object; the ``raw`` of each has the present bytes."""
     words = struct.unpack_from(f"<{_WORDS}Q", bytes(generator.get_state().tolist()), 24)
     array, address = struct.pack(f"={_WORDS}I", *(word & 0xFFFFFFFF for word in words)), address_of_generator(generator)
     offset = ctypes.string_at(address, _SEARCHED).index(array[:32], _BEFORE)
@@ -59,13 +62,14 @@ def _views_of(generator: torch.Generator) -> list[Any]:
 
 
 def _find_views() -> list[Any] | None:
-    """Returns the views of the default generator, None if its object is not laid out as expected."""
+    """Returns the views of the default generator; None if the generator's object is not laid out as expected."""
     try:
         generator = torch.Generator().manual_seed(1)
         head, tail = _views_of(generator)
         images = [(head.raw, tail.raw)]
-        # A number of 32 bits; a normal number, which leaves another over; the left-over number, which moves nothing else; the
-        # same in double precision; and another seed for an otherwise equal state.
+        # All kinds of moves have to change the image: a number of 32 bits; a normal number, which leaves a second number over;
+        # the left-over number, which moves nothing else; both in double precision; as many draws as words, which end at the
+        # same position; and a seed.
         for draw in (
             lambda: torch.rand(1, generator=generator),
             lambda: torch.randn(1, generator=generator, dtype=torch.float32),
@@ -83,7 +87,7 @@ def _find_views() -> list[Any] | None:
 
 
 _views = made_apart(_find_views)
-#: The views of the default generator: ``(HEAD.raw, TAIL.raw)`` is its present image, if there is an image.
+#: The views of the default generator: ``(HEAD.raw, TAIL.raw)`` is the present image. Empty buffers if images are not used.
 HEAD, TAIL = _views or [ctypes.create_string_buffer(0), ctypes.create_string_buffer(0)]
 
 
@@ -95,13 +99,14 @@ class RandomSource:
     write: Callable[[Any], object]
     restart: Callable[[], object] | None = None
     generator: torch.Generator | None = None
-    # Returns a few numbers that identify the state, at a tenth of the cost; ``seen`` has the latest with their state.
+    # Returns a few numbers that identify the state, at a tenth of the cost of ``read``. ``seen`` has the latest numbers and the
+    # state that they identify.
     look: Callable[[], Any] | None = None
     is_default: bool = False
     seen: tuple[Any, Any] = (None, None)
 
     def state(self) -> Any:
-        """Returns the state, not to be written to: the same object as before, while known to be the same."""
+        """Returns the state, not to be written to: the same object as before, if the state is known to be the same."""
         if not self.is_default:
             return self.read()
         look, (seen, known) = None if self.look is None else self.look(), self.seen
@@ -110,7 +115,7 @@ class RandomSource:
         state = self.read()
         if look is None and is_same_state(state, known):
             return known
-        if self.look is None or self.look() == look:  # no other thread has drawn in between
+        if self.look is None or self.look() == look:  # else another thread has drawn between the look and the read
             self.seen = look, state
         return state
 
@@ -120,12 +125,12 @@ class RandomSource:
 
 
 def is_capturing(device_type: str) -> bool:
-    """Whether a CUDA graph is being captured on the current source of a device type, when no state can be read."""
+    """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
     return bool(getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)())
 
 
 def source_of_generator(generator: torch.Generator) -> RandomSource:
-    """Returns the source of an explicit generator, without a restart: its state can be read before it has drawn."""
+    """Returns the source of an explicit generator, which needs no ``restart``: forward can always read its state."""
     return RandomSource(generator.get_state, generator.set_state, generator=generator)
 
 
@@ -137,31 +142,31 @@ def _source_of_default(generator: torch.Generator) -> RandomSource:
         return generator.initial_seed(), generator.get_offset()
 
     source = RandomSource(generator.get_state, generator.set_state, restart, generator, is_default=True)
-    with suppress(AttributeError, RuntimeError, struct.error):  # of generators without an offset
-        if bytes(generator.get_state().tolist()) == struct.pack("=QQ", *look()):  # else the numbers are not the whole state
+    with suppress(AttributeError, RuntimeError, struct.error):  # raised for generators without an offset
+        if bytes(generator.get_state().tolist()) == struct.pack("=QQ", *look()):  # seed and offset are the whole state
             source.look = look
     return source
 
 
-#: The source of the CPU's default generator.
 CPU = RandomSource(torch.default_generator.get_state, torch.default_generator.set_state, is_default=True)
 if _views:
     CPU.look = lambda: (HEAD.raw, TAIL.raw)
 
 
-# Modules of torch which may hold an accelerator's state. A backend outside of torch adds a module, maybe after this import.
+# Modules of torch which may have generators of devices. A backend outside of torch adds a module, maybe after this import.
 _DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
 _modules: list[tuple[Callable[[], bool], Any]] = []
 _modules_known_for = -1
 
-#: A backend that registers adds its module to torch. Counting torch's names costs less than asking for the backend's name.
+#: A backend that registers adds its module to torch, so a changed number of names shows a new backend. Counting the names costs
+#: less than asking for the backend's name.
 TORCH_NAMES = vars(torch)
-#: The number of torch's names where this build has no accelerator, initialised or not; -1 where it has any.
+#: The number of torch's names if this build has no accelerator, not even an uninitialised one; -1 if it has any.
 names_without_devices = -1
 
 
 def find_devices() -> list[Any]:
-    """Returns this build's accelerators, initialised or not: the same list each time."""
+    """Returns for each accelerator of this build a function to ask whether it is initialised, and its module."""
     global _modules_known_for, names_without_devices
     if len(TORCH_NAMES) == _modules_known_for:
         return _modules
@@ -182,7 +187,8 @@ def find_devices() -> list[Any]:
 
 def device_sources(*, needed: bool) -> list[RandomSource]:
     """Returns the source of each initialised device; the same objects each time, while a backend has the same devices."""
-    # No state can be read while a CUDA graph is being captured: an error if needed, else that backend is left out.
+    # While a CUDA graph is being captured, no state can be read. Raises if the caller needs the states, and leaves the backend
+    # out otherwise.
     sources: list[RandomSource] = []
     for module in [module for initialised, module in find_devices() if initialised()]:
         if not getattr(module, "is_current_stream_capturing", bool)():
@@ -197,7 +203,7 @@ def device_sources(*, needed: bool) -> list[RandomSource]:
 
 
 def devices_of(module: Any) -> Any:
-    """Returns the devices of a backend, as the tuple of default generators, or their number."""
+    """Returns the default generators of a backend's devices, or the number of devices if they have no such generators."""
     generators = getattr(module, "default_generators", None)
     return generators or (module.device_count() if hasattr(module, "device_count") else 1)
 
@@ -227,23 +233,22 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-# States of all sources
-
-#: Held by the recompute which sets the default generators back. Another recompute waits at its first draw.
+#: Held by the recompute which sets the default generators back. A concurrent recompute does not wait: it draws from generators
+#: of its own (``OwnDraws``).
 default_generators_lock = threading.RLock()
 
 States = tuple[tuple[RandomSource, Any], ...]
-#: States of the CPU's generator, of devices, and of other sources; None for the first where nothing is to be restored.
+#: States of the CPU's generator, of devices, and of other sources. The first is None if a recompute draws new numbers.
 RandomStates = tuple["torch.Tensor | None", States, States]
 
-#: The sources that are tracked now: always the same list, so that a test whether there are any costs no call.
+#: The sources that are tracked now. Always the same list object, so that other modules can test it without a call.
 TRACKED: list[RandomSource] = []
 
 _latest_devices: States = ()
 
 
 def read_devices() -> States:
-    """Returns the state of each initialised device's default source, as the same tuple while no state has moved."""
+    """Returns the state of each initialised device's default source; the same tuple as before if no state has changed."""
     global _latest_devices
     known, states = _latest_devices, tuple([(source, source.state()) for source in device_sources(needed=True)])
     if [id(part) for pair in states for part in pair] != [id(part) for pair in known for part in pair]:
@@ -252,21 +257,21 @@ def read_devices() -> States:
 
 
 def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> RandomStates:
-    """Returns the state of every source; none of default generators if a recompute is to draw other numbers."""
-    if not preserve:  # a recompute still leaves the sources as they were before it
+    """Returns the state of every source; without ``preserve`` no states, since a recompute then draws new numbers."""
+    if not preserve:  # lists the generators without states: a recompute puts them back when it ends
         return None, (), tuple((source_of_generator(generator), None) for generator in generators)
     others = (*TRACKED, *map(source_of_generator, generators))
     return CPU.state(), read_devices(), tuple([(source, source.read()) for source in others])
 
 
 def enter(captured: RandomStates, *, defaults: bool = True) -> list[tuple[RandomSource, Any]]:
-    """Sets every source of a snapshot back, but for default generators if not asked to; returns the states before."""
+    """Sets every source of a snapshot back, default generators only with ``defaults``; returns the states before."""
     cpu, devices, others = captured
     states, before = {CPU: cpu}, [(CPU, CPU.read())] if defaults else []
     if others or TRACKED or (defaults and find_devices()):
         states |= [*(devices if defaults else ()), *others]
         present = [*TRACKED, *(device_sources(needed=bool(devices)) if defaults else ())]
-        # All are read before any is set: a generator may occur twice, explicit and as a device's default.
+        # Every source is read before any is set: a generator may occur twice, explicitly and as a device's default.
         for source in dict.fromkeys([*states, *present]):
             is_readable = source.generator is None or not is_capturing(source.generator.device.type)
             if source is not CPU and (is_readable or states.get(source) is not None):
@@ -275,10 +280,10 @@ def enter(captured: RandomStates, *, defaults: bool = True) -> list[tuple[Random
         for source, current in before:
             state = states.get(source)
             if state is not None:
-                if source is CPU or not is_same_state(current, state):  # setting 5 KB is quicker than comparing
+                if source is CPU or not is_same_state(current, state):  # the CPU's state is quicker to set than to compare
                     source.write(state)
             elif cpu is not None and source.restart is not None:
-                # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
+                # The device was not in use when forward began. If forward drew first, it drew from the initial state.
                 source.restart()
         return before  # inside of ``try``: Ctrl-C may come between the loop and the return
     except BaseException:
@@ -292,17 +297,18 @@ def leave(before: Iterable[tuple[RandomSource, Any]]) -> None:
             source.write(state)
 
 
-# Positions: tell how far the default sources have moved, without reading a state
+# Positions: show how far the default sources have moved, without reading a state
 #
-# Positions reveal a recompute that draws other numbers than forward: if forward made a random table and caches it
-# (``functools.lru_cache``), all later draws are shifted. The position of the CPU's generator is the number of the next word,
-# which stands before the words, and the first word; of a device's generator, the offset, for which no device waits.
+# Positions reveal a recompute that draws other numbers than forward. For example, if forward makes a random table and caches it
+# (``functools.lru_cache``), the recompute does not make the table, and all its later draws are shifted. The position of the
+# CPU's generator is the index of the next word, stored before the words, and the first word. The position of a device's
+# generator is its offset, which is read without waiting for the device.
 
-#: Equal positions of two runs are equal states, if both runs began in the same state.
+#: If two runs begin in the same state and end at equal positions, they end in equal states.
 Position = Any
 
-#: Two numbers, which together are the position; nearly every draw moves the first. A memoryview, since Python reads its items
-#: fastest, and small numbers faster than large.
+#: An object whose items 0 and 1 are the position; nearly every draw moves item 0. For the CPU, a memoryview of 32-bit numbers,
+#: which Python reads fastest.
 Where = Any
 
 _NOWHERE: Where = (0, 0)
@@ -323,8 +329,8 @@ class _WithDevices:
 
 def position_of_generators(*, watched: bool = True, begin: Position = None) -> Where:
     """Returns an object that reads the position while the same devices are in use; a constant position if not watched."""
-    # In a recompute, ``begin`` is the first number of the position where forward began. An integer is the CPU's: no device was
-    # in use then, so the positions of forward and of its recomputes are the CPU's alone.
+    # In a recompute, ``begin`` is item 0 of the position where forward began. An integer shows that no device was in use when
+    # forward began, so the positions of forward and of its recomputes include only the CPU's generator.
     if not watched:
         return _NOWHERE
     if len(TORCH_NAMES) == names_without_devices or isinstance(begin, int):
@@ -339,7 +345,7 @@ def are_other_threads_alive() -> bool:
 
 
 def have_several_drawn() -> bool:
-    """Whether the generators of several accelerators have moved: threads may train on a device each."""
+    """Whether the generators of several accelerators have moved, as when each thread trains on a device of its own."""
     generators: Sequence[torch.Generator] = getattr(position_of_generators(), "generators", ())
     return sum(generator.get_offset() > 0 for generator in generators) > 1
 
@@ -354,8 +360,8 @@ def devices_between(position: Position, other: Position, where: Where) -> set[to
 
 
 def moves_by_itself(devices: set[torch.device]) -> bool:
-    """Whether a source of some devices moves while this thread does nothing, for a twentieth of a second at most."""
-    # Called only before an error: waiting is the only way to notice the draws of another thread.
+    """Whether a source of the devices moves while this thread does nothing, for at most a twentieth of a second."""
+    # Only waiting shows whether another thread draws. The wait costs little, since an error follows unless a source moves.
     where = position_of_generators()
     begin = where[0], where[1]
     for _ in range(50):
@@ -367,9 +373,9 @@ def moves_by_itself(devices: set[torch.device]) -> bool:
 
 # Recurrent layers with dropout on a device
 #
-# cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which torch seeds from
-# its generator, in the first such layer after the generator's state was set. A recompute sets the state, so forward does too:
-# both runs have the same masks, which differ from the masks of the program without regions.
+# cuDNN and MIOpen make the dropout masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer on the device. Torch seeds the
+# buffer from the device's generator, in the first such layer that runs after the generator's state was set. A recompute sets
+# the state, so forward sets it too: both runs then have the same masks. A program without regions has other masks.
 
 
 def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:

@@ -1,9 +1,10 @@
 """The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
-Switches are compared once a region in forward and once a recompute, and read in full only after a move. The getters are
-private: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around them, which take 1 us
-instead of 0.04, and some import the compiler; the private forms may go when the public forms cost as little.
-``tests/test_switches.py`` fails for a switch of the installed torch which has neither a row here nor a reason there.
+Each forward of a region and each recompute compares the switches once, and reads them one by one only if some have changed. The
+getters are private: the public forms (``torch.backends``, ``torch.nn.attention``) are properties and contexts around the
+private getters, take 1 us instead of 0.04, and in part import the compiler. Remove the private getters once the public forms
+cost as little. ``tests/test_switches.py`` fails for a switch of the installed torch which has neither a row in this table nor a
+reason in the test.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from ckpt_hooks._torch import switches as private
 
 
 class Compared(enum.Enum):
-    BY_VALUE = enum.auto()  # once a region, once a recompute, and in recorded regions ahead of operators which heed the switch
-    BY_GUARD = enum.auto()  # by a call of 0.13 us for all: once a region, a recompute, and an operator of recorded regions
-    ON_DEVICES = enum.auto()  # by value once a region, where a CUDA device is in use: some take 0.5 us to read
-    BY_OTHERS = enum.auto()  # not compared: a changed default shows in the switches which inherit it
+    # Once per region, once per recompute, and in recorded regions before each operator that heeds the switch.
+    BY_VALUE = enum.auto()
+    # Once per region, recompute, and operator of a recorded region: a single call of 0.13 us compares all of these switches.
+    BY_GUARD = enum.auto()
+    ON_DEVICES = enum.auto()  # by value, once per region, if a CUDA device is in use: some take 0.5 us to read
+    BY_OTHERS = enum.auto()  # not compared: a changed default shows in the switches that inherit the default
 
 
-# Parts of operators' names. An operator with a part in ``_KERNELS`` chooses among kernels, by switches that depend on device,
-# dtype and build. A recorded region therefore compares all switches with ``heeded_by=_KERNELS``; ``_LAYERS`` heed more.
+# Parts of operators' names. An operator whose name has a part in ``_KERNELS`` chooses among kernels. Which switches decide
+# depends on device, dtype and build, so before such an operator a recorded region compares all switches with
+# ``heeded_by=_KERNELS``. Operators with a part in ``_LAYERS`` also heed the switches with ``heeded_by=_LAYERS``.
 _KERNELS = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 _LAYERS = ("conv", "gru", "lstm", "rnn")
 
@@ -41,12 +45,13 @@ class Switch(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], object]
     compared: Compared = Compared.BY_VALUE
-    #: Parts of the names of the operators of ``aten`` which heed a switch compared by value. Empty where functions of Python
-    #: heed it, which no replay runs. Operators of other libraries may heed any switch.
+    #: Parts of the names of the ``aten`` operators that heed the switch, for a switch compared by value. Empty if only Python
+    #: functions heed the switch, since a replay runs no Python. Operators of other libraries may heed any switch.
     heeded_by: tuple[str, ...] = _KERNELS
-    #: Whether the installed torch has the switch, and kernels which look at it.
+    #: Whether the installed torch has the switch, and has kernels that read the switch.
     is_used: bool = True
-    #: Reads quicker, in an expression of this form. Raises ``RuntimeError`` where both ways to set a precision were used.
+    #: A quicker getter or mapping, and the text after its name in an expression that reads the switch (``_reader``). Raises
+    #: ``RuntimeError`` if the program has set precisions both in the older and in the newer way.
     read_fast: Any = None
     form: str = "()"
 
@@ -97,7 +102,7 @@ def _set_cudnn_precision(precision: bool | tuple[str, str]) -> None:
 
 
 def _read_either(read: Callable[[], Any], read_other: Callable[[], Any]) -> Any:
-    try:  # an older getter raises where both ways to set a precision were used
+    try:  # an older getter raises if the program has set precisions both in the older and in the newer way
         return read()
     except RuntimeError:
         return read_other()
@@ -109,7 +114,7 @@ def _reduced_precision(dtype: str) -> Switch:
 
 
 def _set_num_threads(count: int) -> None:
-    # Only on the main thread: another thread would change it for the whole process.
+    # Only on the main thread: a recompute on another thread would change the number for the whole process.
     if threading.get_ident() == threading.main_thread().ident:
         torch.set_num_threads(count)
 
@@ -120,14 +125,14 @@ _ROCM = torch.version.hip is not None
 _einsum: Any = torch.backends.opt_einsum
 _ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3", "fa4")
 
-#: The table. Switches of 2.11 to 2.15; the depthwise kernel since 2.13; the fourth flash attention, grouped products and
-#: embedded kernels since 2.15.
+#: The table, with all switches of torch 2.11 to 2.15. Since 2.13 only: the depthwise kernel. Since 2.15 only: the fourth flash
+#: attention, grouped products and embedded kernels.
 SWITCHES: tuple[Switch, ...] = (
-    # Defaults for operators without a precision of their own, the widest first.
+    # Defaults for operators whose own precision is not set, the widest first.
     _precision("generic", "all", "backends.fp32_precision", compared=Compared.BY_OTHERS),
     _precision("cuda", "all", "backends.cudnn.fp32_precision", compared=Compared.BY_OTHERS),
     _precision("mkldnn", "all", "backends.mkldnn.fp32_precision", compared=Compared.BY_OTHERS),
-    # Read by a dispatcher to kernels, or by a kernel.
+    # Switches read by kernels, or by code that chooses a kernel.
     *[_flag(f"{kernel}_sdp_enabled", f"sdp_use_{kernel}") for kernel in _ATTENTIONS],
     *_flags("math_sdp_allow_fp16_bf16_reduction", "cublas_allow_fp16_accumulation", "nnpack_enabled"),
     *_flags("mkldnn_enabled", "mkldnn_deterministic"),
@@ -145,8 +150,8 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     _precision("mkldnn", "conv")._replace(heeded_by=_LAYERS),
     _precision("mkldnn", "rnn")._replace(heeded_by=_LAYERS),
-    # An attribute set on the module ``torch.backends.opt_einsum`` hides the variable behind it, which
-    # ``torch.backends.opt_einsum.flags`` sets.
+    # Each name has two rows: ``torch.backends.opt_einsum.flags`` sets a variable of the inner module, and an attribute that the
+    # program sets on ``torch.backends.opt_einsum`` itself hides that variable.
     _variable(_einsum, "enabled", "backends.opt_einsum._set_enabled"),
     _variable(_einsum, "strategy", "backends.opt_einsum._set_strategy"),
     _variable(_einsum.m, "enabled", "backends.opt_einsum._set_enabled"),
@@ -164,7 +169,7 @@ SWITCHES: tuple[Switch, ...] = (
     _reduced_precision("fp16"),
     _reduced_precision("bf16"),
     _guarded(torch.get_num_threads, _set_num_threads, "set_num_threads"),
-    # Switches for which torch has no context manager.
+    # Torch has no context manager for these switches, so they seldom change, and once per region is enough to compare them.
     *_flags("blas_preferred_backend", "linalg_preferred_backend", compared=Compared.ON_DEVICES, used=_CUDA),
     *_flags("sm_carveout_experimental", "cublaslt_prefer_grouped_gemm", compared=Compared.ON_DEVICES, used=_CUDA),
     *_flags("cudnn_depthwise_kernel", "native_aot_enabled", compared=Compared.ON_DEVICES, used=_CUDA),
@@ -181,7 +186,7 @@ _DEFAULTS, _GUARDED, DEVICES = _used(Compared.BY_OTHERS), _used(Compared.BY_GUAR
 COMMON = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by == _KERNELS]
 #: Compared by value, along with the common switches, for the few operators which heed them.
 FURTHER = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by != _KERNELS]
-_ON_HOST = [*_DEFAULTS, *COMMON, *FURTHER, *_GUARDED]  # a default comes before the switches which inherit it
+_ON_HOST = [*_DEFAULTS, *COMMON, *FURTHER, *_GUARDED]  # in the order of writing: defaults before switches that inherit them
 
 
 def heeds(name: str, switches: Sequence[Switch]) -> bool:
@@ -192,19 +197,16 @@ def heeds(name: str, switches: Sequence[Switch]) -> bool:
 are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 
-# Comparing and setting switches
-
-
 def _reader(switches: Sequence[Switch]) -> Callable[[], list[Any]]:
-    """Returns a function of a single expression which reads every switch: a loop takes 50% longer."""
+    """Returns a function with a single expression to read every switch, since a loop takes 50% longer."""
     names: dict[str, Any] = {f"of_{index}": switch.read_fast or switch.read for index, switch in enumerate(switches)}
     read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(map(add, names, (switch.form for switch in switches)))}]", names)
     return read
 
 
-#: Reads the switches unknown to guards; raises ``RuntimeError`` where both ways to set a precision were used.
+#: Reads the switches that no guard compares; raises ``RuntimeError`` as :attr:`Switch.read_fast` says.
 read_fast = _reader([*COMMON, *FURTHER])
-#: Reads the common switches alone: for operators which heed no rarer switches.
+#: Reads only the common switches, for operators that heed no others.
 read_common = _reader(COMMON)
 
 
@@ -242,7 +244,8 @@ class SwitchValues:
         return unguarded == self.unguarded and self._devices == (_read_devices() if DEVICES else None)
 
     def write(self) -> None:
-        # A switch of the old kind may move a switch of the new kind, so a second pass sets the rest.
+        # Torch has older and newer setters of a precision. A write by an older setter may change a switch that was written
+        # before, so a second pass corrects such switches.
         for _ in range(2):
             _write(_ON_HOST, self._values)
         if self._devices is not None:
@@ -253,7 +256,7 @@ _latest = SwitchValues()
 
 
 def capture() -> SwitchValues:
-    """Returns the switches; regions with the same switches share an object."""
+    """Returns the values of the switches; regions with equal values share an object."""
     global _latest
     latest = _latest
     if not latest.is_set():
@@ -262,13 +265,13 @@ def capture() -> SwitchValues:
 
 
 def capture_guarded() -> SwitchValues:
-    """Returns the switches by the guard alone: a recorder compares the others before each operator that heeds them."""
+    """Returns the switches after a look at the guard only: a recorder compares other switches before each operator."""
     latest = _latest
     return latest if latest.guard.check() and not are_devices_in_use() else capture()
 
 
 def enter(captured: SwitchValues) -> tuple[SwitchValues, SwitchValues | None]:
-    """Restores the switches, in the same gradient mode; returns them, and the different switches before, if any."""
+    """Restores the switches, in the same gradient mode; returns the values now, and the values before if they differed."""
     if captured.is_set():
         return captured, None
     before = SwitchValues()
@@ -284,7 +287,7 @@ def leave(undo: tuple[SwitchValues, SwitchValues | None]) -> None:
     captured, before = undo
     if before is not None:
         before.write()
-    elif not captured.guard.check():  # set without a context manager, or half done at an early stop
+    elif not captured.guard.check():  # the function set a switch and did not set it back, or an early stop came in between
         captured.write()
 
 
@@ -292,7 +295,7 @@ def leave(undo: tuple[SwitchValues, SwitchValues | None]) -> None:
 
 
 class ThreadState:
-    """Rows for state of a thread, and their values where the state is absent, which is the usual case."""
+    """Rows for a state of the thread, and the values of the rows while the state is absent, as it usually is."""
 
     def __init__(self, is_there: Callable[[], bool], rows: Sequence[Switch], absent: Sequence[Any]) -> None:
         self._is_there, self._rows, self._absent = is_there, rows, absent
@@ -314,7 +317,7 @@ class ThreadState:
 
 
 class _Autocast(ThreadState):
-    # Enters a level of nesting, as ``torch.autocast`` does: casts are cached inside, and dropped with the last level.
+    # Enters a level of nesting, as ``torch.autocast`` does: autocast caches casts inside, and drops them with the last level.
 
     def enter(self, captured: Sequence[Any] | None) -> Sequence[Any] | None:
         before = super().enter(captured)
@@ -330,7 +333,7 @@ class _Autocast(ThreadState):
 
 def _read_modes() -> list[tuple[int, object]]:
     entered = map(modes.function_mode_at, range(modes.num_function_modes()))
-    return [(id(mode), mode) for mode in entered]  # compared by identity
+    return [(id(mode), mode) for mode in entered]  # the ``id`` decides comparisons, so no ``__eq__`` of a mode is called
 
 
 def _write_modes(wanted: list[tuple[int, object]]) -> None:
@@ -345,14 +348,15 @@ _KINDS = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "pri
 _TYPES = [kind for kind in _KINDS if torch.amp.is_autocast_available(kind)]
 _ENABLED = [Switch((), partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _TYPES]
 _DTYPES = [Switch((), partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _TYPES]
-# The default dtype of each device type, which a region outside of autocast gets if it enters autocast without a dtype, also in
-# a recompute under autocast. Read outside of autocast, where the current dtype is the block's.
+# The autocast dtypes outside of any autocast block. If a forward outside of autocast enters autocast without a dtype, it gets
+# one of these. Its recompute has to get the same, even inside an autocast block. They are read on a thread without autocast,
+# since in a block torch returns the block's dtype.
 _OFF = modes.made_apart(lambda: _read(_DTYPES)) if modes.is_any_autocast_enabled() else _read(_DTYPES)
 
-#: Autocast of every device type; the cache of cast weights is a switch of its own.
+#: Autocast of every device type. The cache of cast weights has a row in ``SWITCHES`` instead.
 AUTOCAST = _Autocast(modes.is_any_autocast_enabled, [*_ENABLED, *_DTYPES], [*[False] * len(_ENABLED), *_OFF])
-#: Function modes (``torch.overrides.TorchFunctionMode``), the mode of the default device, which torch also keeps elsewhere, and
-#: whether torch asks modes and subclasses: it asks none in a backward which begins with a tensor of a subclass.
+#: Function modes (``torch.overrides.TorchFunctionMode``); the mode of the default device, which torch also keeps apart from the
+#: stack of modes; and whether torch asks modes and subclasses, since a backward that starts at a tensor subclass asks none.
 FUNCTION_MODES = ThreadState(
     lambda: modes.num_function_modes() > 0 or modes.global_device_mode() is not None or not modes.are_functions_asked(),
     [

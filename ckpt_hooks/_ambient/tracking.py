@@ -16,11 +16,12 @@ from ckpt_hooks._core.misuse import wrong
 
 from .random import CPU, TRACKED, RandomSource, device_sources, source_of_generator
 
-#: Modules with a random source, by the names that users give, and their functions to read and to set its state: for a new
+#: Modules with a random source, by the names that users give, with the functions that read and set the state. To support a new
 #: source, add a row.
 MODULES = {"python": ("random", "getstate", "setstate"), "numpy": ("numpy.random", "get_state", "set_state")}
 
-#: Held by a recompute that sets back explicit generators and tracked sources, which threads may share: another one waits.
+#: Held by a recompute that sets back explicit generators and tracked sources. Threads may share these sources, so another such
+#: recompute waits.
 shared_sources_lock = threading.RLock()
 
 
@@ -45,7 +46,7 @@ class TrackedSource:
 
 @contextmanager
 def hold_sources(sources: Iterable[RandomSource]) -> Iterator[None]:
-    """Tracks sources of a forward during its recompute, for the regions inside."""
+    """Tracks the sources of a forward while its recompute runs, so that regions inside capture them again."""
     with ExitStack() as stack:
         for source in sources:
             if source not in TRACKED:

@@ -1,1 +1,1 @@
-"""The forms of a region that are not modules: calls, blocks, segments, chunks and loops."""
+"""Regions around code, in all forms but modules of a model: calls, blocks, segments, chunks and loops."""

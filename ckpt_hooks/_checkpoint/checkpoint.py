@@ -54,7 +54,8 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         yield
 
 
-# ``P.args`` rules out keyword-only parameters, so instead each overload requires one option.
+# A signature with ``P.args`` cannot have keyword-only parameters. So the overloads for calls with options take any arguments,
+# and each requires one of the options.
 @overload
 def checkpoint(
     function: Callable[..., R],
@@ -222,7 +223,7 @@ def checkpoint(
     if function is not None and torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     options = DEFAULT_OPTIONS
-    # Each call compares. Tuples take a third of the time of dictionaries.
+    # Tuples, since each call makes this comparison, and comparing dictionaries takes three times as long.
     if (determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks) != _DEFAULTS:
         options = options_from(
             determinism_check=determinism_check,
@@ -237,7 +238,7 @@ def checkpoint(
                 "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
                 "`checkpoint(...)(function)(*args)` to give options first."
             )
-        from .curried import curried  # direct calls do not load it
+        from .curried import curried  # imported here, since direct calls do not need the module
 
         return curried(options, context_fn, kwargs)
     if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):

@@ -39,10 +39,10 @@ R = TypeVar("R")
 #: Calls a function as a region, given its arguments and keyword arguments.
 RunRegion = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: ``check_rows`` compares at most twice as many rows.
+#: ``check_rows`` compares two slices of at most this many rows with one slice of the same rows.
 _MOST_ROWS = 8
 
-#: Functions whose rows were compared, and the objects of compared methods, by ``id``.
+#: Functions whose rows ``check_rows`` has compared, or the objects of such methods, by ``id``: it compares each only once.
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -83,7 +83,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_among(options: dict[str, Any]) -> Chunks | None:
-    """Removes the options of chunks from ``options`` and returns them; None without any."""
+    """Removes the options of chunks from ``options`` and returns them; None if there are none."""
     values = {name: options.pop(name) for name in Chunks._fields if name in options}
     if values and values.keys().isdisjoint(("chunks", "chunk_size")):
         raise Misuse.NO_CHUNKS.error(kind=ValueError, name=next(iter(values)))
@@ -223,7 +223,7 @@ def run_in_chunks(
     first = next(iter(arguments), None)
     x = arguments.get(first)
     if not isinstance(x, torch.Tensor):
-        raise wrong(x, "The argument to cut", "a tensor", "Pass it first. Name others to cut in chunked.")
+        raise wrong(x, "The argument to cut", "a tensor", "Pass it as the first argument. Name others to cut in `chunked`.")
     dim = how.dim
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         wanted = f"a dimension of the tensor to cut ({described_as(x)})"
@@ -234,8 +234,8 @@ def run_in_chunks(
     for name, key in keys.items():
         value = cut.get(key, x)
         if not isinstance(value, torch.Tensor) or value.shape[dim : dim + 1] != x.shape[dim : dim + 1]:
-            wanted = f"a tensor with {x.shape[dim]} rows in dimension {dim}, as the first argument"
-            raise wrong(value, name, wanted, "Leave it out of chunked if all slices need the whole.", ValueError)
+            wanted = f"a tensor with {x.shape[dim]} rows in dimension {dim}, like the first argument"
+            raise wrong(value, name, wanted, "Leave it out of chunked if each slice needs all of it.", ValueError)
 
     def call(part: tuple[torch.Tensor, ...]) -> Any:
         bound = {**arguments, **dict(zip(cut, part, strict=True))}
@@ -248,7 +248,8 @@ def run_in_chunks(
             raise
 
     def results(tensors: Iterable[torch.Tensor], size: int) -> Any:
-        # ``split`` makes one node for all slices; ``narrow`` makes a node for each, whose gradient is as large as x.
+        # ``split`` makes one autograd node for all slices. ``narrow`` would make one for each slice, with a gradient as large
+        # as ``x``.
         parts = zip(*(torch.split(tensor, size, dim) for tensor in tensors), strict=True)
         return _joined(((part[0].shape[dim], call(part)) for part in parts), how.reduce, dim)
 
@@ -276,7 +277,7 @@ def _position_of(name: str, function: Callable[..., Any], count: int) -> int:
 
 
 def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) -> Any:
-    """Combines the results of slices, each given with the slice's number of rows."""
+    """Combines the results of slices; each result comes with the number of rows of its slice."""
     outputs: list[Sequence[Any]] = []
     first: Any = None
     for rows, result in results:
@@ -292,7 +293,7 @@ def _joined(results: Iterable[tuple[int, Any]], reduce: str | None, dim: int) ->
         elif [entry is None for entry in entries] != [total is None for total in outputs[0]]:
             raise Misuse.RESULT.error(result)
         for entry, total in zip(entries, outputs[0] if outputs else entries, strict=True):
-            shape = tuple(getattr(total, "shape", ()))  # () for a count that is a number
+            shape = tuple(getattr(total, "shape", ()))  # () for a plain number, such as a count
             if reduce is None and entry is not None and entry.shape[dim : dim + 1] != (rows,):
                 raise Misuse.RESULT_ROWS.error(entry, ValueError, dim=dim, rows=rows)
             if reduce and getattr(entry, "shape", ()) != shape:
@@ -320,9 +321,6 @@ def _with_leaves(result: Any, leaves: list[Any]) -> Any:
     return with_entries(result, [_with_leaves(entry, leaves) for _, entry in entries])
 
 
-# Rows that depend on each other
-
-
 def _compare_rows(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -336,7 +334,7 @@ def _compare_rows(
     half = min(rows // 2, _MOST_ROWS)
     if not half or cut[0].is_meta or is_without_values() or _compared.get(id(owner)) is owner:
         return
-    # From the middle, since labels at the start of a sequence are often ignored.
+    # The rows are from the middle: labels at the start of a sequence are often ignored, and ignored rows would not differ.
     some = [tensor.narrow(dim, rows // 2 - half, 2 * half) for tensor in cut]
 
     def compared() -> tuple[str | None, Any, Any]:
@@ -350,15 +348,15 @@ def _compare_rows(
         if drawn is None:
             raise Misuse.DEPENDENT_ROWS.error(kind=ValueError, name=name_of_callable(function), dim=dim, rows=half)
         warn_user(
-            f"check_rows compares nothing: {name_of_callable(function)!r} draws random numbers ({drawn}), so that its rows "
-            "differ in any case. Call it once without, in eval() say."
+            f"check_rows could not compare rows: {name_of_callable(function)!r} draws random numbers ({drawn}), so its rows "
+            "differ in any case. To check the rows, make the first call without random numbers, such as in eval() mode."
         )
-    with contextlib.suppress(TypeError):  # raised for an object without weak references
+    with contextlib.suppress(TypeError):  # the object allows no weak references, so each call compares its rows
         _compared[id(owner)] = owner
 
 
 class _KeepsAll(QuietDispatchMode):
-    """Makes dropout keep and scale all elements."""
+    """Makes dropout keep all elements, for the same results from the same rows in each run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -367,7 +365,7 @@ class _KeepsAll(QuietDispatchMode):
             args = (*args[:position], 0.0, *args[position + 1 :])
         elif position >= 0:
             kwargs = {**kwargs, "dropout_p": 0.0}
-        elif func is torch.ops.aten.bernoulli_.float:  # draws the mask of dropouts without a kernel
+        elif func is torch.ops.aten.bernoulli_.float:  # draws the mask of a dropout that has no kernel of its own
             return args[0].fill_(1)
         elif func is torch.ops.aten.native_dropout.default:
             x, probability, *_ = args
@@ -377,14 +375,14 @@ class _KeepsAll(QuietDispatchMode):
 
 @contextlib.contextmanager
 def _as_before(function: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[None]:
-    """Restores random states and the state that a function reaches, as a rerun does."""
+    """Restores random states, and the state reached by a function, after the block, as after a rerun."""
     journal = journal_of(function, [value for value in arguments if not isinstance(value, torch.Tensor)], preserve_buffers=True)
     region = (name_of_function(function),)
     loan = JournalLoan(journal, {}, lambda tensor, _: mutated(Why.WRITTEN_LATE, region, tensor, 0)) if journal else None
     before = _ambient.enter(_ambient.capture(preserve_rng_state=True, generators=journal.generators if journal else ()))
     caches_casts = torch.is_autocast_cache_enabled()
     try:
-        torch.set_autocast_cache_enabled(False)  # before 2.13 it would keep casts made under no_grad
+        torch.set_autocast_cache_enabled(False)  # before torch 2.13 later calls would get casts made under ``no_grad``
         if loan is not None:
             loan.begin()
         try:

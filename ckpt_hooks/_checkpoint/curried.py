@@ -29,9 +29,9 @@ _PASSED_ON = defaults_of(Form.CURRIED)
 
 
 class CheckpointedFunction(Generic[P, R]):
-    """A function whose calls are regions; binds to instances and is copied as the function is."""
+    """A function whose calls are regions; binds to instances and can be copied, like the function."""
 
-    __qualname__: str  # of the function
+    __qualname__: str
 
     def __init__(self, function: Callable[P, R], region: Curried) -> None:
         self.function = function
@@ -64,8 +64,8 @@ class CheckpointedFunction(Generic[P, R]):
 class CheckpointedModule(Module):
     """A module whose calls are regions, with the attributes and the class of the module; hooks run inside the region."""
 
-    # Shares the module's ``__dict__`` and derives from its class, so that a model can hold it in the module's place: names,
-    # ``isinstance``, ``train()`` and ``state_dict()`` stay the same.
+    # The object shares the ``__dict__`` of the wrapped module, and its class derives from the module's class. So a model can
+    # hold it in the module's place: names, ``isinstance``, ``train()`` and ``state_dict()`` stay the same.
     __slots__ = ("__wrapped__", "_region")
 
     __wrapped__: Module
@@ -91,13 +91,13 @@ class CheckpointedModule(Module):
 
 @functools.cache
 def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
-    try:  # derives the metaclass of both, as a class statement does
+    try:  # ``new_class`` derives a metaclass from both bases, as a class statement does
         name, bases = f"Checkpointed{kind.__name__}", (CheckpointedModule, kind)
         subclass = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__slots__=()))
     except TypeError as error:
         raise TypeError(
             f"checkpoint(...) cannot make a subclass of {kind.__qualname__}, the class of the module ({error}). "
-            "Write `checkpoint_module(module, ...)`, which makes none."
+            "Write `checkpoint_module(module, ...)`, which needs no subclass."
         ) from error
     subclass.__module__, subclass.__qualname__ = kind.__module__, subclass.__name__
     return subclass
@@ -107,7 +107,7 @@ def checkpointed_module(module: Module, region: Curried) -> Module:
     """Returns a module with the attributes of ``module``, whose calls run ``module`` as a region."""
     kind = _class_for(type(module))  # type: ignore[arg-type]  # mypy takes a module's ``__hash__`` for the class's
     checkpointed = object.__new__(kind)
-    put = object.__setattr__  # nn.Module's reads the ``__dict__`` that is put last
+    put = object.__setattr__  # ``Module.__setattr__`` would read ``__dict__``, which is set last
     put(checkpointed, "_region", region)
     put(checkpointed, "__wrapped__", module)
     put(checkpointed, "__dict__", module.__dict__)
@@ -126,7 +126,7 @@ class Curried:
         check_curried(function, others, named, "checkpoint(...)")
         check_runs(function)
         module: Any = function
-        # Dynamo cannot trace the creation of a class, and a scripted module's class has no subclasses.
+        # Dynamo cannot trace the creation of a class, and the class of a scripted module cannot have subclasses.
         is_function = not isinstance(module, Module) or isinstance(module, torch.jit.ScriptModule)
         if is_function or torch.compiler.is_dynamo_compiling():
             return CheckpointedFunction(function, self)
@@ -154,7 +154,6 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], named
     return Curried(options, context_fn)
 
 
-#: All options at their defaults.
 PLAIN = Curried(DEFAULT_OPTIONS, noop_context_fn)
-#: The results of the curried form.
+#: The types of the curried form's results, for ``isinstance``.
 MADE: Any = CheckpointedFunction, CheckpointedModule

@@ -114,17 +114,18 @@ def checkpoint_loop(
 
 
 def first_part(steps: int, slots: int) -> int:
-    """Returns how many of ``steps`` to run before the next state to hold, for the fewest calls."""
-    repeats = 1  # the most repeats of any step
+    """Returns the number of steps to run before the next state to hold, for the fewest calls in backward."""
+    repeats = 1  # the most repeats of any step, the repetition number of Griewank and Walther
     while math.comb(slots + repeats, slots) < steps:
         repeats += 1
-    # The smallest of the optimal numbers, since the steps after it have one slot less.
+    # Several numbers may give the fewest calls. This is the smallest: after it, with one slot less, at most
+    # ``comb(slots + repeats - 1, slots - 1)`` steps fit.
     return max(1, math.comb(slots + repeats - 2, slots), steps - math.comb(slots + repeats - 1, slots - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """The function of a step, and the regions around several steps."""
+    """The function of a step, and the options of the regions around several steps."""
 
     call: Callable[..., Any]
     around: Curried
@@ -165,15 +166,12 @@ class _LoopPart:
             result = self.step.call(state, inputs[0])
         except Exception as error:
             note = f"In step {start} of checkpoint_loop."
-            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # since Python 3.11
+            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # notes exist since Python 3.11
                 error.add_note(note)
             raise
         if not (isinstance(result, tuple) and len(result) == 2):
             raise Misuse.NO_PAIR.error(result, step=start)
         return result[0], [*outputs, result[1]]
-
-
-# Inputs and outputs
 
 
 def _rows_of(xs: Any) -> list[Any]:
@@ -192,7 +190,7 @@ def _rows_of(xs: Any) -> list[Any]:
 
 def _rows_in(value: Any, count: int) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        return list(value.unbind(0))  # one node, and one gradient, for all rows
+        return list(value.unbind(0))  # a single autograd node, with a single gradient, for all rows; ``value[row]`` makes many
     entries = named_entries(value)
     if entries is None:
         return [value] * count

@@ -51,11 +51,12 @@ _OPTIONS = options_of(Form.RECORDED)
 class _Entrance(weakref.ref[Any]):
     """An entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement."""
 
-    # Ctrl-C between the end of the block and the call of ``__exit__`` drops that object, and nothing else shows it.
+    # If Ctrl-C comes after the block but before the call of ``__exit__``, Python drops the ``__exit__`` object without a call.
+    # Then only the callback of this weak reference (``_died``) shows that the region has ended.
     __slots__ = ("frame", "is_left", "mark", "opened", "region")
 
-    frame: RecordedFrame | None  # None where the region runs plainly, and after it has ended
-    is_left: bool  # whether the region was left; regions inside may still be open
+    frame: RecordedFrame | None  # None if the region runs plainly or has ended
+    is_left: bool  # whether the program has left the region; regions inside it may still be open
     mark: ThreadMark  # the thread's state before the entry
     opened: list[_Entrance] | None  # the open regions of the thread that entered; None before the entry
     region: checkpoint_region
@@ -76,14 +77,14 @@ _entered = _Entered()
 @skipped
 def _leave(entries: list[_Entrance], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
     entry, opened = entries[0], _entered.open
-    if entry.opened is None:  # ``__exit__`` is called by hand
+    if entry.opened is None:  # a call by hand or by ``ExitStack``, not by a ``with`` statement
         entry = next((other for other in reversed(opened) if other.region is entry.region and not other.is_left), entry)
     frame = entry.frame
     if entry.is_left or entry.opened is not opened:
         _leave_wrongly(entry, error)
     elif frame is not stack.innermost and frame is not None and entry.is_open() and not isinstance(error, KeyboardInterrupt):
-        # Regions inside are open, in another generator or task. Results do not change if this region stays open until they
-        # end. After Ctrl-C it ends now: the exits of regions inside may have been interrupted.
+        # Regions inside are still open, in another generator or task. This region stays open until the inner regions end,
+        # which changes no result. After Ctrl-C it ends now, since the exits of inner regions may have been interrupted.
         entry.is_left, frame.late = True, _leave_late
     else:
         _end(entry, kind, error, traceback)
@@ -103,7 +104,7 @@ def _leave_wrongly(entry: _Entrance, error: BaseException | None) -> None:
 
 
 def _leave_late() -> None:
-    """Ends regions that were left while regions inside were open."""
+    """Ends regions that the program left while regions inside them were open, once the inner regions have ended."""
     opened = _entered.open
     while opened and (entry := opened[-1]).is_left and (entry.frame is stack.innermost or not entry.is_open()):
         _end(entry, None, None, None)
@@ -125,7 +126,7 @@ def _end(entry: _Entrance, kind: type[BaseException] | None, error: BaseExceptio
         opened.pop()
     elif is_open:
         _drop(entry)
-    else:  # regions that were entered later stay open
+    else:  # only this entry goes: regions that were entered later stay open
         opened[:] = [other for other in opened if other is not entry]
 
 
@@ -153,7 +154,7 @@ def _drop(entry: _Entrance) -> None:
 def _leave_by_hand(
     region: checkpoint_region, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
 ) -> None:
-    """Leaves a region; stands for ``__exit__`` where ``ExitStack`` or Dynamo wants a function."""
+    """Leaves a region: the function found by ``ExitStack`` and Dynamo as ``__exit__``."""
     if not torch.compiler.is_dynamo_compiling():
         region.__exit__(kind, error, traceback)
 
@@ -163,9 +164,10 @@ class _Leave(functools.partial[None]):
 
 
 class _Exit:
-    """The ``__exit__`` of regions: a new object for each entry."""
+    """A descriptor for the ``__exit__`` of regions, which makes a new object for each entry."""
 
-    # Dynamo calls ``__exit__.__func__`` (``torch/_dynamo/variables/ctx_manager.py``, in 2.15 too), so it poses as a function.
+    # Dynamo calls ``__exit__.__func__`` (``torch/_dynamo/variables/ctx_manager.py``, in 2.15 too), so the descriptor poses as a
+    # function.
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -311,7 +313,7 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
         )
         self._name = self._options.name or "region"
         self._latest: weakref.ref[RecordedFrame] | None = None
-        self._externals: Externals = []  # outlives the frame, which dies with the last dropped tensor
+        self._externals: Externals = []  # for ``kept``: the graph may hold external tensors after the frame has died
 
     @skipped
     def __enter__(self) -> Self:
@@ -320,10 +322,10 @@ class checkpoint_region(metaclass=NeedsParentheses):  # noqa: N801 -- used like 
             return self
         entry, _entered.next = _entered.next, None
         if entry is None or entry.region is not self or entry() is None:
-            entry = _Entrance(self, _died)  # ``__enter__`` is called by hand
+            entry = _Entrance(self, _died)  # a call by hand or by ``ExitStack``
             entry.region, entry.frame, entry.is_left = self, None, False
         opened = entry.opened = _entered.open
-        if opened and opened[-1].is_left:  # another thread left it
+        if opened and opened[-1].is_left:  # another thread left that region, and only this thread can end it
             _leave_late()
         entry.mark = mark_thread()
         opened.append(entry)
@@ -433,7 +435,7 @@ def checkpoint_name(tensor: T, name: str) -> T:
         >>> with checkpoint_region(policy=save_only_these_names("product")):
         ...     y = checkpoint_name(x @ x, "product").sin()
     """
-    check_is(name, str, "name", "a string", "Pass a name that a policy has.")
+    check_is(name, str, "name", "a string", "Pass a name from the policy, such as 'hidden'.")
     tensors = [tensor] if isinstance(tensor, torch.Tensor) else leaf_tensors_in(tensor)
     if not tensors:
         raise wrong(tensor, "tensor", "a tensor, or a list, tuple, dict or dataclass of tensors", "Pass the tensor to keep.")

@@ -37,8 +37,9 @@ def run(
     if not torch.is_grad_enabled():
         result = function(*args, **kwargs)
     elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-        # Keeps everything. A transform hides saved tensors from hooks. A tracer would record the recompute: results of a replay
-        # as constants, since they come from below the tracer, and other random numbers in a rerun.
+        # The call is plain, and keeps everything. A transform hides saved tensors from hooks. A tracer would record the
+        # recompute wrongly: a replay runs below the tracer, so its results would be constants, and a rerun would draw other
+        # random numbers.
         if is_any_transform_active():
             warn_of_transform(stacklevel=4)
         _, contexts = _with_contexts(options, context_fn)
@@ -78,9 +79,9 @@ def frame_of_call(
     contexts: ContextPair | None,
     settings: Settings,
 ) -> Any:
-    """Returns the frame to enter around a call: a recorded frame under a policy."""
+    """Returns the frame to enter around a call: a recorded frame if a policy can apply, else a function frame."""
     if options.policy is not None:
-        from .selective import frame_under_policy  # calls without a policy do not load it
+        from .selective import frame_under_policy  # imported here, since calls without a policy do not need the module
 
         recorded = frame_under_policy(function, options, contexts)
         if recorded is not None:

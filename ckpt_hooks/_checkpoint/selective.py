@@ -66,7 +66,7 @@ def create_selective_checkpoint_contexts(
     """
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
     checked_flag(allow_cache_entry_mutation, "allow_cache_entry_mutation")
-    if is_compiled():  # the compiler enters the contexts itself, after it has traced the region
+    if is_compiled():  # the compiler itself enters the contexts, after it has traced the region, so they are torch's
         create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
         contexts: tuple[Any, Any] = create(asks_for_torch(policy))
         return contexts
@@ -75,26 +75,27 @@ def create_selective_checkpoint_contexts(
 
 
 def contexts_with(policy: Policy, context_fn: Callable[[], ContextPair] = noop_context_fn) -> ContextPair:
-    """Returns the contexts of a policy and of a ``context_fn`` in torch's form, for compilers, which know no other."""
+    """Returns the contexts of a policy and of a ``context_fn`` in torch's form, the only form known to compilers."""
     own = create_selective_checkpoint_contexts(policy)
     return own if context_fn is noop_context_fn else both(own, own_contexts(call_context_fn(context_fn)))
 
 
 def policy_among(pair: ContextPair) -> tuple[Policy | None, ContextPair | None]:
-    """Returns the policy of a pair of contexts, or None and the contexts to enter."""
+    """Returns the policy of a pair of selective contexts, and None; for other contexts, None and the contexts to enter."""
     contexts: Any = own_contexts(pair)
     return (contexts[0].policy, None) if type(contexts[0]) is PolicyContext else (None, contexts)
 
 
 def with_contexts(options: RegionOptions, context_fn: Callable[[], ContextPair]) -> tuple[RegionOptions, ContextPair | None]:
-    """Returns the options, with the policy that ``context_fn`` returns the contexts of, and the contexts to enter."""
+    """Returns the options, with a policy if ``context_fn`` returns selective contexts, and other contexts to enter."""
     policy, contexts = policy_among(call_context_fn(context_fn))
     if policy is None:
         return options, contexts
     if options.policy is not None:
         raise TypeError(
             "checkpoint got policy and a context_fn that returns the contexts of another policy, but a region has one policy. "
-            "Pass ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and only other contexts by context_fn."
+            "Pass ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and let context_fn return no selective "
+            "contexts."
         )
     return options.replaced(policy=policy), None
 
@@ -102,7 +103,7 @@ def with_contexts(options: RegionOptions, context_fn: Callable[[], ContextPair])
 def frame_under_policy(
     function: Callable[..., Any], options: RegionOptions, contexts: ContextPair | None
 ) -> AbstractContextManager[Any] | None:
-    """Returns the frame of a call under a policy; None where it would hold weights that the module's hooks free."""
+    """Returns the frame of a call under a policy; None if the frame would hold weights that the module's hooks free."""
     module = module_of(unwrapped(function))
     hooks = _hooks_of(module)
     if not _takers.isdisjoint(hooks):
@@ -123,18 +124,18 @@ def _place_of(function: Any, options: RegionOptions) -> CheckedPlace | None:
     return place_of(function, None) if is_checked else None
 
 
-#: The code of hooks that freed weights after a forward under a policy. Other modules with such hooks are treated alike.
+#: The code of hooks that freed weights after a forward under a policy. Calls of modules with such hooks run without a policy.
 _takers: set[Any] = set()
 _NO_HOOKS: frozenset[Any] = frozenset()
 _known_hooks: WeakKeyDictionary[torch.nn.Module, tuple[int, frozenset[Any]]] = WeakKeyDictionary()
 
 
 def _hooks_of(module: torch.nn.Module | None) -> frozenset[Any]:
-    """Returns the code of the hooks on forward in a module."""
+    """Returns the code of the hooks on forward, in a module and its submodules."""
     if module is None:
         return _NO_HOOKS
     known = _known_hooks.get(module)
-    if known is None or known[0] != RemovableHandle.next_id:  # grows with each hook of the process
+    if known is None or known[0] != RemovableHandle.next_id:  # a changed id: the process has registered more hooks
         hooks = [
             hook
             for part in module.modules()
@@ -151,7 +152,7 @@ def _code_of(hook: Any) -> Any:
 
 
 def _look_for_weights(module: torch.nn.Module, hooks: frozenset[Any], tape: Tape) -> None:
-    """Notes hooks that freed weights which a region has read: gave them other memory, or put meta tensors in their place."""
+    """Notes hooks that freed weights read by a region, by giving them other memory or putting meta tensors in their place."""
     empty = {parameter.shape for parameter in module.parameters() if parameter.is_meta}
     are_taken = False
     for saved in tape.parameters():
@@ -166,7 +167,8 @@ def _look_for_weights(module: torch.nn.Module, hooks: frozenset[Any], tape: Tape
         warn_user(
             "Hooks freed weights that a call under a policy has read, and the library cannot bring them back. The call "
             "holds them until its backward. From now on calls of modules with such hooks run without their policy: results "
-            "stay exact, and backward computes more. Units of FSDP2 can have policies."
+            "stay exact, and backward computes more. To silence this, pass no policy for these modules, or shard with FSDP2, "
+            "whose units can have policies."
         )
 
 
@@ -181,8 +183,8 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
     if type(forward) is PolicyContext and forward.is_before(recompute):
         return contexts
     if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
-        # Torch's contexts find outputs by the count of an operator's earlier runs, and know nothing of restored buffers,
-        # random sources or a second backward.
+        # The package's contexts go in place of torch's, which find outputs by the count of an operator's earlier runs, and
+        # do not know of restored buffers, random sources or a second backward.
         return create_selective_checkpoint_contexts(forward.policy_fn)
     for context in contexts:
         if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):
@@ -192,9 +194,9 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
             )
     if type(forward) in _SELECTIVE or type(recompute) in _SELECTIVE:
         raise TypeError(
-            "context_fn should return both contexts of one call of create_selective_checkpoint_contexts, the one for forward "
-            f"first, but returned a {type(forward).__name__} and a {type(recompute).__name__}, alone, swapped or from two "
-            "calls. Return the pair as that call returns it. To add other contexts, write checkpoint(policy=policy, "
+            "context_fn should return the two contexts of one call of create_selective_checkpoint_contexts, in that order, but "
+            f"returned a {type(forward).__name__} and a {type(recompute).__name__}: they are swapped, or not from one call. "
+            "Return the pair as that call returns it. To add other contexts, write checkpoint(policy=policy, "
             "context_fn=others)(function)."
         )
     return contexts

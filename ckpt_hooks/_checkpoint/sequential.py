@@ -16,7 +16,8 @@ R = TypeVar("R")
 _Functions = torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]] | Iterator[Callable[[Any], Any]]
 
 
-# The last function of a tuple types the result. A list has one type for all functions, and ``Module.__call__`` returns Any.
+# For type checkers: the result has the type that the last function of a tuple returns. A list has one type for all functions,
+# and ``Module.__call__`` returns Any, so the second overload returns Any.
 @overload
 def checkpoint_sequential(
     functions: tuple[Unpack[tuple[Callable[[Any], Any], ...]], Callable[[Any], R]],
@@ -81,11 +82,12 @@ def checkpoint_sequential(
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
         raise TypeError(
             "checkpoint_sequential takes one input, but got another positional argument of type "
-            f"{type(use_reentrant).__name__}, as use_reentrant. Pack inputs into a tuple that the first function unpacks."
+            f"{type(use_reentrant).__name__} in the place of use_reentrant. Pack inputs into a tuple that the first function "
+            "unpacks."
         )
     if use_reentrant:
         raise reentrant_error(use_reentrant)
-    # A set has no order, and mappings iterate over names.
+    # These types are iterable, but a set has no order, and a mapping iterates over its keys.
     if not hasattr(functions, "__iter__") or isinstance(functions, (type, Set, Mapping, torch.nn.ModuleDict)):
         raise Misuse.STEPS.error(functions)
     steps: list[Callable[[Any], Any]] = list(functions)

@@ -37,8 +37,8 @@ class Logits:
         self, head: ChunkedHead, hidden: torch.Tensor, example: torch.Tensor, read: Versions, steps: tuple[Any, ...] = ()
     ) -> None:
         self._head, self._hidden = head, hidden
-        self._example = example  # logits of no token
-        self._steps = steps  # calls of methods on the logits since, such as of a softcap
+        self._example = example  # the logits of zero tokens, which have the dtype and the vocabulary of all logits
+        self._steps = steps  # the methods called on the logits so far, such as those of a softcap
         self._read = read
         self._is_sharded = False
         self._whole: torch.Tensor | None = None
@@ -100,7 +100,7 @@ class Logits:
 
 
 def _is_rowwise(name: str, args: tuple[Any, ...]) -> bool:
-    if name == "__getitem__":  # `[..., :words]`
+    if name == "__getitem__":  # only slices of the vocabulary, as in ``logits[..., :words]``
         (index,) = args
         return isinstance(index, tuple) and [type(part) for part in index] == [EllipsisType, slice]
     return name in _ROWWISE and all(isinstance(value, _SIMPLE) for value in args)
@@ -142,7 +142,7 @@ class ChunkedHead:
     @property
     def _head(self) -> Module:
         head = self._owner()
-        assert head is not None, "called by it"
+        assert head is not None, "the head holds this object"
         return head
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ def put_chunked_loss(owner: Any, chunks: int) -> Callable[[], None]:
     loss: Any = getattr(owner, "loss_function", None)
     of = None
     if not isinstance(head, Module):
-        of = "none"
+        of = "no output embedding"
     elif getattr(loss, "__name__", "") != "ForCausalLMLoss":
         of = f"the loss {getattr(loss, '__name__', loss)}"
     elif getattr(getattr(type(owner), "loss_function", None), "fset", True) is None:

@@ -29,16 +29,16 @@ class Unit(NamedTuple):
         return None if free is None else lambda: past_modes(free)
 
 
-# The group and the parameter of a storage, by the storage's address; weak, so that models can be freed.
+# The group and the parameter of each storage, by the storage's address. The references are weak, so that models can be freed.
 _by_address: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-# The parameters that ``_by_address`` has.
+# The parameters whose storages are in ``_by_address``.
 _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
-# Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign.
+# Parameters that FSDP2 did not make, by ``id``. FSDP2 shards into new parameters, so these stay foreign: one search is enough.
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def unit_of(tensor: torch.Tensor) -> RefillSource | None:
-    """Returns the unit that gathers a tensor, and the shard in this process; None for memory that FSDP2 does not free."""
+    """Returns the unit that gathers a tensor, and the tensor's shard in this process; None for memory not freed by FSDP2."""
     if not num_units() or (address := storage_of(tensor)) is None:
         return None
     origin = _origin_at(address)
@@ -69,7 +69,7 @@ def _origin_at(address: int) -> RefillSource | None:
 
 
 def _index() -> None:
-    """Adds the parameters to the index that FSDP2 has gathered for the first time."""
+    """Indexes the storages of parameters gathered by FSDP2 since the last call."""
     for group, parameter in parameters_by_group():
         if parameter not in _indexed and (addresses := addresses_of(parameter)):
             _indexed.add(parameter)

@@ -28,7 +28,7 @@ from ckpt_hooks.policies.base import Policy, PolicyLike, policy_from
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 
 _DEFAULTS = defaults_of(Form.DIRECT)
-_FLAGS = {name for name, default in _DEFAULTS.items() if isinstance(default, bool)}  # torch takes any value as True or False
+_FLAGS = {name for name, default in _DEFAULTS.items() if isinstance(default, bool)}  # torch takes any object for a flag
 
 #: Active patches, the latest last. Replaced under the lock, read without it.
 _active: tuple[TorchPatch, ...] = ()
@@ -104,7 +104,8 @@ class TorchPatch(OfThisProcess):
             try:
                 yield
             except BaseException as error:
-                # Ctrl-C in a module of the composable form drops this generator, which closes later, maybe in other regions.
+                # Ctrl-C in a module with torch's composable ``checkpoint`` drops this generator. Python closes it later, maybe
+                # inside other regions, which must stay as they are.
                 left_behind = type(error) is GeneratorExit and stack.innermost is not frame
                 if not left_behind:
                     frame.__exit__(type(error), error, error.__traceback__)
@@ -209,7 +210,7 @@ def _divert(patches: tuple[TorchPatch, ...]) -> None:
 
 
 def _choose() -> Diversion | None:
-    """Returns the region of the latest patch; None where torch runs the call."""
+    """Returns the region of the latest patch; None if torch has to run the call."""
     if is_compiled() or is_any_transform_active():
         return None
     if (num_dispatch_modes() or num_function_modes()) and is_traced():

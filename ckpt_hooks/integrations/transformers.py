@@ -31,7 +31,7 @@ from ckpt_hooks.modules.selecting import ends_of
 from ckpt_hooks.policies.base import PolicyLike
 from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
-#: The attribute of a module whose layers are checkpointed while it is True.
+#: A module's flag. While the flag is True, the module checkpoints its layers.
 FLAG = "gradient_checkpointing"
 
 
@@ -42,7 +42,7 @@ class Taken:
         self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None, keep: tuple[int, int]
     ) -> None:
         self.recorded, self.options, self.planned = recorded, options, planned
-        self.keep = keep  # the numbers of layers without regions, from the first and from the last
+        self.keep = keep  # how many layers stay without regions, at the start and at the end
         self._runners: dict[str, RegionRunner] = dict(planned or {})
 
     def runner(self, name: str) -> RegionRunner:
@@ -57,7 +57,7 @@ class Taken:
 class TakenSwitch:
     """Replaces ``SWITCH`` in a model's attributes, so that a trainer's call of the public switch switches these regions."""
 
-    # Copies and pickles belong to the copied model.
+    # A copy or pickle of this object belongs to the copied model, so it leaves out what refers to the original.
     __slots__ = ("_before", "_n", "_name", "_owner", "handle", "kept", "taken")
 
     def __init__(self, owner: Module, name: str, n: int, taken: Taken) -> None:
@@ -65,7 +65,7 @@ class TakenSwitch:
         self._name, self._n, self.taken = name, n, taken
         self._before: Any = None
         self.kept: Sequence[str] = ()  # names of the layers without regions
-        self.handle: Callable[[], Any] = lambda: None  # the handle of the regions; none in copies
+        self.handle: Callable[[], Any] = lambda: None  # returns the handle of the regions; None in copies
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TakenSwitch, (self._owner(), self._name, self._n, self.taken)
@@ -90,7 +90,7 @@ class TakenSwitch:
 
     def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         """Switches the regions on or off, as the method of Transformers does; ignores the caller's function."""
-        # Callers that pass no number pass 1, so 1 means the number that ``enable_in_transformers`` got.
+        # The default of ``every_n_layers`` is 1, so 1 means the number that ``enable_in_transformers`` got.
         owner, taken = self._owner(), self.taken
         switch = None if owner is None else switch_of(owner)
         if owner is None or switch is None:
@@ -102,13 +102,14 @@ class TakenSwitch:
             _warn_of_options(gradient_checkpointing_func)
             if n == 1 and not any(taken.keep):
                 switch(owner, enable=True, gradient_checkpointing_func=runner)
-            elif "every_n_layers" in inspect.signature(switch).parameters:  # in 5.18 and 5.23, not yet in 5.0
+            elif "every_n_layers" in inspect.signature(switch).parameters:  # Transformers 5.18 and 5.23 have it, 5.0 does not
                 switch(owner, enable=True, gradient_checkpointing_func=runner, every_n_layers=n)
             else:
                 keep = "keep_first={}, keep_last={}".format(*taken.keep)
                 raise ValueError(
-                    f"every_n_layers={n}, {keep}, but the switch of {type(owner).__name__} cannot select layers before "
-                    f"Transformers 5.18. Write `apply_checkpointing(model, every({n}))`, with these keep_first and keep_last."
+                    f"every_n_layers={n}, {keep}: the switch of {type(owner).__name__} cannot select layers before "
+                    f"Transformers 5.18. Update Transformers, or write `apply_checkpointing(model, every({n}), ...)` with the "
+                    "same keep_first and keep_last."
                 )
         else:
             switch(owner, enable=False, gradient_checkpointing_func=runner)
@@ -126,7 +127,7 @@ class TakenSwitch:
         return ".".join(part for part in (self._name, name) if part)
 
 
-#: Options of torch's checkpoint that change nothing for regions of this package.
+#: Options of torch's checkpoint that need no warning if these regions ignore them, since results stay right.
 _WITHOUT_EFFECT = frozenset({"use_reentrant", "preserve_rng_state", "debug", "early_stop", "determinism_check"})
 
 
@@ -167,7 +168,8 @@ def transformers_model(model: Any) -> Any:
 
 def switch_of(owner: Module) -> Callable[..., Any] | None:
     """Returns the switch that takes a function, of the model's class or of a base class; None if there is none."""
-    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch in its form before 4.35.
+    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch by a method in the form of Transformers
+    # before 4.35, which takes no function.
     for kind in type(owner).__mro__:
         switch = vars(kind).get(SWITCH)
         if switch is not None and "gradient_checkpointing_func" in inspect.signature(switch).parameters:
@@ -179,7 +181,10 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
     """Raises if a model has no switch, no layers to switch on, or already has regions of this package."""
     name, advice = type(owner).__name__, "Write `ckpt_hooks.apply_checkpointing(model, layers)`."
     if switch_of(owner) is None:
-        raise RuntimeError(f"The method {SWITCH} of {name} lacks the gradient_checkpointing_func of 4.35. {advice}")
+        raise RuntimeError(
+            f"The method {SWITCH} of {name} lacks the parameter gradient_checkpointing_func that Transformers has since 4.35. "
+            f"{advice}"
+        )
     if not getattr(owner, "supports_gradient_checkpointing", True):
         raise ValueError(f"{name} does not support the checkpointing switch of Transformers. {advice}")
     for module in flagged.values():
@@ -193,13 +198,14 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
     for path, module in flagged.items():
         if region_forward_of(module) is not None:
             raise RuntimeError(
-                f"{path!r} of {name} is a region by apply_checkpointing. Call `ckpt_hooks.remove_checkpointing(model)` first."
+                f"{path!r} of {name} is already a region, made by apply_checkpointing. Call "
+                "`ckpt_hooks.remove_checkpointing(model)` first."
             )
         if isinstance(vars(module).get(FUNCTION), RegionRunner) and getattr(module, FLAG):
             public = "activation" if hasattr(owner, "activation_checkpointing_disable") else "gradient"
             raise RuntimeError(
-                f"{path!r} of {name} is a region by enable_in_transformers already. First call undo() of the handle that the "
-                f"earlier call returned, or `model.{public}_checkpointing_disable()`."
+                f"{path!r} of {name} is already a region, made by enable_in_transformers. First call undo() of the handle that "
+                f"the earlier call returned, or `model.{public}_checkpointing_disable()`."
             )
 
 
@@ -213,7 +219,7 @@ def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionR
         module = modules.get(block)
         if module is None or not hasattr(module, FLAG) or not calls_function(module):
             raise ValueError(
-                f"Block {block!r} of the plan is no layer that the checkpointing switch of {type(owner).__name__} calls. "
+                f"Block {block!r} of the plan is not a layer of the checkpointing switch of {type(owner).__name__}. "
                 "Write `plan.apply(model)`, or plan with the layers of the switch as blocks."
             )
         functions[names[id(module)]] = runner
@@ -298,9 +304,9 @@ def enable_in_transformers(
         layers = [name for name, module in model.named_modules() if hasattr(module, FLAG) and calls_function(module)]
         plan = machine = planner().machine_of(model, memory_budget, layers, plan=plan, **planning)
     else:
-        check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass both.")
+        check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass it too.")
         if plan is not None:
-            check_none(refused, "with plan, which decides what layers keep. Leave them out.")
+            check_none(refused, "with plan, since the plan decides. Leave these out.")
     if not isinstance(chunked_loss, bool):
         chunked_loss = checked_integer(chunked_loss, "chunked_loss", "Pass True, or the number of slices.")
     planned = None if plan is None else planned_layers(plan, model, owner)
@@ -309,7 +315,7 @@ def enable_in_transformers(
     checked_runner(enable_in_transformers, taken.recorded, given, of=of, cut=())  # raises before the model changes
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     check_support(owner, flagged)
-    for module in owner.modules():  # undo earlier handles; their regions are off, as ``check_support`` tells
+    for module in owner.modules():  # undo earlier handles, whose regions are off, or ``check_support`` would have raised
         earlier = vars(module).get(SWITCH)
         if type(earlier) is TakenSwitch and (before := earlier.handle()) is not None:
             before.undo()
@@ -345,7 +351,7 @@ class EnabledCheckpointing(OfThisProcess, Printed):
         self._undo_loss: Callable[[], None] = lambda: None
 
     def chunk_loss(self, owner: Module, chunks: int) -> None:
-        from .chunked_logits import put_chunked_loss  # only loaded if used
+        from .chunked_logits import put_chunked_loss  # imported here, since few programs need the module
 
         self._undo_loss = put_chunked_loss(owner, chunks)
 
@@ -381,7 +387,7 @@ class EnabledCheckpointing(OfThisProcess, Printed):
             ValueError: If there is no plan.
         """
         if self.plan is None:
-            raise ValueError("There is no plan. Pass memory_budget, and train a step: the plan is made at its end.")
+            raise ValueError("There is no plan. Pass memory_budget and train a step: the plan is made when the step ends.")
         plan: dict[str, Any] = self.plan.to_json()
         return plan
 

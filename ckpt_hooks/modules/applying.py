@@ -1,4 +1,4 @@
-"""Makes modules of a model regions, and undoes it."""
+"""Makes modules of a model regions, and undoes the change."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class BudgetedCheckpointing(AppliedCheckpointing):
         log: A line for each such step, as the logger ``"ckpt_hooks"`` gets it.
     """
 
-    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:  # a Machine of the planner
+    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:  # ``machine`` is a Machine of the planner
         super().__init__(regions, [machine.undo, regions.undo])
         self._machine = machine
 
@@ -206,7 +206,7 @@ class BudgetedCheckpointing(AppliedCheckpointing):
             ValueError: If there is no plan yet.
         """
         if (plan := self.plan) is None:
-            raise ValueError("There is no plan yet. Train a step first: the plan is made when the step has ended.")
+            raise ValueError("There is no plan yet. Train a step first: the plan is made when the step ends.")
         values: dict[str, Any] = plan.to_json()
         return values
 
@@ -351,9 +351,9 @@ def apply_checkpointing(
         check_none(refused | dict.fromkeys(options, True))
         applied: AppliedCheckpointing = planner().checkpoint_within(model, memory_budget, select, **planning)
         return applied
-    check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass both.")
+    check_none({name: value is not None for name, value in planning.items()}, "without memory_budget. Pass it too.")
     if policy is not None and isinstance(select, Mapping):
-        raise ValueError("apply_checkpointing got policy, and a mapping in select. Write the policy into the mapping.")
+        raise ValueError("apply_checkpointing got policy, but select is a mapping. Write the policy into the mapping instead.")
     selected = selected_of(model, select, policy, "select")
     kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
@@ -392,8 +392,8 @@ def planner() -> Any:
     return importlib.import_module("ckpt_hooks.planner.online")  # by name: no import statement may name a higher layer
 
 
-def check_none(options: Mapping[str, Any], why: str = "with memory_budget. Leave them out: the plan decides.") -> None:
-    """Raises if an option has a value, since it cannot be used with, or without, a memory budget."""
+def check_none(options: Mapping[str, Any], why: str = "with memory_budget, since the plan decides. Leave these out.") -> None:
+    """Raises if one of the options has a value; ``why`` ends the message."""
     if excluded := [name for name, value in options.items() if value]:
         raise ValueError(f"{', '.join(excluded)} cannot be used {why}")
 

@@ -1,6 +1,7 @@
 """The ``forward`` of a module whose calls are regions, and a model's own checkpointing switch.
 
-Models of Transformers, diffusers, timm and open_clip have one. If it is on around or inside a region, both recompute.
+Models of Transformers, diffusers, timm and open_clip have such a switch. If the switch is on around or inside a region, model
+and region both recompute.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FUNCTION = "_gradient_checkpointing_func"
 #: In Transformers, since 4.35: the method of a model that sets the flag and the function of its modules.
 SWITCH = "_set_gradient_checkpointing"
 
-#: The flag of a module: the first in Transformers and diffusers, the second in timm and open_clip.
+#: The names of a module's flag: the first in Transformers and diffusers, the second in timm and open_clip.
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 _FUNCTIONS = frozenset({FUNCTION, "checkpoint", "checkpoint_seq", "checkpoint_sequential"})
 
@@ -57,7 +58,8 @@ def _names_in(kind: type) -> set[str]:
         return _names[kind]
     methods: dict[str, Any] = {}
     for base in kind.__mro__:
-        if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():  # PreTrainedModel names the function
+        # ``PreTrainedModel`` is left out: its switch names the function, but does not call it.
+        if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():
             methods = {**vars(base), **methods}
     names: set[str] = set()
     for method in methods.values():
@@ -115,7 +117,8 @@ def _is_within(name: str, other: str) -> bool:
     return not other or f"{name}.".startswith(f"{other}.")
 
 
-# DataParallel copies a module by this method, which regions replace: the copy would share ``forward``, and run the original.
+# DataParallel copies a module by this method. Regions replace the method, since the copy would share the object in ``forward``,
+# and so run the original module.
 _REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -147,7 +150,7 @@ class ModuleKeywords(RegionKeywords, total=False):
 
 
 class RegionRunner:
-    """Calls functions as regions, of either kind, with the same options; copied and pickled as these options."""
+    """Calls functions as regions of either kind, with the same options each time; pickled as these options."""
 
     def __init__(self, recorded: bool, options: dict[str, Any], chunks: Chunks | None = None) -> None:
         self._made_of = recorded, options, chunks
@@ -192,7 +195,7 @@ def checked_runner(
     return RegionRunner(is_recorded, options if of is None else {**options, "name": of}, chunks)
 
 
-@skipped  # in a compiled function it would return ``module.forward`` (see ``RegionForward.__call__``)
+@skipped  # compiled by Dynamo it would return ``module.forward``, a ``RegionForward``, in place of the bound method
 def forward_of_class(module: Module) -> Callable[..., Any]:
     """Returns the ``forward`` of a module's class, bound to the module."""
     forward = class_attribute(type(module), "forward")
@@ -206,14 +209,14 @@ class RegionForward:
     own_switch: OwnSwitch | None = None  # None in copies
 
     def __init__(self, module: Module) -> None:
-        self.run: RegionRunner | None = None  # None if only spans begin, end or run here
-        # Methods of spans, which call the function. ``around``: this module is an end of the span; the widest is first.
-        # ``inside``: this module calls both ends, and a rerun of this module opens the span again.
+        self.run: RegionRunner | None = None  # None if the module is no region itself, and only has spans
+        # Methods of spans that call the function. In ``around``, this module is an end of the span, and the widest span is
+        # first. In ``inside``, this module calls both ends: a rerun of this module opens the span again.
         self.around: list[Any] = []
         self.inside: list[Any] = []
-        self.replaced: Callable[..., Any] | None = None  # the instance's ``forward`` before; None for the class's
+        self.replaced: Callable[..., Any] | None = None  # the instance's ``forward`` before; None if only the class has one
         self.is_active = True  # False after removal, when another object in ``forward`` may still call this object
-        self._reference = weakref.ref(module)  # weakly, since the module holds this object
+        self._reference = weakref.ref(module)  # weak, since the module holds this object
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         function = self.__wrapped__
@@ -251,7 +254,7 @@ class RegionForward:
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        # ``torch.jit.script`` reads globals first, so the error comes before one about missing source code.
+        # ``torch.jit.script`` reads globals first, so this error comes before torch's error about missing source code.
         if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
             raise TypeError(
                 f"torch.jit.script cannot compile a checkpointed {type(self.module).__name__}. Call "
@@ -261,13 +264,13 @@ class RegionForward:
         return variables
 
     def __getattr__(self, name: str) -> Any:
-        if "_reference" not in self.__dict__:  # ``copy`` and ``pickle`` ask before they set the state
+        if "_reference" not in self.__dict__:  # ``copy`` and ``pickle`` look for methods before they set the state
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
     def put(self, module: Module) -> None:
         if not hasattr(type(module), "__copy__"):
-            type.__setattr__(type(module), "__copy__", _copied)  # ``copy.copy`` looks in the class only
+            type.__setattr__(type(module), "__copy__", _copied)  # ``copy.copy`` looks for the method only in the class
         variables = vars(module)
         self.replaced = variables.get("forward")
         variables["forward"] = self
@@ -279,7 +282,7 @@ class RegionForward:
             for part in [part for part in parts if runner_or_span in (None, part.__self__)]:
                 parts.remove(part)
                 part.__self__.is_active = False
-        name = "a span" if self.run is None else repr(self.run.name)
+        name = "a module with a span" if self.run is None else repr(self.run.name)
         self.run = None if runner_or_span in (None, self.run) else self.run
         if self.run is not None or self.around or self.inside:
             return
@@ -367,6 +370,6 @@ def check_forward(module: Module, name: str) -> None:
         forward = forward_of_class(module)
         if getattr(forward, "__func__", None) is Module.forward:
             raise ValueError(
-                f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it: {f'{name}.*'!r}."
+                f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules inside: {f'{name}.*'!r}."
             )
         check_runs(forward)

@@ -63,14 +63,14 @@ class span:  # noqa: N801 -- used like a function
         return f"{self.first} to {self.last}"
 
 
-#: What selects modules in a list or mapping: a name pattern, a span, layers by number, or a module class.
+#: A selector in a list or mapping: a name pattern, a span, layers by number, or a module class.
 Key = str | span | slice | range | SupportsIndex | type[Module]
 Value_co = TypeVar("Value_co", covariant=True)
 _OfKey = PolicyLike | Mapping[str, Any] | None
 
 
 class ByKey(Protocol[Value_co]):
-    """A mapping by keys of one kind: a ``dict[str, None]`` is no ``Mapping[Key, None]``, whose keys are invariant."""
+    """A mapping for type checkers: a ``dict[str, None]`` is no ``Mapping[Key, None]``, since keys are invariant."""
 
     def items(self) -> Set[tuple[Key, Value_co]]: ...
 
@@ -113,13 +113,13 @@ class every:  # noqa: N801 -- used like a function
         checked_integer(self.n, "n", "Pass 2 to select every second layer.")
 
 
-#: What selects modules: module classes, name patterns, numbers of layers, :class:`span`, a function of a name and a module,
+#: Any selector of modules: module classes, name patterns, numbers of layers, :class:`span`, a function of a name and a module,
 #: :class:`every`, or a mapping from classes, patterns and numbers to policies.
 SelectLike = _Layers | every
 
 
 def selected_of(model: Module, select: Any, policy: Any, argument: str, *, below: bool = False) -> Selected:
-    """Returns the selected modules in the model's order, with ``below`` without the model itself; errors name ``argument``."""
+    """Returns the selected modules in the model's order; ``below`` leaves out the model itself, errors name ``argument``."""
     return _selected(
         model, {name: module for name, module in model.named_modules() if name or not below}, select, policy, argument
     )
@@ -215,7 +215,8 @@ def _every(root: Module, modules: dict[str, Module], select: every) -> dict[str,
         }
     elif isinstance(select.of, every):
         raise TypeError(
-            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Write n as a product."
+            f"of should be module classes, name patterns or a predicate, but got {text_of(select.of)}. Write one `every`, with "
+            "the product of both numbers."
         )
     else:
         layers = {name: module for name, (module, _) in _selected(root, modules, select.of, None, "of").items()}
@@ -267,7 +268,7 @@ def _by_keys(root: Module, modules: dict[str, Module], pairs: Iterable[tuple[Any
 
 
 def _numbered(root: Module, modules: dict[str, Module], key: Any, argument: str) -> list[str]:
-    """Returns the names of layers by number, counted in each list by itself; raises if no list is long enough."""
+    """Returns the names of the layers with the numbers of ``key`` in each list; raises if no list is long enough."""
     lists = {name: [*entries] for name, entries in _lists(root, modules).items()}
     names = {id(module): name for name, module in modules.items()}
     numbers = [] if isinstance(key, slice) else map(operator.index, key if isinstance(key, range) else [key])
@@ -279,7 +280,7 @@ def _numbered(root: Module, modules: dict[str, Module], key: Any, argument: str)
             have = " and ".join(f"{name or 'the model'} has {len(entries)}" for name, entries in lists.items())
             raise ValueError(
                 f"{argument}={words} is out of range. Layers: {have or 'the model has no torch.nn.ModuleList'}. Give numbers "
-                "of layers from 0, or from -1 backwards; other modules by class or name."
+                "of layers from 0, or from -1 backwards, or select modules by class or name."
             )
         numbered += [names[id(layer)] for layer in layers]
     return numbered

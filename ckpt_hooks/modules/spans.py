@@ -45,7 +45,7 @@ def span_in(model: Module, selected: span) -> SpanModules:
         advice = "Pass two layers of one list or Sequential, or two attributes of one module."
         raise wrong(selected, "select", "a span of two modules that the same module calls", advice, ValueError)
     ends = modules[selected.first], modules[selected.last]
-    order = [*map(id, vars(modules[first])["_modules"].values())]  # a module with two names is there twice
+    order = [*map(id, vars(modules[first])["_modules"].values())]  # the order of calls, in which a module may occur twice
     forward: Any = modules[first].forward
     if getattr(getattr(forward, "__wrapped__", forward), "__func__", None) is Sequential.forward and (
         id(ends[0]) in order and id(ends[1]) not in order[order.index(id(ends[0])) :]
@@ -58,7 +58,7 @@ def span_in(model: Module, selected: span) -> SpanModules:
 
 
 def _parent_of(modules: dict[str, Module], name: str) -> str:
-    """Returns the name of the module that calls another: the nearest module around that is no list."""
+    """Returns the name of the module that calls another: the nearest module around with a forward, so not a list."""
     while name:
         name = name.rpartition(".")[0]
         if class_attribute(type(modules[name]), "forward") is not Module.forward:
@@ -79,20 +79,20 @@ class RegionSpan:
 
     def __init__(self, modules: SpanModules, runner: RegionRunner) -> None:
         self.name, self.place, self.runner = modules.name, modules.place, runner
-        self.is_active = True  # False after one of its parts was removed
+        self.is_active = True  # False after the span was removed from one of its modules
 
     def put(self, modules: SpanModules) -> list[RegionForward]:
-        """Makes the span a region; returns the objects in ``forward`` of its modules."""
+        """Makes the span a region; returns the objects that replace ``forward`` in the modules of the span."""
         forwards = [region_forward_for(module) for module in modules[1:4]]
         forwards[0].inside.append(self.call_parent)
         for forward, part in zip(forwards[1:], (self.call_first, self.call_last), strict=True):
             forward.around.append(part)
-            forward.around.sort(key=lambda part: (part.__self__.place[0], -part.__self__.place[1]))  # the widest first
+            forward.around.sort(key=lambda part: (part.__self__.place[0], -part.__self__.place[1]))  # the widest span first
         return forwards
 
     @skipped
     def call_parent(self, function: Callable[..., Any], parent: Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the parent; closes a region that the call leaves open, and raises."""
+        """Calls the parent; if the call leaves the region open, closes the region and raises."""
         call = _Call(self, parent)
         _calls.open.append(call)
         try:
@@ -160,10 +160,10 @@ def check_spans(made: list[tuple[RegionSpan, SpanModules]]) -> None:
 class _Call:
     def __init__(self, span: RegionSpan, parent: Module) -> None:
         self.span, self.parent = span, parent
-        self.leave: Callable[..., object] | None = None  # while the region is open
+        self.leave: Callable[..., object] | None = None  # closes the region; None unless the region is open
         self.around: dict[str, tuple[Any, ...]] = {}
-        self.is_in_last = False  # whether the last module runs, since it may call itself
-        self.is_reversed = False  # the last module was called before the first
+        self.is_in_last = False  # whether the last module is running: it may call itself, which must not close the region
+        self.is_reversed = False  # whether the last module was called before the first
 
     def enter(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.around = _surroundings()
@@ -171,7 +171,7 @@ class _Call:
         if region is None:
             self.leave = contextlib.nullcontext().__exit__
             return
-        leave = region.__exit__  # read before ``__enter__``, as by a ``with`` statement: each entry has its own
+        leave = region.__exit__  # read before ``__enter__``, as ``with`` does: each entry has an ``__exit__`` object of its own
         region.__enter__()
         self.leave = leave
 
@@ -182,7 +182,7 @@ class _Call:
 
 
 def _surroundings() -> dict[str, tuple[Any, ...]]:
-    """Returns the settings that have to agree at both ends of a span: each in words, then as compared."""
+    """Returns the settings that have to agree at both ends of a span: for each, its words for errors, then its value."""
     gradients, handled, casts = torch.is_grad_enabled(), sys.exc_info()[1], AUTOCAST.capture()
     modes, functions = users_modes(), FUNCTION_MODES.capture()
     hooks, frame = top_saved_tensors_hooks(False), stack.innermost

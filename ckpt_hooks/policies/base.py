@@ -71,8 +71,8 @@ class Policy(abc.ABC):
     title: str = ""
     meaning: str = ""
 
-    #: Operators that the user named, or modules or tensors, as ``kind`` says. If none ever runs, the user is warned, since the
-    #: names are likely a mistake. Empty once a region ran one, or the user was warned.
+    #: The operators, modules or tensors that the user named; ``kind`` says which. If regions never have any of these, the names
+    #: are likely a mistake, and the user is warned. Empty once a region had one, or the user was warned.
     expects: frozenset[Any] = frozenset()
     kind: str = "operators"
     advice: str = (
@@ -81,7 +81,7 @@ class Policy(abc.ABC):
         "the operators it is asked about."
     )
 
-    #: The number of regions that ran nothing that ``expects`` has.
+    #: The number of regions that had nothing of ``expects``.
     looked_through: int = 0
 
     #: Whether regions ask the policy about views and in-place operators too, as torch does.
@@ -96,7 +96,7 @@ class Policy(abc.ABC):
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles leave out the cache, and have operators by name.
+        # Pickles leave out the cache, and have the names of operators, which refuse to be pickled.
         state = {name: value for name, value in self.__dict__.items() if name != "decisions"}
         return _exchanged(state, OPERATORS, lambda op: _Named(str(op)))
 
@@ -136,8 +136,9 @@ class Policy(abc.ABC):
         decision = self.for_op(op := args[1])
         if decision is None:
             raise TypeError(
-                f"{self!r} counts operators, and a count belongs to one region: pass the policy itself to ckpt_hooks, which "
-                "starts a count for each region; elsewhere, call its start() for each region and pass the result."
+                f"{self!r} was called as a function, but it counts operators, and each region needs a count of its own. Pass "
+                "the policy itself to ckpt_hooks, which starts a count for each region. For other code, call the policy's "
+                "start() for each region and pass the result."
             )
         return decision_of(decision, op)
 
@@ -145,7 +146,7 @@ class Policy(abc.ABC):
 class PolicyFn(Protocol):
     """A function that decides on one run of an operator, given a :class:`SelectiveCheckpointContext` and its arguments."""
 
-    # The answer is a CheckpointPolicy, or an enum with the same names.
+    # The answer is a CheckpointPolicy, another enum with the same names, or a bool, which torch accepts too.
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> enum.Enum | bool: ...
 
 
@@ -163,7 +164,7 @@ PolicyName = Literal[
 ]
 #: The operators whose results a policy keeps.
 Operators = Sequence[Operator] | Set[Operator]
-#: What an argument ``policy`` may be, besides None.
+#: The types of an argument ``policy``, besides None.
 PolicyLike = Policy | PolicyFn | PolicyName | Operators
 
 
@@ -173,7 +174,7 @@ def by_count(is_kept: Callable[[Any], bool]) -> PolicyFn:
 
 
 def spread(values: Iterable[Any]) -> list[Any]:
-    """Returns values as a flat list, with the entries of lists, tuples and sets in their place."""
+    """Returns values as a flat list, with the entries of lists, tuples and sets in place of these."""
     return [part for value in values for part in (value if isinstance(value, (list, tuple, set, frozenset)) else [value])]
 
 
@@ -205,7 +206,7 @@ _NEVER_SEEN = (OpKind.IGNORED, OpKind.RANGE)
 
 
 class OpsPolicy(Policy):
-    """A decision for some operators, recompute for the others."""
+    """Makes the same decision for some operators, and recomputes all others."""
 
     def __init__(
         self,
@@ -214,8 +215,8 @@ class OpsPolicy(Policy):
         decision: CheckpointPolicy,
         meaning: str,
         *,
-        names: Iterable[str] = (),  # of higher-order operators, which exist only after the import of their module
-        expected: bool = False,  # whether to warn the user, who named the operators, if none ever runs
+        names: Iterable[str] = (),  # names of higher-order operators, which exist only after the import of their module
+        expected: bool = False,  # whether the user named the operators, and is warned if regions never run any of them
     ) -> None:
         self.title, self._ops, self._decision, self.meaning = title, frozenset(ops), decision, meaning
         self._names = frozenset(names)
@@ -225,7 +226,7 @@ class OpsPolicy(Policy):
             if views:
                 warn_user(
                     f"{self!r} names views, which take no memory and run again in each recompute: {in_words(views)}. Name the "
-                    "operator that computes the values; policies.everything_saveable keeps all that can be kept."
+                    "operators that compute their values, or use policies.everything_saveable to keep all that can be kept."
                 )
 
     def for_op(self, op: Any) -> CheckpointPolicy:
@@ -240,7 +241,7 @@ def saving(ops: list[Any]) -> OpsPolicy:
 class _Function(Policy):
     """A user's function, asked about each run of an operator."""
 
-    #: A single cache, since the decisions are equal: all functions are asked about each run.
+    #: A single cache for all functions, since each has the same decision on every operator: to be asked about each run.
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
 
     def __init__(self, function: PolicyFn) -> None:
@@ -260,7 +261,7 @@ class _Function(Policy):
 
 
 class _TorchsFunction(_Function):
-    """A function for torch's form: it may count its calls, so regions ask it about the same runs as torch does."""
+    """A function given in torch's form; regions ask about the same runs as torch, since the function may count its calls."""
 
     is_asked_as_torch = True
     decisions: dict[Any, int] = {}  # noqa: RUF012 -- as above
@@ -273,7 +274,7 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
     if isinstance(answer, bool):
         return _SAVE if answer else _RECOMPUTE
     name = getattr(answer, "name", None)
-    if isinstance(name, str) and name in CheckpointPolicy.__members__:  # an enum of the same names
+    if isinstance(name, str) and name in CheckpointPolicy.__members__:  # another enum with the same names
         return CheckpointPolicy[name]
     raise TypeError(
         f"the policy should return a CheckpointPolicy for each operator, but returned {described_as(answer)} for {op}. To "
@@ -282,7 +283,7 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
 
 
 def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False) -> Policy:
-    """Converts a policy, a name, operators to save, or a function; ``as_torch`` asks a function about views and writes too."""
+    """Makes a policy of a name, operators to save, or a function; ``as_torch`` asks a function about views and writes too."""
     if isinstance(policy, (list, tuple, set, frozenset)):
         return _from_ops(policy, argument, as_torch)
     if isinstance(policy, Policy):
@@ -290,9 +291,9 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
     if type(policy) is FunctionType:
         is_function = policy.__module__ not in _FACTORIES
     else:
-        is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # takes 2 us, since some of these classes are ABCs
+        is_function = callable(policy) and not isinstance(policy, _CALLABLE)  # 2 us: some classes are ABCs
     if is_function:
-        # Look at the code first, since programs may pass a function in each step: a signature takes 10 us.
+        # Programs may pass a function in each step. A look at the code often spares a look at the signature, which takes 10 us.
         code = getattr(policy, "__code__", None)
         if code is None or code.co_argcount > 2 or code.co_kwonlyargcount or not code.co_flags & CO_VARARGS:
             check_signature(policy, argument, PARAMETERS)
@@ -314,7 +315,7 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
     if isinstance(policy, _OPERATORS):
         advice = "Write a list of operators: {argument}=[torch.ops.aten.mm.default]."
     elif getattr(policy, "__module__", None) in _FACTORIES:
-        advice = f"It makes policies. Call it: {{argument}}={policy.__name__}(...)."
+        advice = f"This function makes policies. Call it: {{argument}}={policy.__name__}(...)."
     elif isinstance(policy, str):
         import difflib
 
@@ -330,12 +331,13 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
 
 
 _MOST_LISTS = 1_000
-# Policies by the ``id`` of their operators, which they keep alive: an operator's own hash takes a call of Python.
+# Policies by the ``id`` of their operators, since an operator's own hash takes a call of Python. Policies keep their operators
+# alive, so no ``id`` is used twice.
 _lists: dict[tuple[int, ...], Policy] = {}
 
 
 def _from_ops(ops: Collection[Any], argument: str, as_torch: bool) -> Policy:
-    # Each region gets a new list, and decisions are cached in the policy, so equal lists share a policy.
+    # Programs make a new list for each region, but a policy caches its decisions, so equal lists share a policy.
     key = tuple(map(id, ops))
     known = _lists.get(key)
     if known is None:
@@ -355,7 +357,7 @@ def in_words(ops: list[Any]) -> str:
 #: Public policies, and functions that make policies, by name.
 NAMED: dict[str, Any] = {}
 
-# Policies by key, never dropped: compiled code may be traced again.
+# Policies by key. They are never dropped, since compiled code, which has the key as a constant, may be traced again.
 _made: dict[str, Any] = {}
 
 

@@ -1,6 +1,6 @@
 """Policies that depend on the running module: ``save_modules`` and ``save_indices``.
 
-They read the running modules off Python's stack. The road not taken: hooks on each module, which miss calls that raise.
+They find the running modules on Python's stack. The road not taken: hooks on each module, which miss calls that raise.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .base import Policy, checked_operators, decision_of, makes_policies, spread
 
 _NO_RUNS = frozenset[int]()
 
-#: A submodule's name, and an operator's.
+#: The name of a submodule, and the name of an operator.
 _Key = tuple[str, str]
 _Modules = str | type[Module]
 
 
 class _SaveIndices(Policy):
-    """Keeps the outputs of single runs; holds names and numbers only, so that it can be pickled and compared."""
+    """Keeps the outputs of single runs; pickles and comparisons use only names and numbers."""
 
     title = "save_indices"
 
@@ -67,7 +67,8 @@ class _SaveIndices(Policy):
     def count_runs(self) -> Callable[[Any], bool]:
         root = self._root() or called_modules(sys._getframe(1))[0]
         names = {} if root is None else _names_in(root)
-        # By submodule, and by the operator's ``id``, since an operator's own hash takes a call of Python.
+        # Keys are a submodule's name and an operator's ``id``, since an operator's own hash takes a call of Python. A state has
+        # the number of runs so far, the runs to keep, and the number of runs that the policy was made for.
         states: dict[tuple[str, int], list[Any]] = {}
         does_match = True
 
@@ -100,8 +101,8 @@ class _SaveIndices(Policy):
             self._has_warned = True
             warn_user(
                 f"{self!r} was made for {expected} runs of {op} in {f'module {module!r}' if module else 'the module itself'}, "
-                "and met one more: this call keeps no more outputs. Make a policy for inputs of this shape, or for this mode "
-                "of the module, or leave `counts` out."
+                "but the operator ran once more: this call of the region keeps no more outputs. Make another policy for inputs "
+                "of this shape or for this mode of the module, or leave `counts` out."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class _SaveIndices(Policy):
         self.__init__(state["runs"], state["counts"])  # type: ignore[misc]
 
 
-#: For each module with such a policy: a hash of its submodules' ``id``, and their names by ``id``.
+#: For each module to which names in a policy are relative: a hash of the submodules' ``id``, and the names by ``id``.
 _names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, dict[int, str]]] = weakref.WeakKeyDictionary()
 
 
@@ -187,22 +188,27 @@ def save_indices(
 def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:
     checked_operators([operator], argument)
     check_is(module, str, f"a submodule in {argument}", "a string", "Give its name, or '' for the module itself.")
-    checked_integer(number, f"a number in {argument}", f"Give a number of runs of {operator}.", 0)
+    checked_integer(number, f"a number in {argument}", f"Give a number of runs of {operator}, from 0.", 0)
     return module, str(operator)
 
 
 class _SaveModules(Policy):
     title, kind = "save_modules", "modules"
-    advice = "Give names of named_modules(), or their ends. A module counts only if it is called, not if its forward is."
+    advice = (
+        "Give names as in named_modules(), or the last parts of such names. A module counts only if the program calls the "
+        "module itself, and not its forward."
+    )
 
     def __init__(self, *names: str | type[Module]) -> None:
         self._names, self.expects = names, frozenset(names)
         self._classes = tuple(name for name in names if isinstance(name, type))
         patterns = "|".join(name_expression(name) for name in names if isinstance(name, str))
-        self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"  # matches ends of names: the model may be inside another
+        # Matches the ends of names, since the model may be inside another module.
+        self._expression = rf"(?:.*\.)?(?:{patterns or '(?!)'})"
         words = [repr(name) if isinstance(name, str) else name.__name__ for name in names]
         self.meaning = f"keeps the results of what runs in modules {', '.join(words)}"
-        # Whether modules are named: by outermost module, then by ``id`` of ``__dict__``, which ``checkpoint(module)`` shares.
+        # For each outermost module: whether the names match an inner module, by the ``id`` of the inner module's ``__dict__``,
+        # which is the same for ``checkpoint(module)``.
         self.tables: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -218,7 +224,7 @@ class _SaveModules(Policy):
         return decision_of(self.for_function(op))
 
     def for_function(self, function: Any) -> bool:
-        if traced := torch.fx.traceback.current_meta.get("nn_module_stack"):  # set by Dynamo
+        if traced := torch.fx.traceback.current_meta.get("nn_module_stack"):  # set by Dynamo while it traces
             return any(self._is_meant(*entry) for entry in traced.values())
         called = called_modules(sys._getframe(1))
         if called[0] is None or not self._any_is_meant(called):
@@ -230,7 +236,7 @@ class _SaveModules(Policy):
         table = self.tables.setdefault(called[-1], {})
         for module in called:
             row = table.get(id(vars(module)))
-            if row is None or row[0]() is None:  # the module was added since
+            if row is None or row[0]() is None:  # the module was added after the table was made
                 named = [("", module), *called[-1].named_modules()]
                 table.update({id(vars(inner)): (weakref.ref(inner), self._is_meant(name, None)) for name, inner in named})
                 row = table[id(vars(module))]
@@ -239,7 +245,7 @@ class _SaveModules(Policy):
         return False
 
     def _is_meant(self, name: str, kind: Any) -> bool:
-        name = re.sub(r"\.forward\._reference\(\)|\.__wrapped__", "", name)  # in compiled code, attributes of regions
+        name = re.sub(r"\.forward\._reference\(\)|\.__wrapped__", "", name)  # Dynamo's names include attributes of regions
         by_class = isinstance(kind, type) and issubclass(kind, self._classes)
         return by_class or re.fullmatch(self._expression, name) is not None
 

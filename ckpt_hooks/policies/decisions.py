@@ -78,7 +78,7 @@ class SelectiveCheckpointContext(WatchesUnseen, _TorchContext):
         self.op_output, self.index, self._arguments = output, index, (args, kwargs)
         try:
             return policy(self, op, *args, **kwargs)
-        except TypeError:  # raised by the policy, or because its signature does not take these arguments
+        except TypeError:  # the policy raised it, or does not take these arguments, which gets a clearer error
             check_signature(policy, "policy", PARAMETERS, (self, op, *args), kwargs)
             raise
         finally:
@@ -127,11 +127,11 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 RECOMPUTE: Final = 0
 SAVE: Final = 1
 OFFLOAD: Final = 2
-#: The policy has to be asked about each run.
+#: The policy has no decision on the operator, and has to be asked about each run.
 ASK: Final = 3
-#: The policy prefers to run a collective again. Recorded frames keep the output, since all processes would have to run it.
+#: The policy prefers to run a collective again. Recorded frames keep the output, since all processes would have to join in.
 EITHER: Final = 4
-#: The policy is asked about a run as torch does, and the operator runs again whatever the answer.
+#: The policy is asked about each run, since torch asks too, but the operator runs again whatever the answer.
 AS_TORCH: Final = 5
 
 _DECISIONS = {
@@ -144,11 +144,11 @@ _DECISIONS = {
 if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
     _DECISIONS[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
 
-#: The number of regions before the warning: the first may be a stem without the operators that the policy names.
+#: The number of regions before the warning: the first region may be a stem without the operators that the policy names.
 _LOOKED_THROUGH = 3
 
-# The number of regions that ran none of a policy's names, by its class, title and names: a program may make a new policy in
-# each step. Minus infinity once a region ran one, or such policies were warned of together.
+# The number of regions that had nothing named by a policy, by the policy's class, title and names: a program may make an equal
+# policy in each step. Minus infinity once a region had something named, or once the user was warned of all equal policies.
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
 
@@ -162,12 +162,12 @@ class Decisions:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        # For a policy that only counts runs: whether to keep the next run of an operator whose decision is ``ASK``.
+        # For a policy that only counts runs, says whether to keep the next run of an operator whose decision is ``ASK``.
         self.is_kept = policy.count_runs()
         self._asks: Callable[..., Any] | None = None if self.is_kept is None else by_count(self.is_kept)
         self._num_asked = 0
         self.expected = policy.expects
-        # Operators that ran, and names given to tensors; None if the policy expects none.
+        # Operators that ran, and names given to tensors; None if the policy expects neither.
         self.seen: set[Any] | None = set() if self.expected else None
         self.known: dict[OpFacts, int] = policy.decisions if self.seen is None else {}
 
@@ -183,7 +183,7 @@ class Decisions:
             if facts.is_asked_about:
                 answer = self.policy.for_op(facts.operator)
                 known = ASK if answer is None else _meaning_of(answer, facts)
-            elif facts.written and not facts.is_never_kept:  # keeps the written tensor if the policy names the operator
+            elif facts.written and not facts.is_never_kept:  # a policy that names this operator keeps the tensor written to
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
             if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in _UNASKED:
@@ -223,7 +223,7 @@ class Decisions:
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
     def finish(self) -> None:
-        """Warns, once for each policy, if its first regions ran nothing that it names."""
+        """Warns, once for each policy, if the first regions under the policy had nothing named in the policy."""
         policy, expected = self.policy, self.expected
         if self.seen is None:
             return
@@ -240,7 +240,7 @@ class Decisions:
                 f"{', '.join(sorted(map(str, expected)))}. {policy.advice}"
             )
         policy.expects = frozenset()
-        # A policy that three regions share warns for itself. Equal policies that are made in each step warn once together.
+        # A policy shared by three regions warns for itself. Equal policies, such as one made in each step, warn once together.
         is_shared = policy.looked_through == _LOOKED_THROUGH
         _looked_through[key] = min(_looked_through.get(key, 0), 0) if is_shared else -math.inf
 
@@ -249,7 +249,7 @@ def _meaning_of(answer: Any, facts: OpFacts) -> int:
     decision = decision_of(answer, facts.operator)
     if decision is CheckpointPolicy.PREFER_RECOMPUTE:
         if facts.has_effect:
-            return SAVE  # an effect happens once
+            return SAVE  # a second run would have the effect twice
         if facts.is_collective:
             return EITHER
     return _DECISIONS[decision]
@@ -261,7 +261,7 @@ def asks_for_torch(policy: Policy) -> Callable[..., Any]:
 
     def ask(of_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         index = next(num_asked) if isinstance(op, OVERLOAD) and facts_of(op).is_asked_about else None
-        output = getattr(of_torch, "op_output", None)  # torch sets it since 2.12
+        output = getattr(of_torch, "op_output", None)  # torch 2.11 does not set the attribute
         return context.consult(asks, op, args, kwargs, output, index)
 
     return ask

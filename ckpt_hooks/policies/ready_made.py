@@ -34,7 +34,7 @@ _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFE
 
 
 class _Uniform(Policy):
-    """The same decision for every operator."""
+    """Makes the same decision for every operator."""
 
     def __init__(self, title: str, decision: CheckpointPolicy, meaning: str) -> None:
         self.title, self._decision, self.meaning = title, decision, meaning
@@ -55,7 +55,7 @@ def _named(names: Iterable[str]) -> list[Any]:
     return functional
 
 
-#: Keeps the output of every operator, needed in backward or not: more than without checkpointing.
+#: Keeps the output of every operator, even if backward does not need it, so it keeps more than a run without checkpointing.
 everything_saveable: Policy = _Uniform("everything_saveable", _SAVE, "keeps the output of every operator")
 
 #: Keeps nothing, like checkpointing without a policy.
@@ -69,7 +69,7 @@ dots_saveable: Policy = OpsPolicy(
     "dots_saveable", _named(_DOTS + _BATCHED_DOTS), _SAVE, "keeps the outputs of matrix products, batched ones included"
 )
 
-#: Keeps the outputs of matrix products without batch dimensions: of linear layers, and not of attention's scores.
+#: Keeps the outputs of matrix products without batch dimensions: those of linear layers, but not the scores of attention.
 dots_with_no_batch_dims_saveable: Policy = OpsPolicy(
     "dots_with_no_batch_dims_saveable", _named(_DOTS), _SAVE, "keeps the outputs of matrix products without batch dimensions"
 )
@@ -108,8 +108,8 @@ _COLLECTIVES = [
     )
 ]
 
-#: Keeps the outputs which cost most to compute: of matrix products, attention, convolutions and collectives; and of top-k,
-#: whose choice of experts a recompute should not change.
+#: Keeps the outputs which cost most to compute, those of matrix products, attention, convolutions and collectives. Keeps top-k
+#: too, since a recompute should not change the choice of experts.
 save_compute_and_communication: Policy = OpsPolicy(
     "save_compute_and_communication",
     _named(_DOTS + _BATCHED_DOTS + _ATTENTION + _CONVOLUTIONS + _COLLECTIVES + ["topk"]),
@@ -154,16 +154,17 @@ class _Attention(_ByName):
 
 _SOFTMAX, _BATCHED = frozenset(_named(["_softmax", "_safe_softmax"])), frozenset(_named(["bmm", "baddbmm"]))
 
-#: Keeps the outputs of attention: of ``scaled_dot_product_attention`` of every kind, ``flex_attention``, operators and custom
-#: functions with ``attention``, ``attn`` or ``flash`` in their names; where attention is written out, of the first batched
-#: product after a softmax. Attention kernels then run once. A softmax runs again, since backward reads it.
+#: Keeps the outputs of attention, so attention kernels run only once: of ``scaled_dot_product_attention`` of every kind, of
+#: ``flex_attention``, and of operators and custom functions with ``attention``, ``attn`` or ``flash`` in their names. If
+#: attention is written out, keeps the first batched product after a softmax. A softmax runs again, since backward reads its
+#: output.
 attention_saveable: Policy = _Attention(
     "attention_saveable", "keeps the outputs of attention", "attention|attn|flash", keeps=True
 )
 
-#: Keeps the outputs of every operator but norms, activations and dropouts, which cost next to nothing to compute, but as many
-#: bytes to keep as products (Megatron's "output discarding"). Operators of which norms consist run again too: products by
-#: element, quotients, differences, means, powers, roots, casts. Custom functions are matched by name.
+#: Keeps the outputs of every operator but norms, activations and dropouts, which cost next to nothing to compute, and whose
+#: outputs are as large as those of products (Megatron's "output discarding"). Operators of a written-out norm run again too:
+#: elementwise products, quotients, differences, means, powers, roots, casts. Custom functions are matched by name.
 norms_recomputed: Policy = _ByName(
     "norms_recomputed",
     "keeps the output of every operator but norms, activations and dropouts",
@@ -188,7 +189,7 @@ class _Routing(Policy):
 
 
 #: Keeps results on which routes and shapes depend, for mixtures of experts. A recompute then takes the routes of forward, even
-#: where a router sits on a tie. Keeps choices among values (top-k, sort, argmax, multinomial, searchsorted), counts
+#: if a router has a tie. Keeps choices among values (top-k, sort, argmax, multinomial, searchsorted), counts
 #: (bincount, histc), results with a shape from data (nonzero, unique, masked_select, repeat_interleave), numbers read by Python
 #: (item, copies to the host), and comparisons of floating-point numbers. Operators of other libraries are known by their tags
 #: (``torch.Tag.dynamic_output_shape``, ``torch.Tag.data_dependent_output``). Add operators by :func:`save_from_both_policies`.
@@ -230,7 +231,7 @@ def offload_ops(*ops: Operator | Operators) -> Policy:
 
 
 class _SaveEvery(Policy):
-    """Keeps every n-th output."""
+    """Keeps every n-th output of an operator."""
 
     title = "save_every"
 
@@ -267,7 +268,7 @@ def save_every(op: Operator, n: int) -> Policy:
     return _SaveEvery(checked, checked_integer(n, "n", "Pass 2 to keep every second output."))
 
 
-# ``save_from_both_policies`` takes the decision with the higher number; PREFER_RECOMPUTE has 1.
+# ``save_from_both_policies`` takes the decision with the higher number. PREFER_RECOMPUTE is not listed, and counts as 1.
 _STRENGTH = {"MUST_SAVE": 5, "PREFER_SAVE": 4, "MUST_CPU_OFFLOAD": 3, "PREFER_CPU_OFFLOAD": 2, "MUST_RECOMPUTE": 0}
 
 
@@ -277,7 +278,7 @@ def _stronger(first_answer: Any, second_answer: Any) -> CheckpointPolicy:
 
 
 class _EitherPolicy(Policy):
-    """Asks two policies; both see every operator."""
+    """Takes the stronger decision of two policies; asks both about every operator, since either may count."""
 
     title = "save_from_both_policies"
 
@@ -413,7 +414,7 @@ def save_and_offload_only_these_names(
     if both:
         raise ValueError(
             f"names_which_can_be_saved and names_which_can_be_offloaded should have no name in common, but both have {both}. "
-            "Leave each name in one of them."
+            "Leave each name in only one of the two."
         )
     decisions = {**dict.fromkeys(saved, _SAVE), **dict.fromkeys(offloaded, _OFFLOAD)}
     meaning = f"keeps what is named {', '.join(map(repr, saved))}, and on the host {', '.join(map(repr, offloaded))}"
