@@ -10,9 +10,9 @@ from the kinds::
     python -m tests.matrix --compare /tmp/before /tmp/after
 
 Tests are collected once. Each mutant gets a process of its own, forked from there, in which functions have the mutant's code,
-and which runs the tests that run its line: one case of each function, then the other cases, until enough functions have failed
-or the time is up; then 150 random programs, unless enough have failed. Processes that tests start do not have the mutant.
-``results.jsonl`` has a line for each mutant; a run that was stopped goes on from there.
+and which runs the tests that run its line: the quickest case of each function, then its other cases, until enough functions
+have failed or the time is up; then 150 random programs, unless enough have failed. Processes that tests start do not have the
+mutant. ``results.jsonl`` has a line for each mutant; a run that was stopped goes on from there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import sys
 import time
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ SWAPPED = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 FUZZERS = [("ours", "all"), ("ours-varied", "core"), ("ours-mixed", "core"), ("ours-kept", "core"), ("aliasing", "ours-region")]
 PROGRAMS = 30  # of each
+
+_MOST_TESTS = 1000  # for a mutant
 
 
 # -- Mutants -------------------------------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ class Matrix:
             path, name = mutant.split(": ", 1)
             changes = changes_in(ast.parse((PACKAGE / path).read_text())) if (PACKAGE / path).exists() else []
             line = next((line for other, line, _ in changes if other == name), None)
-            start, tests = time.monotonic(), self.chosen({*lines.get(path, {}).get(str(line), [])}, unstable)
+            start, tests = time.monotonic(), self.chosen(lines.get(path, {}).get(str(line), []), unstable)
             failed: list[str] = []
             while tests:
                 ran, is_lost = self.forked(tests, failed, lambda path=path, name=name: switch(functions, path, name))
@@ -242,42 +244,60 @@ class Matrix:
         return True
 
     def covered(self) -> tuple[dict[str, dict[str, list[str]]], set[str]]:
-        """Returns the functions whose first or last case runs each line of each module, and the tests that fail as it is."""
-        file, data = self.results / "lines.json", str(self.results / "coverage")
-        if not file.exists():
+        """Returns the tests that run each line, the quickest of each function first, and the tests that fail as it is."""
+        file, data, took = (self.results / name for name in ("lines.json", "coverage", "seconds.json"))
+        if not took.exists():
             import coverage
 
             os.environ.setdefault("COVERAGE_CORE", "ctrace")
-            tracer = coverage.Coverage(data_file=data, source=[str(PACKAGE)], messages=False)
+            tracer = coverage.Coverage(data_file=str(data), source=[str(PACKAGE)], messages=False)
             tracer.set_option("run:disable_warnings", ["trace-changed", "module-not-imported", "already-imported"])
+            seconds, failed = dict[str, float](), list[str]()
 
             @contextlib.contextmanager
             def around(test: str) -> Iterator[None]:
+                start = time.monotonic()
                 tracer.start()
-                tracer.switch_context(function_of(test))
+                tracer.switch_context(test)
                 try:
                     yield
                 finally:
                     tracer.stop()
+                    seconds[test] = round(time.monotonic() - start, 3)
 
-            cases, failed = defaultdict(list), []
-            for test in self.items:
-                cases[function_of(test)].append(test)
-            some = [test for tests in cases.values() for test in dict.fromkeys((tests[0], tests[-1]))]
-            self.forked(some, failed, lambda: None, around, tracer.save)
-            found = coverage.CoverageData(data)
-            found.read()
-            paths = {str(Path(path).relative_to(PACKAGE)): path for path in found.measured_files()}
-            lines = {path: found.contexts_by_lineno(whole) for path, whole in paths.items()}
-            file.write_text(json.dumps([lines, failed]))
-        lines, failed = json.loads(file.read_text())
-        return lines, set(failed)
+            def after() -> None:
+                tracer.save()
+                took.write_text(json.dumps([seconds, failed]))
 
-    def chosen(self, functions: set[str], unstable: set[str]) -> list[str]:
-        """Returns one case of each function, then the others, each in the order of files; random programs come last."""
-        tests = [test for test in self.items if function_of(test) in functions and test not in unstable]
-        first = set({function_of(test): test for test in tests}.values())
-        return sorted(tests, key=lambda test: ("random_programs" in test, test not in first))
+            self.forked(list(self.items), failed, lambda: None, around, after)
+        if not file.exists():
+            file.write_text(json.dumps(self.lines_of(data, json.loads(took.read_text())[0])))
+        tests, numbers = json.loads(file.read_text())
+        failed = json.loads(took.read_text())[1]
+        return {path: {line: [tests[n] for n in found] for line, found in of.items()} for path, of in numbers.items()}, set(
+            failed
+        )
+
+    def lines_of(self, data: Path, seconds: dict[str, float]) -> tuple[list[str], dict[str, dict[int, list[int]]]]:
+        """Returns all tests, and of each line the numbers of its tests in the order in which they run."""
+        import coverage
+
+        tests = sorted(self.items, key=lambda test: seconds.get(test, 0))
+        numbers = {test: number for number, test in enumerate(tests)}
+        found, lines = coverage.CoverageData(str(data)), dict[str, dict[int, list[int]]]()
+        found.read()
+        for path in found.measured_files():
+            of_line = lines[str(Path(path).relative_to(PACKAGE))] = {}
+            for line, contexts in found.contexts_by_lineno(path).items():
+                quick_first = sorted(numbers[test] for test in contexts if test in numbers)
+                leading = {function_of(tests[number]): number for number in reversed(quick_first)}.values()
+                of_line[line] = list(dict.fromkeys([*sorted(leading), *quick_first]))[:_MOST_TESTS]
+        return tests, lines
+
+    def chosen(self, tests: Sequence[str], unstable: set[str]) -> list[str]:
+        """Returns tests that pass as it is; random programs come last."""
+        found = [test for test in tests if test not in unstable and test in self.items]
+        return sorted(found, key=lambda test: "test_random_programs" in test)
 
     def forked(
         self, tests: list[str], failed: list[str], before: Callable[[], Any], around: Any = None, after: Any = int
