@@ -136,6 +136,34 @@ def test_a_frozen_parameter_that_forward_fills(form):
     assert_as_eager(functools.partial(steps_of_many_sizes, FrozenFirst), Run("ours", form))
 
 
+class Clipped(nn.Module):
+    """Scales its parameter by way of ``.data``, as weights are clipped: no version tells."""
+
+    def __init__(self, *, trained):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 3, dtype=torch.float64), requires_grad=trained)
+
+    def forward(self, x):
+        self.weight.data.mul_(0.5)
+        return (x * self.weight).sin().exp()
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@runs(*FORMS, torch_fails=SILENT)
+def test_a_parameter_that_forward_clips(run, trained):
+    def program(run):
+        module, found = Clipped(trained=trained), []
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            found += [
+                gradients(run(module, x), x, *(p for p in module.parameters() if trained)),
+                module.weight.detach().clone(),
+            ]
+        return found
+
+    assert_as_eager(program, run)
+
+
 @runs("region", "nested", torch_fails=SILENT)
 def test_lazy_modules(run):
     """Their first forward, which makes parameters and draws for them, is kept whole."""
