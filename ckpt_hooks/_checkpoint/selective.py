@@ -165,7 +165,8 @@ def _look_for_weights(module: torch.nn.Module, hooks: frozenset[Any], tape: Tape
     if are_taken:
         _takers.update(hooks)
         warn_user(
-            "Hooks freed weights that a call under a policy has read, and the library cannot bring them back. The call "
+            "Module hooks, such as those of DeepSpeed ZeRO-3, freed weights that a call under a policy has read, and the "
+            "library cannot bring them back. The call "
             "holds them until its backward. From now on calls of modules with such hooks run without their policy: results "
             "stay exact, and backward computes more. To silence this, pass no policy for these modules, or shard with FSDP2, "
             "whose units can have policies."

@@ -23,7 +23,7 @@ _next_number = itertools.count(1).__next__
 
 # Numbers of objects, by ``id``. An entry is removed when its object dies, before another object can get the same ``id``.
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
-# The ``id`` of each numbered object, by its number.
+# The way back, from a number in a report to the live object: the ``id`` of each numbered object, by its number.
 _identities: dict[int, int] = {}
 
 # Observers to tell when a storage is freed, by the storage's number.

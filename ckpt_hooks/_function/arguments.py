@@ -153,7 +153,7 @@ class Arguments:
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside([None] * len(tensors), inside[1])
             self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
-            self._layouts = {  # strides and base of each view, and of each tensor that is not contiguous
+            self._layouts = {  # strides and base, for the rerun, of each view and each tensor that is not contiguous
                 position: (None if tensor.is_contiguous() else tensor.stride(), base_of(tensor))
                 for position, tensor in enumerate(tensors)
                 if tensor.layout is torch.strided and (tensor._is_view() or not tensor.is_contiguous()) and not tensor.is_nested

@@ -71,7 +71,7 @@ class Collector:
         self.values: list[torch.Tensor] = []
         self.marks: list[RegionMark] = []
         self.registered: list[RemovableHandle] = []  # hooks that the rerun registers a second time, removed at its end
-        self._lent: set[int] = set()  # the ``id`` of each tensor with other memory during the rerun
+        self._lent: set[int] = set()  # the ``id`` of each tensor that the rerun gives forward's memory
         self._exchanged: frozenset[int | None] = frozenset()  # storages with another content during the rerun
         # Devices whose generators are at other positions than in forward, perhaps because another thread drew.
         self.moved_otherwise: set[torch.device] = set()
@@ -149,7 +149,8 @@ class Collector:
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor:
         is_argument = bool(self.marks) and len(self.values) < sum(self.marks[-1][:2])  # of an inner region
         if not is_argument and id(tensor) in self._lent:
-            # Not a copy: plain autograd, too, hands this tensor to backward with its memory of that time.
+            # Not a copy, though the tensor gets its present memory back after the rerun: plain autograd, too, saves the tensor
+            # itself, and backward reads the memory that the tensor then has (as after ``x.data = ...``).
             return self._detach(tensor) if tensor.requires_grad else tensor
         if tensor.requires_grad:
             return self._detach(tensor)

@@ -227,7 +227,9 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
     if watch is None:
         # One more rerun on this rank alone would run the region's collectives without the other ranks.
         if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-            raise draws_error(region, " In a process group there is no check whether another thread has drawn.")
+            raise draws_error(
+                region, " It may be a false alarm if another thread drew: in a process group nothing tells who did."
+            )
         watch = _draw_watch()
         rerun(frame, wanted, probe=watch)
     if watch.unknown is not None or moved & watch.devices:

@@ -222,7 +222,8 @@ class FunctionFacts(OpFacts):
     ) -> list[Any]:
         """Runs forward again; returns the results in the order of :attr:`results`."""
         if self.objects and not self.are_as_noted():
-            raise self.error(frame, "the objects unchanged", "objects among its arguments that have changed")
+            advice = "Do not change the objects among its arguments before backward, or pass copies of them."
+            raise self.error(frame, "the objects unchanged", "objects among its arguments that have changed", advice)
         # The last of ``inputs`` are parts of objects, in the order of ``inside``.
         inputs = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
         inside = [part for part in self.parts if isinstance(part, torch.Tensor)]
@@ -290,12 +291,14 @@ class FunctionFacts(OpFacts):
             for place, (after, before) in enumerate(zip(memory_of(self.parts), self.memory, strict=True), first)
         )
 
-    def error(self, frame: Frame, expected: str, other: str) -> DeterminismError:
+    def error(
+        self, frame: Frame, expected: str, other: str, advice: str = "Pass values that change as arguments."
+    ) -> DeterminismError:
         region = format_path(frame.path)
         return DeterminismError(
             f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` ran again for backward, with "
             f"{other}, while the first run had {expected}. Its results may depend only on its arguments, torch's random "
-            "numbers and values that stay the same until backward. Pass values that change as arguments.",
+            f"numbers and values that stay the same until backward. {advice}",
             region=region,
             index=-1,
             expected=expected,

@@ -361,7 +361,7 @@ class Replay:
         if frame.unseen:
             _check_unseen(frame)
         self.frame = frame
-        self.key = key  # the key of the replay's scope, None without a scope
+        self.key = key  # of the backward or group of backwards that shares the replay; None if none shares it
         self.taken: set[int] = set()  # in a group of backwards, the indices of the used handles
         self.tensors: dict[int, torch.Tensor] = {}  # the present tensors, by the number of the value
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)

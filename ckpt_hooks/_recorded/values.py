@@ -310,8 +310,8 @@ def _gone() -> None:
     """Takes the place of a weak reference."""
 
 
-_NOBODY: Any = ()  # takes the place of the list of members in closed tables
-#: Takes the place of a storage when only the fate of its tensors will be asked for.
+_NOBODY: Any = ()  # the members of each storage once the recording has ended
+#: The storage of dropped values once the recording has ended: reports then only ask whether a value was kept or dropped.
 _MADE = new_store(0, 0)
 
 

@@ -299,7 +299,7 @@ class JournalLoan:
         self._places: list[tuple[Any, Part, int, Content]] = []
         # Tensors with the memory and ``requires_grad`` to put back.
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        self.lent: set[int] = set()  # the ``id`` of each tensor that has other memory in the rerun
+        self.lent: set[int] = set()  # the ``id`` of each tensor that the rerun gives forward's memory
 
     def begin(self) -> None:
         with _lock:

@@ -236,7 +236,8 @@ class Problem:
         bounds = sorted({0, profile.num_rows, *(row for begin, end, _ in spans for row in (begin, end))})
         self.natural = _with_common(natural, options, bounds)
         changes = [[self._changes_of(option.effects) for option in of] for of in self.options]
-        # While no block runs, several blocks may free memory: such a window is split at each of their rows.
+        # A window inside of a block's span has changes of that block alone. Between the spans several blocks may free memory:
+        # there each of their rows begins a window, so that the bytes of the blocks add up in each window.
         owned = [(begin, end) for begin, end, _ in spans]
         rows = {row for of in changes for option_changes in of for row, *_ in option_changes}
         rows_between = {row for row in rows if not any(begin <= row < end for begin, end in owned)}

@@ -251,7 +251,7 @@ def rows_of(events: Iterable[Any], marks: Marks) -> list[Row]:
 
 
 def _walk(events: Iterable[Any], marks: dict[str, StepMark]) -> Iterator[Row]:
-    latest: dict[int, int] = {}  # the number of the latest numbered node, by thread
+    latest: dict[int, int] = {}  # the sequence number of the latest node of autograd that has such a number, by thread
     todo: list[tuple[Any, Origin, int]] = [(event, NOWHERE, -1) for event in reversed([*events])]
     while todo:
         event, place, node = todo.pop()
