@@ -126,8 +126,7 @@ def _end(entry: _Entrance, kind: type[BaseException] | None, error: BaseExceptio
         opened.pop()
     elif is_open:
         _drop(entry)
-    else:  # only this entry goes: regions that were entered later stay open
-        opened[:] = [other for other in opened if other is not entry]
+    # Else regions that were entered later stay open, and the entry goes with them.
 
 
 def _abandon(entry: _Entrance, error: BaseException | None = None) -> None:
