@@ -639,12 +639,13 @@ def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
 def test_functional_transforms_run_the_function_plainly_with_one_warning(transform: str) -> None:
-    fn = Counted(sin_cos)
+    fn, entered = Counted(sin_cos), Log()
+    contexts = lambda: (Noted("forward", entered), Noted("recompute", entered))  # noqa: E731
     x = torch.rand(4, 3)
     (expected,) = torch.autograd.grad(sin_cos(x.requires_grad_()).sum(), x)
 
     def twice(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(fn, x).sum() + checkpoint()(fn)(x).sum()
+        return checkpoint(fn, x, context_fn=contexts).sum() + checkpoint()(fn)(x).sum()
 
     run = {
         "grad": lambda x: torch.func.grad(twice)(x.detach()),
@@ -657,3 +658,4 @@ def test_functional_transforms_run_the_function_plainly_with_one_warning(transfo
     assert [warning.filename for warning in caught] == [__file__]
     assert torch.equal(found, expected * 2)
     assert fn.begun == 2
+    assert entered == ["enter forward", "exit forward"]

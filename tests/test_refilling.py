@@ -28,7 +28,7 @@ class Sheets:
         self.sources = sources
         self.whole = {name: torch.nn.Parameter(source.clone()) for name, source in sources.items()}
         self.told: list[str] = []
-        self.is_full = True
+        self.is_full, self.filled = True, 0
 
     def fill(self):
         if self.is_full:
@@ -38,10 +38,11 @@ class Sheets:
             tensor.untyped_storage().resize_(tensor.nbytes)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(self.sources[name])
-        self.is_full = True
-        return self.free
+        self.is_full, self.filled = True, self.filled + 1
+        return functools.partial(self.free, self.filled)
 
-    def free(self) -> None:
+    def free(self, filled: int | None = None) -> None:
+        assert filled in (None, self.filled)  # what an earlier filling returned does not free the memory
         self.told.append("free")
         for tensor in self.whole.values():
             tensor.untyped_storage().resize_(0)

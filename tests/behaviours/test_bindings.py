@@ -438,7 +438,7 @@ FORWARDS = {
     "descriptor": lambda: Method(counting()),
     "staticmethod": lambda: staticmethod(counting()),
     "classmethod": lambda: classmethod(counting()),
-    "property": lambda: property(lambda self: functools.partial(self.run, scale=0.5)),
+    "property": lambda: property(functools.partial(functools.partial, counting())),
     "cached_property": lambda: functools.cached_property(lambda self: functools.partial(self.run, scale=0.5)),
     "slots": Slotted,
     "no hash": Incomparable,
@@ -748,6 +748,32 @@ def test_dicts_with_keys_of_any_kind(key, between, run):
         return found
 
     assert_as_eager(program, ALL_REGIONS[run])
+
+
+class Twice(nn.Module):
+    """Reads a list by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = self.other = [0.5]
+
+    def forward(self, x):
+        return (x * self.one[0]).sin() * self.other[0] + (self.one is self.other)
+
+
+@pytest.mark.parametrize("name", ["one", "other"])
+@pytest.mark.parametrize("run", FUNCTION_REGIONS)
+def test_a_list_that_loses_one_of_two_names(run, name):
+    def program(run):
+        module, found = Twice(), []
+        for _ in range(3):
+            x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+            y = run(module, x).exp()
+            setattr(module, name, [2.0 + len(found)])
+            found += [*gradients(y, x), module.one, module.other]
+        return found
+
+    assert_as_eager(program, FUNCTION_REGIONS[run])
 
 
 @pytest.mark.parametrize("run", FUNCTION_REGIONS)
