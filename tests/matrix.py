@@ -143,8 +143,18 @@ def mutated(path: str, name: str | None) -> types.CodeType:
     """Returns the code of a module, with a mutant in it."""
     tree = ast.parse((PACKAGE / path).read_text())
     if name is not None:
-        next(change for other, _, change in changes_in(tree) if other == name)()
+        change = next(change for other, _, change in changes_in(tree) if other == name)
+        _name_variables(tree)
+        change()
     return compile(ast.fix_missing_locations(tree), str(PACKAGE / path), "exec", dont_inherit=True)
+
+
+def _name_variables(tree: ast.Module) -> None:
+    """Has each function name its variables, since a function's new code must have as many free variables as the old code."""
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        found = sorted({node.id for node in ast.walk(function) if isinstance(node, ast.Name)})
+        names = [ast.Name("__class__" if name == "super" else name, ast.Load()) for name in found]
+        function.body.append(ast.If(ast.Constant(False), [ast.Expr(ast.List(names, ast.Load()))], []))
 
 
 def _codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int], types.CodeType]]:
