@@ -183,6 +183,7 @@ def test_several_choices_are_named_once_each():
     def function(x, count):
         for _ in range(2):
             x = x.topk(3).values.exp()
+        x = x + x.masked_select(x > -100).sum() + (x > 0).nonzero().topk(1, 0).values.sum()  # chosen by integers and masks
         return (x * (x > 0)).argsort().float().sin() + x[:count].sum().exp()
 
     error = changing(lambda x: function(x, 4)[:4].exp(), lambda x: function(x, 4)[:3].exp())

@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
-from ckpt_hooks import memory_ledger
+from ckpt_hooks import DeterminismError, checkpoint, is_recomputing, memory_ledger
 from ckpt_hooks.report import saved_residuals, trace
 from tests import golden
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Net
@@ -29,3 +30,31 @@ def test_what_reports_say(layer, run, monkeypatch):
     texts = [ledger, sizes, traced, saved_residuals(net, x)]
     before = re.compile(r"[\d.]+ KiB(?= in use before| from before)")  # a state of the generator is of an earlier test, or not
     golden.check(f"{layer.__name__}, {run}", before.sub("-", "\n\n".join(map(str, texts))))
+
+
+class Turning(nn.Module):
+    """Recomputes something else: another shape, another value of an argument, or fewer operators."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x):
+        again = is_recomputing()
+        x = self.linear(x).softmax(-1 if not again or self.how != "argument" else 0)
+        rows = torch.cat([x[:1], x[1:3]]) if again and self.how == "shape" else x
+        best = rows.topk(2, dim=1, largest=True).values
+        return best.sin() if again and self.how == "fewer" else (best.exp() * x.sum(1, keepdim=True)[: len(best)]).sin()
+
+
+@pytest.mark.parametrize("how", ["shape", "argument", "fewer"])
+def test_what_debug_mode_says(how):
+    """The first operator that differs, with both logs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Turning(how), nn.Tanh())
+    y = checkpoint(debug=True, name="odd", determinism_check="values")(model)(torch.randn(4, 4, requires_grad=True))
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    error = caught.value
+    texts = [error, *error.operators, "", *error.recomputed_operators, "", error.expected, error.found, error.index]
+    golden.check(f"debug, {how}", "\n".join(map(str, texts)))
