@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -11,6 +12,11 @@ from torch import nn
 from ckpt_hooks import DeterminismError, checkpoint, is_recomputing, memory_ledger
 from ckpt_hooks.report import saved_residuals, trace
 from tests import golden
+from tests.fuzz.features import parse
+from tests.fuzz.generate import generate
+from tests.fuzz.implementations import IMPLEMENTATIONS
+from tests.fuzz.observe import observe
+from tests.fuzz.scripts import load
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Net
 
 
@@ -24,11 +30,14 @@ def test_what_reports_say(layer, run, monkeypatch):
     with trace(operators=True) as traced:
         net(x).backward()
     net.zero_grad()
+    gc.collect()
     torch.rand(1)  # else a region may share the state of the generator with an earlier test
     ledger = memory_ledger(lambda: net(x).backward())
     sizes = [ledger.peak.nbytes, len(ledger.allocations), *ledger.phases]
     texts = [ledger, sizes, traced, saved_residuals(net, x)]
-    before = re.compile(r"[\d.]+ KiB(?= in use before| from before)")  # a state of the generator is of an earlier test, or not
+    before = re.compile(
+        r"[\d.]+ [KM]?i?B(?= in use before| from before)"
+    )  # a state of the generator is of an earlier test, or not
     golden.check(f"{layer.__name__}, {run}", before.sub("-", "\n\n".join(map(str, texts))))
 
 
@@ -58,3 +67,20 @@ def test_what_debug_mode_says(how):
     error = caught.value
     texts = [error, *error.operators, "", *error.recomputed_operators, "", error.expected, error.found, error.index]
     golden.check(f"debug, {how}", "\n".join(map(str, texts)))
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="other versions of torch run other operators")
+@pytest.mark.parametrize("name", ["ours", "ours-region", "ours-mixed", "ours-selective"])
+def test_what_random_programs_keep(name):
+    """The bytes that regions drop and hold, by reason, and the operators that run again: equal results may cost more."""
+    chosen, texts = parse("core", name) - {"inference"}, []
+    for seed in range(20):
+        function = load(generate(seed, chosen).source(), seed)
+        with trace(operators=True) as traced:
+            observe(function, IMPLEMENTATIONS[name].start())
+        (step,) = traced.steps
+        sizes = [f"{reason} {nbytes}" for reason, nbytes in sorted(step.held_bytes.items()) if nbytes]
+        counts = sum(1 for _ in step.walk()), step.recomputes, step.operators, step.recomputed_operators, step.dropped_bytes
+        texts.append(f"{seed}: {counts}, {', '.join(sizes)}")
+    gc.collect()
+    golden.check(f"programs, {name}", "\n".join(texts))
