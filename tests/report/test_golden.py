@@ -35,9 +35,7 @@ def test_what_reports_say(layer, run, monkeypatch):
     ledger = memory_ledger(lambda: net(x).backward())
     sizes = [ledger.peak.nbytes, len(ledger.allocations), *ledger.phases]
     texts = [ledger, sizes, traced, saved_residuals(net, x)]
-    before = re.compile(
-        r"[\d.]+ [KM]?i?B(?= in use before| from before)"
-    )  # a state of the generator is of an earlier test, or not
+    before = re.compile(r"[\d.]+ [KM]?i?B(?= in use before| from before)")  # which earlier tests may hold
     golden.check(f"{layer.__name__}, {run}", before.sub("-", "\n\n".join(map(str, texts))))
 
 
