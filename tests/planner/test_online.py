@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import warnings
 import weakref
 
 import pytest
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger
 from ckpt_hooks.planner import Plan
+from tests import golden
 from tests.planner.models import GPT, MODELS, same, state_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -103,6 +105,37 @@ def test_a_loop_is_bitwise_the_plain_one_and_runs_nothing_for_the_plan(name, bud
     assert max(*applied.peaks, *peaks) <= applied.budget == plan.budget
     assert applied.peaks[1] == plan.measured_peak == pytest.approx(plan.predicted_peak, rel=1e-3)
     assert peaks[1] == pytest.approx(plan.measured_peak, rel=1e-3)
+
+
+LOOPS = {
+    "steps": [[ids(4)]] * 5,
+    "accumulation": [[ids(4), ids(2)]] * 5,
+    "two shapes in turns": [[ids(4)], [ids(2, 32)]] * 6,
+    "a shape that comes late": [[ids(2)]] * 5 + [[ids(6)]] * 4 + [[ids(3)]] * 2,
+    "forwards between": [[ids(4), None, ids(4)]] * 4,
+    "many shapes": [[ids(count)] for count in (2, 3, 4, 5, 6, 7, 2, 7)],
+    "no backward": [[None] * 3, [ids(4)]] * 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("loop", "budget"), [*((loop, 0.3) for loop in LOOPS), ("steps", "4MiB"), ("two shapes in turns", 0.7)]
+)
+def test_a_loop_to_the_byte(loop, budget):
+    """What is planned, measured and said after each step."""
+    model, texts = gpt(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as caught, apply_checkpointing(model, memory_budget=budget) as applied:
+        for batches in LOOPS[loop]:
+            for batch in batches:
+                loss = model(ids(4) if batch is None else batch)  # without a backward, as in evaluation with gradients
+                if batch is not None:
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            texts += [repr(applied), f"{applied.budget} {applied.peaks}"]
+    texts += [str(warning.message) for warning in caught]
+    golden.check(f"loop, {loop}, {budget}", "\n".join(texts))
 
 
 def train(model, batches, on, between=lambda number: None, make=torch.optim.SGD):
