@@ -172,6 +172,26 @@ def test_sources_that_are_tracked_draw_again():
     assert_as_eager(program, x, w)
 
 
+def test_attention_without_dropout_draws_nothing():
+    class Attends(Function):
+        @staticmethod
+        def forward(ctx, x):
+            found = torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)[0, 0]
+            ctx.save_for_backward(torch.rand_like(x))
+            return found * ctx.to_save[0]
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+
+    def program(region):
+        with region():
+            return Attends.apply(x @ w).sin()
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
+
+
 def test_more_draws_are_an_error():
     class Draws(Function):
         counts = iter((1, 2))
