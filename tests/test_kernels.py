@@ -292,7 +292,7 @@ REASONS = {
     "a default": (lambda x, by=[2.0]: x * by[0], "takes an object that it may change"),
     "a closure": (_closure(1), "takes an object that it may change"),
     "a tensor from elsewhere": (lambda x: x + _buffer, "reads a tensor that is neither an argument"),
-    "nothing but that": (lambda x: _buffer * 2, "reads a tensor that is neither an argument"),
+    "nothing but that": (lambda x: _buffer.sin(), "reads a tensor that is neither an argument"),
     "a buffer": (lambda x: _buffer.add_(1), "a tensor that is neither an argument"),
     "a graph": (lambda x: _with_grad(x).sum(), "records a graph of its own"),
     "a backward": (lambda x: grad(_with_grad(x), _leaf[0], torch.ones_like(x)), "records a graph of its own"),
