@@ -636,5 +636,17 @@ def test_a_copy_of_somebodys_hooks_that_a_rerun_wrote_to_is_no_argument_any_more
     with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
         y = checkpoint(lambda h: h.mul_(2).sin(), leaf(3) * 1)
     y.sum().backward(retain_graph=True)
-    with pytest.raises(MutationError, match=r"args\[0\]"):
+    with pytest.raises(MutationError, match=r"args\[0\]") as caught:
         y.sum().backward()
+    assert (caught.value.expected, caught.value.found) == (0, 1)
+    assert type(caught.value.expected) is int
+
+
+def test_a_copy_of_somebodys_hooks_may_be_another_one_in_each_backward():
+    copies, x = list[torch.Tensor](), leaf(3)
+    with saved_tensors_hooks(lambda tensor: copies.append(tensor.detach().clone()) or copies[-1], lambda tensor: tensor):
+        y = checkpoint(determinism_check="none")(lambda h: h.sin().cos())(x * 1)
+    for h in (x.detach(), x.detach() + 1):
+        (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert torch.equal(found, torch.autograd.grad(h.requires_grad_().sin().cos().sum(), h)[0])
+        copies[0].add_(1)

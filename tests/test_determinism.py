@@ -314,6 +314,21 @@ def test_what_is_close(shape, scale, dtype):
     assert not close(tensor, tensor.roll(1, 0))
 
 
+def test_projections_are_sums_with_independent_signs():
+    numbers = [projections_of(one) for one in torch.eye(2100)]
+    assert {tuple(found[[0, 5, 6, 7]].tolist()) for found in numbers} == {(1.0, 0.0, 0.0, 1.0)}
+    signs = torch.stack([found[1:5] for found in numbers])
+    assert set(signs.flatten().tolist()) == {-1.0, 1.0}
+    assert (signs.t() @ signs - 2100 * torch.eye(4)).abs().max() < 150
+    far = (torch.nn.functional.one_hot(torch.tensor(1024 * row), 1 << 16) for row in range(64))
+    rows = torch.stack([projections_of(one)[1:5] for one in far])
+    assert set(rows.flatten().tolist()) == {-1.0, 1.0}
+    assert (rows.t() @ rows - 64 * torch.eye(4)).abs().max() < 32
+    scaled = projections_of(torch.eye(3)[0] * 1e-12)
+    assert torch.equal(scaled[1:5], signs[0])
+    assert (scaled[0], scaled[7]) == (1, torch.tensor(1e-12).double())
+
+
 def test_projections_see_other_places():
     tensor = torch.randn(1_000, 1_000)
     assert not close(tensor, tensor[torch.randperm(1_000)])

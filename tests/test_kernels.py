@@ -172,6 +172,26 @@ def test_sources_that_are_tracked_draw_again():
     assert_as_eager(program, x, w)
 
 
+def test_attention_without_dropout_draws_nothing():
+    class Attends(Function):
+        @staticmethod
+        def forward(ctx, x):
+            found = torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)[0, 0]
+            ctx.save_for_backward(torch.rand_like(x))
+            return found * ctx.to_save[0]
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+
+    def program(region):
+        with region():
+            return Attends.apply(x @ w).sin()
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
+
+
 def test_more_draws_are_an_error():
     class Draws(Function):
         counts = iter((1, 2))
@@ -272,11 +292,13 @@ REASONS = {
     "a default": (lambda x, by=[2.0]: x * by[0], "takes an object that it may change"),
     "a closure": (_closure(1), "takes an object that it may change"),
     "a tensor from elsewhere": (lambda x: x + _buffer, "reads a tensor that is neither an argument"),
+    "nothing but that": (lambda x: _buffer.sin(), "reads a tensor that is neither an argument"),
     "a buffer": (lambda x: _buffer.add_(1), "a tensor that is neither an argument"),
     "a graph": (lambda x: _with_grad(x).sum(), "records a graph of its own"),
     "a backward": (lambda x: grad(_with_grad(x), _leaf[0], torch.ones_like(x)), "records a graph of its own"),
     "a region": (_in_a_region, "records a graph of its own"),
     "another shape": (lambda x: x.t_().t_(), "gives an argument another shape"),
+    "another storage": (lambda x: x.detach().set_(x.clone()), "gives an argument another shape"),
     "nothing": (lambda x: x * torch.tensor(2.0) + torch.scalar_tensor(3), ""),
     "a collective": (lambda x: torch.ops._c10d_functional.wait_tensor(x), "runs _c10d_functional.wait_tensor"),
 }
@@ -312,6 +334,14 @@ class Gathered(Scales):
         self.names, self.both = {"all"}, frozenset({("all", self.by["all"][0])})
 
 
+class Related(Scales):
+    """Has a reference to itself, and such as do not change."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = [self, Scales, len, torch, CheckpointPolicy.MUST_SAVE, [self.by]]
+
+
 class Adding(Gathered):
     """Adds to a set."""
 
@@ -320,7 +350,7 @@ class Adding(Gathered):
         return super().__call__(x)
 
 
-@pytest.mark.parametrize("kind", [Scales, Counting, Gathered, Adding])
+@pytest.mark.parametrize("kind", [Scales, Counting, Gathered, Related, Adding])
 def test_an_object_that_the_function_leaves_as_it_is_may_be_read_again(kind):
     y, reasons = _region_of(kind())
     assert bool(reasons) == (kind in (Counting, Adding))
@@ -441,6 +471,19 @@ def test_an_argument_from_outside_that_is_written_to_is_lent_as_it_was(function)
 
     x, w = tensors(3, 3)
     assert_same(program(checkpoint_region), program(plain))
+
+
+def test_a_kernel_writes_to_an_argument_that_is_on_the_host(transfers):
+    def program(region):
+        with region():
+            buffer = w.detach().sin()
+            y = x * (buffer * 2).cos()
+            return y.sin() + k.UnmarkedStatistics.apply(x * 1, buffer).sin()
+
+    x, w = torch.randn(2, 300).requires_grad_(), torch.rand(300)
+    policy = policies.offload_ops(aten.sin.default)
+    assert_as_eager(program, x, region=functools.partial(checkpoint_region, policy=policy))
+    assert transfers.count("fetch") == 1
 
 
 class WritesToMemory(Function):
@@ -631,7 +674,7 @@ def test_what_a_policy_keeps_of_a_function_counts_where_it_is_saved_or_returned(
         def forward(ctx, x, w):
             Counted.runs += 1
             a, b, c = x @ w, w @ x, x @ x  # the last is neither saved nor returned
-            ctx.save_for_backward(a.view(-1))
+            ctx.save_for_backward(a.view(-1), b)
             return b + 0 * c, b
 
         @staticmethod

@@ -102,6 +102,7 @@ RETURNING = {
 STOPPED = {
     "an operator": (exps(1), LARGE),
     "the operator that saves": (lambda x: x.sin().exp().cos(), LARGE),
+    "the operator that saves a mask": (lambda x: x.sin().exp() * torch.ones(LARGE, dtype=x.dtype), LARGE),
     "three small operators": (exps(3), SMALL),
     "a large result": (lambda x: exps(0)(x).repeat(LARGE), SMALL),
     "a result in a tuple": (lambda x: (exps(1)(x),), SMALL),
@@ -218,6 +219,16 @@ def test_rule_6_backward_inside_forward_leaves_regions_around_alone():
     (expected,) = grad(unwrapped(plain.exp()).sum(), plain)
     assert torch.equal(found, expected)
     assert len(outer_calls) == 2
+
+
+def test_rule_6_a_region_after_a_backward_inside_forward():
+    def function(x):
+        h = x.sin().exp()
+        (found,) = grad(h.sum(), x, retain_graph=True)
+        return checkpoint(lambda h: h.sin().exp(), h * found.detach()).cos()
+
+    x = leaf(4)
+    assert torch.equal(grad(checkpoint(function, x).sum(), x)[0], grad(function(x).sum(), x)[0])
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

@@ -104,9 +104,26 @@ def test_a_replay_borrows_what_it_reads(registered):
     assert_same(list(found[2]), list(found[0]))
 
 
-def test_memory_of_an_owner_is_not_the_regions(registered):
-    owner = sheets(registered, "a")
-    owner.whole["a"].requires_grad_(False)
+def test_memory_is_given_back_after_its_last_read(registered):
+    """Before the replay borrows other memory."""
+    first, second = sheets(registered, "a", "b"), sheets(registered, "c")
+    told = second.told = first.told
+    x, a, b, c = torch.rand(3, 3, requires_grad=True), first.whole["a"], first.whole["b"], second.whole["c"]
+    expected = torch.autograd.grad((((x + a).sin() + b).exp() + c).sin().exp().sum(), x)
+    with checkpoint_region():
+        y = (((x + a).sin() + b).exp() + c).sin().exp()
+    first.free()
+    second.free()
+    told.clear()
+    assert torch.equal(*torch.autograd.grad(y.sum(), x), *expected)
+    assert told == ["fill", "free", "fill", "free"]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_memory_of_an_owner_is_not_the_regions(registered, inference):
+    with torch.inference_mode(inference):
+        owner = sheets(registered, "a")
+        owner.whole["a"].requires_grad_(False)
     x = torch.rand(3, 3, requires_grad=True)
     frames = Frames()
     with frames, checkpoint_region():
@@ -115,6 +132,7 @@ def test_memory_of_an_owner_is_not_the_regions(registered):
     assert len(frame.saved()) == 2
     assert frame.held() == []
     y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x + owner.whole["a"]).sin().exp().sum(), x)[0])
 
 
 def test_the_last_user_gives_back(registered):
@@ -136,16 +154,19 @@ def test_the_last_user_gives_back(registered):
     assert not is_lent(owner)
 
 
-def test_a_source_that_was_modified(registered):
+@pytest.mark.parametrize("part", ["sources", "whole"])
+def test_a_source_or_a_filled_tensor_that_was_modified(registered, part):
     owner = sheets(registered, "a")
     x = torch.rand(3, 3, requires_grad=True)
     with checkpoint_region():
         y = (x @ owner.whole["a"]).sin().exp()
-    owner.free()
-    owner.sources["a"].mul_(2)
+    with torch.no_grad():
+        getattr(owner, part)["a"].mul_(2)
+    if part == "sources":
+        owner.free()
     with pytest.raises(MutationError, match=r"region 'region' needs \(a parameter gathered for its unit\) has been modified"):
         y.sum().backward()
-    assert owner.told == ["free"]
+    assert owner.told == ["free"] * (part == "sources")
 
 
 def test_no_question_before_the_framework_is_imported(registered, monkeypatch):

@@ -157,6 +157,22 @@ def test_what_a_policy_keeps_goes_as_backward_passes_it():
     assert expired(gone) == [True] * 3
 
 
+def test_copies_of_what_an_inner_region_reads_go_as_it_has_read_them(frames):
+    """A replay in order makes one before it repeats a write."""
+    x, held = leaf(4), []
+    with checkpoint_region():
+        g = x.sin().exp()
+        h = g * 2
+        with checkpoint_region():
+            k = (h * 3).sin()
+        h.mul_(3)
+        y = k * h.exp()
+    g.register_hook(lambda _: held.extend(frames.frames[0]().held()))
+    del g, h, k
+    y.sum().backward()
+    assert [(holding.reason.value, holding.nbytes) for holding in held] == [("recomputed", 32)]
+
+
 # Memory
 
 

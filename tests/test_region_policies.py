@@ -104,11 +104,11 @@ def kept_by(region):
 
 def test_what_a_region_keeps_and_why():
     """Inputs from outside but for parameters, what the policy says, by operator and by name."""
-    x, w, other = leaf(4, 4), leaf(4, 4), torch.ones(4)
+    x, w, other, none = leaf(4, 4), leaf(4, 4), torch.ones(4), torch.ones(0)
     region = checkpoint_region(policy=policies.save_from_both_policies([aten.mm.default], policies.save_only_these_names("e")))
     hidden = x * 2
     with region:
-        y = checkpoint_name((hidden @ w + other).sin().exp(), "e").cos()
+        y = checkpoint_name((hidden @ w + other + none.sum()).sin().exp(), "e").cos()
     assert kept_by(region) == [
         ("float64[4, 4]", Reason.INPUT, "saved, from outside of the region"),
         ("float64[4, 4]", Reason.POLICY, "kept by the policy"),
@@ -154,8 +154,9 @@ def test_what_is_on_the_host_and_what_hooks_have_is_listed(transfers):
     there = []
     hooks = saved_tensors_hooks(lambda tensor: there.append(tensor) or len(there), lambda n: there[n - 1])
     with hooks, checkpoint_region(policy=[aten.mm.default]) as region:
-        y = (w @ w).sin()
-    assert [kept[:3] for kept in region.kept()] == [(Reason.HOOKS, "kept by the policy", 128)]
+        y = (w @ w).sin().sum() + (w[:0] @ w).sin().sum()
+    words = Reason.HOOKS, "kept by the policy"
+    assert [kept[:5] for kept in region.kept()] == [(*words, 128, None, 0), (*words, 0, None, 0)]
     y.sum().backward()
 
 

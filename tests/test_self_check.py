@@ -430,7 +430,20 @@ def test_partials_and_objects_are_places():
     for function in (functools.partial(Scaled(of_python)), Call(Scaled(of_python)), Call(noisy())):
         assert told_in(function, 5)[0] == [1, 2, 4]
     # Objects of a class may be new ones in each step.
-    assert told_in(Call(lambda x: (x.sin() * of_python()).cos()), 20)[0] == [*range(1, 17)]
+    assert told_in(Call(lambda x: (x.sin() * of_python()).cos()), 40)[0] == [*range(1, 17), 37]
+
+
+def test_closures_over_many_numbers_share_a_place():
+    def of(index):
+        return lambda x: (x.sin() * (of_python() + index + zeros[0])).cos()
+
+    errors, zeros = [], [0.0]
+    for index in range(72):
+        try:
+            step(of(index))
+        except DeterminismError:
+            errors.append(index)
+    assert errors == [*range(66), 67, 71]  # 64 have places of their own, and the others passes 1, 2, ... of one
 
 
 def test_another_order_of_additions_is_no_difference():
@@ -726,3 +739,26 @@ def test_a_backward_that_failed_leaves_later_ones_compared(device):
     failing.clear()
     with pytest.raises(DeterminismError, match="self-check"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["entered", "called"])
+def test_passes_of_a_line_count_together(form):
+    """Of the line that enters a region, or that calls a function which is one."""
+
+    def block(x, noise):
+        return operator(x.sin(), noise).exp()
+
+    def entered(x, noise):
+        with checkpoint_region():
+            return block(x, noise)
+
+    def step(noise):
+        function = entered if form == "entered" else checkpoint_region()(block)
+        function(torch.randn(3, 4, requires_grad=True), noise).sum().backward()
+
+    for _ in range(3):
+        checkpoint_region()(block)(torch.randn(3, 4, requires_grad=True), 0.0).sum().backward()
+    for _ in range(2):
+        step(0.0)
+    with pytest.raises(DeterminismError, match="self-check in pass 3 "):
+        step(1.0)

@@ -191,7 +191,6 @@ class Watch:
         weakref.finalize(packed, self.let_go, position).atexit = False
 
     def let_go(self, position: int) -> None:
-        self._fates.pop(position, None)
         self.tensors.pop(position, None)
         self.tell("let_go", position)
 
@@ -205,7 +204,6 @@ class Watch:
             return
         for saved in frame.saved():
             if self._fates.get(saved.position, saved.fate) is not saved.fate:
-                self._fates[saved.position] = saved.fate
                 self.tell("settled", saved.position, saved.fate)
         holdings = frame.held()
         for holding in holdings:

@@ -131,12 +131,7 @@ def leave_modes(count: int) -> None:
             mode.leaves()
 
 
-_NO_MODES: Sequence[QuietDispatchMode] = ()
-
-
 def pause_modes() -> Sequence[QuietDispatchMode]:
-    if not num_dispatch_modes():
-        return _NO_MODES
     modes = [mode for mode in _active_modes() if isinstance(mode, QuietDispatchMode)]
     for mode in modes:
         mode.paused += 1

@@ -122,7 +122,7 @@ def places_of_replica(module: Module) -> Places | None:
     hooks = module._forward_hooks
     key = id(hooks)
     shared = _of_replicas.get(key)
-    if shared is None or shared[0]() is not hooks:
+    if shared is None:
         shared = _of_replicas[key] = weakref.ref(hooks, lambda _: _of_replicas.pop(key, None)), ({}, {})
     return shared[1][module.training]
 

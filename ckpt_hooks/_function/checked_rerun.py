@@ -62,9 +62,9 @@ class CheckedRerun(QuietDispatchMode):
         return output
 
     def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
-        place, name = _READS_IF_SET.get(facts.name, (-1, ""))
         reads = not (facts.name in _REPEATABLE or kwargs.get("beta") == 0)  # as ``baddbmm_`` with ``beta=0``
-        if name:
+        if facts.name in _READS_IF_SET:
+            place, name = _READS_IF_SET[facts.name]
             reads = bool(args[place] if place < len(args) else kwargs.get(name))
         for written in facts.written:
             for tensor in instances_in(written.of(args, kwargs), torch.Tensor):

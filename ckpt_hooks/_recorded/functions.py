@@ -32,6 +32,7 @@ from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._state.containers import ATOMS, Capture, TensorAt
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of, is_dense
+from ckpt_hooks._tensors.held_tensors import HeldOnHost
 from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import APPLY_CODE
@@ -133,17 +134,15 @@ _CALLERS = (APPLY_CODE, _pack_saved.__code__)
 
 def _packing(call: FunctionCall, pack: Callable[[Tensor], Any]) -> tuple[Callable[[Tensor], Any], Callable[[], None]]:
     """Returns a pack hook for a call, and a function that makes the hook drop the call: autograd keeps the hook."""
-    open_call: FunctionCall | None = call
 
     def pack_in_call(tensor: Tensor) -> Any:
-        if open_call is None or sys._getframe(1).f_code not in _CALLERS:  # an operator in the function saves
+        if sys._getframe(1).f_code not in _CALLERS:  # an operator in the function saves
             return pack(tensor)
-        return open_call.pack(tensor, pack)
+        return call.pack(tensor, pack)
 
     def release() -> None:
-        nonlocal open_call, pack
-        open_call = None
-        del pack
+        nonlocal call, pack
+        del call, pack
 
     return pack_in_call, release
 
@@ -213,13 +212,13 @@ class FunctionCall:
         if facts.is_view:
             return out
         for tensor in (out,) if type(out) is Tensor else instances_in(out, Tensor):
-            address = storage_of(tensor) or 0
-            if address and address not in stores:
-                born.add(address)
+            made = storage_of(tensor)
+            if made and made not in stores:
+                born.add(made)
                 if decision != RECOMPUTE:
-                    self._decisions[address] = decision
+                    self._decisions[made] = decision
                 elif self._decisions and (not facts.written or facts.replaces_storage):  # a new storage at a reused address
-                    self._decisions.pop(address, None)
+                    self._decisions.pop(made, None)
         return out
 
     def _run_any(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, record: Callable[..., Any]) -> tuple[Any, int]:
@@ -406,7 +405,10 @@ class FunctionCall:
         """Notes the contents of other kept tensors in the storage, to which a kernel may write as well."""
         for reference in store.held or ():
             value = reference()
-            saved = None if value is None or value.saved is None else value.saved.tensor
+            held = None if value is None else value.saved
+            if type(held) is HeldOnHost:
+                held.copy({})  # a kernel would write while the copy to the host reads
+            saved = None if held is None else held.tensor
             if saved is not None and not writes.are_one_place(tensor, saved) and is_compared(saved, store):
                 self._looked.append((saved, store, image_of(saved)))
 

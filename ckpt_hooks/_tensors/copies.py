@@ -251,7 +251,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def _needed(tensor: torch.Tensor) -> int:
     """Returns the bytes up to the end of a strided tensor in its storage."""
     count = tensor.numel()
-    if count and not tensor.is_contiguous():
+    if not tensor.is_contiguous():
         count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + count) * tensor.element_size() if count else 0  # type: ignore[return-value]
 

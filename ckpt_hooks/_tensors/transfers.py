@@ -26,7 +26,6 @@ from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, Hooks, graph_task_i
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
 from ckpt_hooks._torch.tensors import (
     counted_detach,
-    is_kept_anyway,
     past_all_modes,
     set_conj,
     set_neg,
@@ -467,7 +466,7 @@ def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Ho
     def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
         # Tensors without gradients stay: models pass masks, say, to all their regions. The caller compares the versions of
         # tensors that stay.
-        if not tensor.requires_grad or is_kept_anyway(tensor):
+        if not tensor.requires_grad:
             return tensor
         transfers = transfers_for(tensor, min_size)
         if transfers is None:

@@ -197,10 +197,10 @@ def _of_convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor], *, 
     lanes = 8 if 8 <= x.shape[1] < 16 else _LANES
     of_weights = gradient + of_weight + _in_lanes(y, lanes, 1) + (_in_lanes(x, lanes, 1) if x.shape[1] >= 8 else 0)
     if not gradient:
-        return max(0, of_weights - total)
+        return of_weights - total
     of_x = _in_lanes(x, _LANES, 1)
     of_data = max(of_y + of_weight + of_x, of_x + gradient * (2 if step > 1.5 else 1))
-    return max(0, of_data - total, of_weights - total)
+    return max(of_data, of_weights) - total
 
 
 def _in_lanes(tensor: torch.Tensor, lanes: int, dim: int) -> int:

@@ -179,6 +179,19 @@ def test_a_tensor_that_is_another_one_in_backward(change, swaps_back, size, run)
     assert_as_eager(program, run)
 
 
+@function_regions
+def test_an_argument_of_an_inner_region_has_the_storage_of_forward(run):
+    """Which the rerun of the outer region finds in the tensor, and the program after it no more."""
+
+    def program(run):
+        module, x = Reads(torch.linspace(1, 2, 6)), torch.randn(6, requires_grad=True)
+        y = run(lambda x: run(lambda h, held: ((h.exp() + held).sin() + held).exp(), x.sin(), module.buffer), x)
+        give(module, torch.linspace(-1, 1, 6))
+        return gradients(y, x)
+
+    assert_as_eager(program, run)
+
+
 @all_regions
 def test_views_and_aliases_see_one_storage_in_a_rerun(run):
     """What shared memory in forward does so in the rerun, and what does not share it any more stays apart."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 
@@ -10,12 +11,65 @@ import torch
 from torch import nn
 
 from ckpt_hooks import estimate_memory, memory_ledger, plan_memory
+from ckpt_hooks._torch import dry
 
 from . import models
 from .models import as_before, built, same, state_of
 
 F = nn.functional
+CHANNELS_LAST = torch.channels_last
 
+
+def convolve(
+    channels, filters, size=3, *, batch=4, side=8, form=torch.contiguous_format, like=torch.contiguous_format, **options
+):
+    """Returns a convolution of a picture, and the picture and filters as it takes them."""
+    transposed, dtype = options.pop("transposed", False), options.pop("dtype", torch.float32)
+    function = F.conv_transpose2d if transposed else F.conv2d
+    shape = (channels, filters) if transposed else (filters, channels)
+    sizes = size if isinstance(size, tuple) else (size, size)
+    x, w = (torch.empty(each, dtype=dtype) for each in ((batch, channels, side, side), (*shape, *sizes)))
+    return functools.partial(function, **options), x.to(memory_format=form), w.to(memory_format=like)
+
+
+def resize(*size, form=torch.contiguous_format, mode="nearest"):
+    return lambda x: F.interpolate(x, size, mode=mode), torch.empty(2, 3, 8, 8).to(memory_format=form)
+
+
+def normalize(form):
+    return lambda x, w: F.batch_norm(x, None, None, w, w, True), torch.empty(4, 3, 8, 8).to(memory_format=form), torch.ones(3)
+
+
+#: Calls, and the bytes that kernels take besides results: in forward; in backward with a gradient of the input, and without.
+#: 16 channels of float32 take 64 bytes, so 4 pictures of 8 x 8 pixels take 16,384, and 16 filters of 16 channels 9,216.
+TEMPORARIES = {
+    "3 to 16 channels": (lambda: convolve(3, 16, padding=1), 16_384, 29_696, 16_384),
+    "12 to 20": (lambda: convolve(12, 20, padding=1), 32_768, 46_144, 46_144),
+    "16 to 16": (lambda: convolve(16, 16, padding=1), 25_600, 32_768, 32_768),
+    "8 to 12": (lambda: convolve(8, 12, padding=1), 16_384, 25_728, 25_728),
+    "in one dimension": (lambda: convolve(24, 20, (3, 1)), 51_200, 60_800, 60_800),
+    "stride 2 in height": (lambda: convolve(16, 24, padding=1, stride=(2, 1)), 38_912, 37_376, 37_376),
+    "numbers of 64 bits": (lambda: convolve(24, 20, dtype=torch.float64), 69_120, 103_680, 103_680),
+    "24 to 40": (lambda: convolve(24, 40, padding=1), 82_432, 88_832, 88_832),
+    "32 to 3": (lambda: convolve(32, 3, padding=1), 64_512, 64_128, 64_128),
+    "stride 2": (lambda: convolve(16, 24, padding=1, stride=2), 36_864, 29_184, 29_184),
+    "few channels, stride 2": (lambda: convolve(3, 24, padding=1, stride=2), 8_192, 22_368, 9_056),
+    "transposed": (lambda: convolve(24, 16, 2, stride=2, transposed=True), 131_072, 100_352, 100_352),
+    "products of matrices": (lambda: convolve(24, 20, 1), 0, 0, 0),
+    "16 pictures": (lambda: convolve(24, 20, 1, batch=16), 183_296, 263_296, 263_296),
+    "one pixel in four": (lambda: convolve(24, 20, 1, stride=2), 38_912, 55_424, 42_112),
+    "channels last": (lambda: convolve(24, 20, form=CHANNELS_LAST, like=CHANNELS_LAST), 17_280, 34_560, 34_560),
+    "channels last, filters not": (lambda: convolve(24, 20, form=CHANNELS_LAST), 34_560, 51_840, 51_840),
+    "larger pictures": (lambda: resize(16, 16), 7_680, 0),
+    "the largest that are copied": (lambda: resize(64, 64, mode="bilinear"), 99_840, 0),
+    "larger still": (lambda: resize(64, 65), 0, 0),
+    "larger pictures, channels last": (lambda: resize(16, 16, form=CHANNELS_LAST), 0, 6_144),
+    "batch norm": (lambda: normalize(torch.contiguous_format), 0, 3_072, 3_072),
+    "batch norm, channels last": (lambda: normalize(CHANNELS_LAST), 0, 0, 0),
+    "a cast": (lambda: (torch.add, torch.empty(4, 3), torch.empty(3, dtype=torch.bfloat16)), 12, 0, 0),
+    "of integers": (lambda: (lambda x: x * torch.ones(3, dtype=torch.int64), torch.empty(4, 3)), 0, 0),
+    "to booleans": (lambda: (lambda x: x * (x.detach() > torch.ones(3).double()), torch.empty(4, 3)), 0, 0),
+}
 
 NAMES = ["mlp", "gpt", "resnet", "unet"]
 
@@ -43,6 +97,27 @@ def test_dry_plans_have_the_peak_of_a_real_step(name):
         assert measured(model, step) == pytest.approx(plan.predicted_peak, rel=0.005)
     assert "predicted, not measured" in str(plan)
     assert " ms" not in str(plan)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", TEMPORARIES)
+def test_memory_that_kernels_take_besides_their_results(name, monkeypatch):
+    monkeypatch.setattr(dry, "_LANES", 16)
+    make, *expected = TEMPORARIES[name]
+    found = []
+    for needs_grad in (True, False):
+        mode, told = dry.DryMode(), []
+        with mode:
+            mode.listen(lambda key, nbytes, device, total, told=told: told.append(nbytes) if key == -1 and nbytes > 0 else None)
+            function, x, *weights = make()
+            y = function(x.requires_grad_(needs_grad), *(weight.requires_grad_() for weight in weights))
+            told.append("backward")
+            if y.requires_grad:
+                y.backward(torch.empty_like(y))
+        mode.end()
+        place = told.index("backward")
+        found += [sum(told[:place])] * needs_grad + [sum(told[place + 1 :])] * y.requires_grad
+    assert found == expected
 
 
 def on_meta(name):

@@ -77,6 +77,31 @@ def test_a_parameter_and_its_module():
     assert f"{place(Scale, '# saves it')} in forward(), module scales.1 (Scale)" in message
 
 
+def test_a_module_that_a_module_of_torch_calls():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Tanh()).double()
+    y = debugged(model, leaf(3).exp())
+    with torch.no_grad():
+        model[0][0].weight.mul_(2)
+    assert ", module Linear:" in message_of(y)
+
+
+@pytest.mark.parametrize("calls", [1, 5, 6])
+def test_a_module_that_calls_functions(calls):
+    """It is searched among six callers of the line: each operator pays for that."""
+
+    def add(x, other, calls):
+        return x + other if calls == 1 else add(x, other, calls - 1)
+
+    class Calling(nn.Module):
+        def forward(self, x, other):
+            return add(x, other, calls).sin().exp()
+
+    module, other = Calling(), torch.ones(3, dtype=torch.float64)
+    y = debugged(module, leaf(3).exp(), other)
+    other.zero_()
+    assert (f"{place(add, 'x + other')} in add(), module Calling" in message_of(y)) == (calls < 6)
+
+
 def test_a_result_kept_by_a_policy():
     def block(x):
         h = x.sin()
