@@ -1112,6 +1112,9 @@ CALLS = {
         "a Transformers model, but got a module, Linear. Pass other modules": lambda: enable_in_transformers(block),
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),
         "plan should be a Plan of .* but got 3 of type int": lambda: enable_in_transformers(fake.Model(), plan=3),
+        "plan should be a Plan of .* but got 'Plan'": lambda: enable_in_transformers(
+            fake.Model(), plan=ckpt_hooks.planner.Plan
+        ),
         # Reports and plans
         r"step should be a function to run, but got None .* not `memory_ledger\(step\(\)\)`": lambda: memory_ledger(None),
         "saved_residuals reads the graph of the function's result, but int has no": lambda: ckpt_hooks.saved_residuals(
@@ -1215,7 +1218,7 @@ CALLS = {
         r"keep_frist\. apply_checkpointing takes .*policy, .*keep_last, .*chunks, dim, .* Write keep_first for keep_frist": (
             lambda: apply_checkpointing(block, "", keep_frist=1)
         ),
-        r"chunk\. With recorded=True checkpoint_module takes .*replay_whole, chunks, dim, .* Write chunks for chunk": (
+        r"chunk\. With .* takes (?!.*\b(\w+), .*\b\1,).*replay_whole, chunks, dim, .* Write chunks for chunk": (
             lambda: checkpoint_module(nn.Tanh(), recorded=True, chunk=1)
         ),
         r"every_n\. enable_in_transformers takes .*every_n_layers, .*keep_last, .*early_stop": lambda: enable_in_transformers(

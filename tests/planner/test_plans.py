@@ -693,6 +693,9 @@ def test_the_least_of_a_part_is_as_measured():
     assert plan.measured_peak <= plan.budget == plan.least_peak < plan.plain_peak
     with pytest.raises(BudgetTooSmallError, match=f"the least peak is {plan.least_peak} bytes"):
         plan.replan(plan.least_peak - 1)
+    small = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    plan = plan_memory(small, lambda model: model(torch.ones(2, 4)).sum().backward(), 0.5, blocks="*", margin=0.1)
+    assert plan.budget == math.ceil(plan.measured_peak / 0.9)
 
 
 def test_a_plan_leaves_graphs_from_before_and_flags():
