@@ -1252,6 +1252,7 @@ CALLS = {
             lambda: ckpt_hooks.DefaultDeviceType.set_device_type("gpuu")
         ),
         "No blocks were found": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+        "No blocks were found in Seq": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), chunks={"0": (1, 2)}),
         "Block '1.0' is inside of block '1'": lambda: planned(blocks=["1", "1.*"]),
         "memory_budget should be a fraction from 0.0 to 1.0, but got 2.0": lambda: planned(budget=2.0),
         "memory_budget should be a number of bytes, .* but got -3": lambda: planned(budget=-3),

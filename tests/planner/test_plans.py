@@ -434,7 +434,7 @@ def test_regions_inside_of_blocks_recompute_under_each_plan():
             assert same(after_a_step(model, step), plain)
 
 
-def test_the_front_of_a_plan():
+def test_the_front_of_a_plan(monkeypatch):
     """Plans of all budgets, predicted as these are, and torch's choices as they are measured."""
     model, step, blocks = built("gpt")
     plan = plan_memory(model, step, 0.4, blocks=blocks)
@@ -456,6 +456,8 @@ def test_the_front_of_a_plan():
     for point in front.torch:
         assert point.recomputed >= min(own.recomputed for own in front.plans if own.peak <= point.peak * 1.05)
     golden.check("front", str(front))
+    monkeypatch.setenv("COLUMNS", "45")
+    assert max(map(len, str(front).splitlines()[1:])) == 45  # of names that are cut
 
 
 class _Again(Watch):
