@@ -1252,6 +1252,7 @@ CALLS = {
             lambda: ckpt_hooks.DefaultDeviceType.set_device_type("gpuu")
         ),
         "No blocks were found": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+        "blocks='dots_saveable' selects .* Write a module's": lambda: planned(blocks="dots_saveable"),
         "No blocks were found in Seq": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), chunks={"0": (1, 2)}),
         "Block '1.0' is inside of block '1'": lambda: planned(blocks=["1", "1.*"]),
         "memory_budget should be a fraction from 0.0 to 1.0, but got 2.0": lambda: planned(budget=2.0),
@@ -1281,7 +1282,9 @@ CALLS = {
         "This plan has no profile": lambda: Plan.from_json(planned(blocks=["1"]).to_json()).pareto(),
     },
     BudgetTooSmallError: {
-        "No plan fits 1 bytes: the least peak": lambda: planned(budget=1, blocks=["1"]),
+        r"No plan fits 1 bytes: the least peak .*, outside of any block, in backward of 0 Linear\.": lambda: planned(
+            budget=1, blocks=["1"]
+        ),
         "of which margin leaves 10.0% free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
         "The tightest plan does not fit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },

@@ -242,6 +242,7 @@ def test_a_forward_of_the_instance(base):
     after = layer.forward = other(layer.forward, "after")
     assert all_same(trained(model), expected)
     assert ran == ["after", "before", "before"] * 2  # the former outside of the region
+    assert copy.copy(layer).forward is after
     with pytest.warns(UserWarning, match=r"The forward of 'layers\.0', a Block, was replaced .* stays") as caught:
         remove_checkpointing(model)
     applied.undo()  # which says nothing again
