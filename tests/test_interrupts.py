@@ -197,7 +197,7 @@ def test_an_interrupt_where_the_thread_changes_brings_it_back(kind, back):
 
 
 @pytest.mark.parametrize("leaves", [lambda mode: mode.__enter__(), lambda mode: saved_tensors_hooks(abs, abs).__enter__()])
-@pytest.mark.parametrize("kind", ["function", "recorded"])
+@pytest.mark.parametrize("kind", ["function", "recorded", "patched"])
 def test_an_interrupt_takes_off_what_the_function_has_not_left(kind, leaves):
     """As Ctrl-C just before the ``with`` block that leaves it."""
 
@@ -206,11 +206,12 @@ def test_an_interrupt_takes_off_what_the_function_has_not_left(kind, leaves):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        KINDS[kind](function, torch.rand(3, requires_grad=True))
+        KINDS.get(kind, patched)(function, torch.rand(3, requires_grad=True))
     assert not any(left().values())
 
 
-def test_an_exception_leaves_a_mode_that_the_function_has_entered():
+@pytest.mark.parametrize("run", [checkpoint, patched])
+def test_an_exception_leaves_a_mode_that_the_function_has_entered(run):
     """As without a region."""
     mode = CountOps()
 
@@ -219,7 +220,7 @@ def test_an_exception_leaves_a_mode_that_the_function_has_entered():
         raise ValueError
 
     with pytest.raises(ValueError):
-        checkpoint(function, torch.rand(3, requires_grad=True))
+        run(function, torch.rand(3, requires_grad=True))
     assert num_dispatch_modes() == 1
     mode.__exit__(None, None, None)
     assert not any(left().values())

@@ -1112,6 +1112,9 @@ CALLS = {
         "a Transformers model, but got a module, Linear. Pass other modules": lambda: enable_in_transformers(block),
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),
         "plan should be a Plan of .* but got 3 of type int": lambda: enable_in_transformers(fake.Model(), plan=3),
+        "plan should be a Plan of .* but got 'Plan'": lambda: enable_in_transformers(
+            fake.Model(), plan=ckpt_hooks.planner.Plan
+        ),
         # Reports and plans
         r"step should be a function to run, but got None .* not `memory_ledger\(step\(\)\)`": lambda: memory_ledger(None),
         "saved_residuals reads the graph of the function's result, but int has no": lambda: ckpt_hooks.saved_residuals(
@@ -1215,7 +1218,7 @@ CALLS = {
         r"keep_frist\. apply_checkpointing takes .*policy, .*keep_last, .*chunks, dim, .* Write keep_first for keep_frist": (
             lambda: apply_checkpointing(block, "", keep_frist=1)
         ),
-        r"chunk\. With recorded=True checkpoint_module takes .*replay_whole, chunks, dim, .* Write chunks for chunk": (
+        r"chunk\. With .* takes (?!.*\b(\w+), .*\b\1,).*replay_whole, chunks, dim, .* Write chunks for chunk": (
             lambda: checkpoint_module(nn.Tanh(), recorded=True, chunk=1)
         ),
         r"every_n\. enable_in_transformers takes .*every_n_layers, .*keep_last, .*early_stop": lambda: enable_in_transformers(
@@ -1249,6 +1252,8 @@ CALLS = {
             lambda: ckpt_hooks.DefaultDeviceType.set_device_type("gpuu")
         ),
         "No blocks were found": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+        "blocks='dots_saveable' selects .* Write a module's": lambda: planned(blocks="dots_saveable"),
+        "No blocks were found in Seq": lambda: planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), chunks={"0": (1, 2)}),
         "Block '1.0' is inside of block '1'": lambda: planned(blocks=["1", "1.*"]),
         "memory_budget should be a fraction from 0.0 to 1.0, but got 2.0": lambda: planned(budget=2.0),
         "memory_budget should be a number of bytes, .* but got -3": lambda: planned(budget=-3),
@@ -1277,7 +1282,9 @@ CALLS = {
         "This plan has no profile": lambda: Plan.from_json(planned(blocks=["1"]).to_json()).pareto(),
     },
     BudgetTooSmallError: {
-        "No plan fits 1 bytes: the least peak": lambda: planned(budget=1, blocks=["1"]),
+        r"No plan fits 1 bytes: the least peak .*, outside of any block, in backward of 0 Linear\.": lambda: planned(
+            budget=1, blocks=["1"]
+        ),
         "of which margin leaves 10.0% free": lambda: planned(budget=1, blocks=["1"], margin=0.1),
         "The tightest plan does not fit": lambda: guarded(lambda model: backward(model(torch.ones(2, 4)))),
     },

@@ -242,8 +242,10 @@ def test_a_forward_of_the_instance(base):
     after = layer.forward = other(layer.forward, "after")
     assert all_same(trained(model), expected)
     assert ran == ["after", "before", "before"] * 2  # the former outside of the region
+    assert copy.copy(layer).forward is after
     with pytest.warns(UserWarning, match=r"The forward of 'layers\.0', a Block, was replaced .* stays") as caught:
-        applied.undo()
+        remove_checkpointing(model)
+    applied.undo()  # which says nothing again
     assert len(caught) == 1
     assert layer.forward is after
     ran.clear()
@@ -254,6 +256,10 @@ def test_a_forward_of_the_instance(base):
     checkpoint_module(layer)
     remove_checkpointing(model)
     assert layer.forward is after
+    checkpoint_module(layer)
+    del layer.forward  # as the warning says: then there is nothing to say
+    remove_checkpointing(model)
+    assert "forward" not in vars(layer)
     layer.forward = before
     checkpoint_module(layer)
     remove_checkpointing(layer)

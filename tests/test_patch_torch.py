@@ -552,17 +552,19 @@ def test_ctrl_c_in_a_composable_module_is_made_good_by_the_next_call():
 
 def test_a_region_left_open_is_not_closed_in_place_of_another():
     """As where the next call of an interrupted module is inside another region. The one left open ends with its thread."""
-    inner, x = composable_checkpoint(FailsFirst()), leaf(3)
+    inner, x, count = composable_checkpoint(FailsFirst()), leaf(3), Count()
     outer = composable_checkpoint(nn.Sequential(nn.Tanh(), inner, nn.Tanh()))
 
     def program():
         with pytest.raises(KeyboardInterrupt):
             inner(leaf(3))
         inner.fails = False
-        outer(x).sum().backward()
+        with count:
+            outer(x).sum().backward()
 
     with patch_torch():
         in_threads(program)
+    assert (count.names, count.recomputes) == (["Sequential", "FailsFirst", "FailsFirst"], 2)
     plain = x.detach().requires_grad_()
     assert torch.equal(x.grad, torch.autograd.grad(plain.tanh().sin().cos().tanh().sum(), plain)[0])
 

@@ -261,6 +261,18 @@ def test_the_switch_of_a_model_goes_by_a_plan(make):
     assert same(found, after_a_step(model, stepping_layers(40)))
 
 
+def test_a_handle_of_a_budget_prints_its_plan():
+    torch.manual_seed(0)
+    model, step = Wide(), stepping_layers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with enable_in_transformers(model, memory_budget=0.5) as handle:
+        assert str(handle).startswith("Wide, 5 regions\n")
+        for _ in range(2):
+            step(model)
+            optimizer.step()
+        assert (str(handle), handle.plan.is_measured) == (f"Wide, {handle.plan}", True)
+
+
 def test_runs_are_named_in_the_module_that_is_given():
     from ckpt_hooks import checkpoint_region
     from ckpt_hooks.policies import save_indices

@@ -14,9 +14,7 @@ HEAD = "When memory ran out, most was held by:"
 
 def note_of(error):
     """Returns the note; on Python 3.10 the message has it."""
-    notes = getattr(error, "__notes__", None)
-    text = notes[0] if notes else str(error).partition("\n")[2]
-    return text.split("\n")
+    return (error.__notes__[0] if hasattr(error, "add_note") else str(error).partition("\n")[2]).split("\n")
 
 
 def run_out():

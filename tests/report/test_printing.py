@@ -147,9 +147,10 @@ def test_a_narrow_table(monkeypatch):
     with checkpoint_region(name="a.name.of.thirty.characters.00"):
         y = (leaf(4) * 2).exp().sin()
     rows = []
-    for columns in (200, 64, 50):
+    for columns in (200, 64, 50, 1):
         monkeypatch.setenv("COLUMNS", str(columns))
         rows.append(str(saved_tensors_report(y)).splitlines()[-1].split())
+    assert rows.pop() == ["32", "B"]
     assert rows == [
         ["32", "B", "?", "dropped", "exp", "a.name.of.thirty.characters.00", "SinBackward0"],
         ["32", "B", "?", "dropped", "exp", "a.name.of.thir….characters.00"],

@@ -99,6 +99,7 @@ def test_torchs_page_reads_a_ledger(run, tmp_path, capsys):
     found.save_snapshot(tmp_path / "step.pickle")
     data = (tmp_path / "step.pickle").read_bytes()
     assert {opcode.name for opcode, *_ in pickletools.genops(data)} <= KNOWN
+    assert data[1] == 4  # the protocol
     assert pickle.loads(data) == snapshot
     assert "made by" in read_by_torch(snapshot)
     assert "free_completed without" not in capsys.readouterr().out

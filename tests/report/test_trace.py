@@ -273,14 +273,21 @@ def test_text():
 def ranges(run, **options):
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, trace(**options):
         run()
-    return [event.name for event in profiler.events() if "region" in event.name]
+    return [(event.name, {child.name for child in event.cpu_children}) for event in profiler.events() if "region" in event.name]
 
 
 def test_ranges_of_the_profiler(kind):
-    def run():
-        KINDS[kind](leaf(16)).sum().backward()
+    """Each has the operators and regions within; a region inside is recomputed in the recompute of the outer region."""
 
-    assert sorted(ranges(run, profiler_ranges=True)) == ["forward of region block", "recompute of region block"]
+    def run():
+        checkpoint(name="outer")(lambda x: KINDS[kind](x * 2).tanh())(leaf(16)).sum().backward()
+
+    inside, outer = {"aten::sin", "aten::cos", "aten::exp"}, {"aten::mul", "forward of region outer/block", "aten::tanh"}
+    assert [(name, children - {"aten::detach"}) for name, children in ranges(run, profiler_ranges=True)] == [
+        *(("forward of region outer", outer), ("forward of region outer/block", inside)),
+        *(("recompute of region outer", outer), ("forward of region outer/block", inside)),
+        ("recompute of region outer/block", inside),
+    ]
     assert ranges(run) == []
 
 
