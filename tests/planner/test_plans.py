@@ -382,6 +382,7 @@ def test_costs_by_seconds():
     profile, _ = profiled(model, step, blocks)  # runs alike have the median of their times
     seconds = {tuple(op.seconds for op in entry.ops if op.name == "aten.gelu.default") for entry in profile.entries}
     assert len(seconds) == 1
+    assert all(*seconds)
 
 
 def test_numbers_that_a_host_draws_cost_what_they_take():
