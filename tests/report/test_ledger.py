@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import json
+import re
 import threading
 
 import pytest
@@ -17,6 +18,7 @@ from ckpt_hooks._torch.profiling import IS_ALLOCATION, profile_memory
 from ckpt_hooks.report import Maker, MemoryLedger, Reason
 from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger.rows import NOWHERE, Row
+from tests import golden
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -249,6 +251,46 @@ def test_random_states_of_regions_that_draw_have_no_remedy():
     (states,) = (holder for holder in found.peak.holders if holder.reason is Reason.RANDOM_STATE)
     assert states.nbytes == 8 * torch.get_rng_state().nbytes > found.peak.nbytes / 2
     assert "preserve_rng_state" not in f"{found} {found.to_json()['causes']}"
+
+
+@pytest.mark.usefixtures("no_self_check")
+def test_all_ledgers_say():
+    """Tables, numbers and causes of steps: layers under each kind of region, microbatches, an optimizer, and odd blocks."""
+    lines = []
+
+    def add(name, found):
+        lines.extend(
+            [
+                f"== {name}",
+                str(found),
+                str({key: value for key, value in found.scalars().items() if key not in ("base", "peak/older")}),
+            ]
+        )
+        peak = found.to_json()["peak"]
+        lines.extend([str({key: peak[key] for key in ("nbytes", "phase", "change")}), *found.causes_now()])
+        lines.extend(f"{phase.name} {phase.begin} {phase.end} {phase.peak_nbytes} {phase.end_nbytes}" for phase in found.phases)
+        lines.extend(f"{entry.name} {entry.module} {entry.is_again}" for entry in found.entries.values())
+
+    def train(net, x, optimizer, count=2):
+        for _ in range(count):
+            net(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name, run in RUNS.items():
+        torch.manual_seed(0)
+        net, x = Net(Layer, run), torch.ones(INPUTS[Layer])
+        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+        if "policy" not in name:
+            train(net, x, optimizer)  # else the gradients and the state are new
+        add(name, memory_ledger(lambda net=net, x=x, optimizer=optimizer: train(net, x, optimizer)))
+    net, kept = Net(Layer, RUNS["none"]), [torch.ones(1000), torch.ones(2000)]
+    add("many", memory_ledger(lambda: [train(net, x, optimizer, 1) for _ in range(12)]))
+    add("forward", memory_ledger(lambda: kept.append(net(x))))
+    add("nothing", memory_ledger(lambda: None))
+    add("older freed", memory_ledger(lambda: (kept.pop(0), torch.ones(10), kept.clear())))
+    add("kept", memory_ledger(lambda: kept.extend(torch.ones(size) for size in (100, 300, 200))))
+    golden.check("ledgers_of_all", re.sub(r"above the .*? in use before|[\d.]+ \w+ from before", "-", "\n".join(lines)))
 
 
 def test_to_json_has_everything():

@@ -241,6 +241,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.usefixtures("no_self_check")
 def test_all_reports_say():
     """Programs, and layers under each kind of region, before they run and in live graphs."""
     lines = []

@@ -181,6 +181,7 @@ class Layers(nn.Module):
         return x.exp().sin()
 
 
+@pytest.mark.usefixtures("no_self_check")
 def test_all_a_trace_says():
     """Each region of each step, the numbers of steps, snapshots and notes, between forward and backward as well."""
     torch.manual_seed(0)
