@@ -273,6 +273,7 @@ def test_all_ledgers_say():
 
     def train(net, x, optimizer, count=2):
         for _ in range(count):
+            torch.rand(1)  # so that the first region notes a random state of its own
             net(x).backward()
         optimizer.step()
         optimizer.zero_grad()
