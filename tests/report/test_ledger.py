@@ -253,6 +253,15 @@ def test_random_states_of_regions_that_draw_have_no_remedy():
     assert "preserve_rng_state" not in f"{found} {found.to_json()['causes']}"
 
 
+def retained():
+    """A gradient that the program keeps past backward, up to the peak and longer."""
+    h = torch.ones(500, requires_grad=True) * 2
+    h.retain_grad()
+    checkpoint(torch.exp, h * h).sum().backward()
+    torch.ones(5000).add(1)
+    torch.ones(50)
+
+
 @pytest.mark.usefixtures("no_self_check")
 def test_all_ledgers_say():
     """Tables, numbers and causes of steps: layers under each kind of region, microbatches, an optimizer, and odd blocks."""
@@ -288,6 +297,11 @@ def test_all_ledgers_say():
     net, kept = Net(Layer, RUNS["none"]), [torch.ones(1000), torch.ones(2000)]
     add("many", memory_ledger(lambda: [train(net, x, optimizer, 1) for _ in range(12)]))
     add("forward", memory_ledger(lambda: kept.append(net(x))))
+    add("backward", memory_ledger(lambda: kept.pop().backward()))
+    add("optimizer", memory_ledger(torch.optim.Adagrad(net.parameters(), lr=0.1).step))
+    add("rest", memory_ledger(lambda: (torch.ones(5), train(net, x, optimizer), kept.append(torch.ones(6000)))))
+    add("frees", memory_ledger(lambda: (kept.pop(), torch.ones(3))[:0]))
+    add("retained", memory_ledger(retained))
     add("nothing", memory_ledger(lambda: None))
     add("older freed", memory_ledger(lambda: (kept.pop(0), torch.ones(10), kept.clear())))
     add("kept", memory_ledger(lambda: kept.extend(torch.ones(size) for size in (100, 300, 200))))
@@ -370,6 +384,7 @@ def test_a_device_that_counts_for_itself():
         return Row(time, place, None, address, nbytes, device, total)
 
     rows = [
+        row(0, 98, 32, 32, torch.device("cpu")),
         row(1, 512, 1024, 5120),
         row(2, 99, 64, 64, torch.device("cpu")),
         row(3, 4096, -2048, 3072),
@@ -378,7 +393,7 @@ def test_a_device_that_counts_for_itself():
     ]
     found = MemoryLedger()
     found.fill(rows, {7: 100})
-    assert (found.device, found.devices, found.base_nbytes) == ("cuda:0", ("cuda:0", "cpu"), 4096)
+    assert (found.device, found.devices, found.base_nbytes) == ("cuda:0", ("cpu", "cuda:0"), 4096)
     assert [(change.nbytes, change.live) for change in found.changes] == [
         (1024, 1024),
         (-2048, -1024),
@@ -389,8 +404,11 @@ def test_a_device_that_counts_for_itself():
     peak = found.peak
     assert (peak.nbytes, peak.total_nbytes, peak.older_nbytes, peak.phase) == (3072, 7168, 2048, "backward")
     assert [(holder.nbytes, holder.reason) for holder in peak.holders] == [(4096, None), (1024, Reason.SAVED)]
+    assert found.holders_at(-1) == ()
+    with pytest.raises(ValueError, match="the index of a change, below 4, but got 4"):
+        found.holders_at(4)
     host = found.on("cpu")
-    assert (host.device, host.base_nbytes, host.peak.nbytes) == ("cpu", 100, 64)
+    assert (host.device, host.base_nbytes, host.peak.nbytes) == ("cpu", 100, 96)
 
 
 def test_tensors_that_are_not_made_yet():
