@@ -113,9 +113,13 @@ def test_addresses_with_less_than_a_mib_between_are_a_segment(freed, left):
     assert stack[0] == {"name": "?", "filename": "a.py", "line": 3}
     assert [(one["filename"], one["line"]) for one in stack[1:]] == [("made by", 0)]
     apart = 260 + 2 * mib + 1
-    spans = [(0, 100), (100, 20), (200, 50), (250 + mib, 10), (apart, mib + 1)]
+    spans = [(0, 100), (100, 20), (105, 5), (200, 50), (250 + mib, 10), (apart, mib + 1)]
     events = [MemoryEvent(True, address, nbytes, stack, at) for at, (address, nbytes) in enumerate(spans)]
-    events += [MemoryEvent(False, 100, 20, stack, 9), MemoryEvent(False, 250 + mib, 10, stack, 9)]
+    events += [
+        MemoryEvent(False, 100, 20, stack, 9),
+        MemoryEvent(False, 105, 5, stack, 9),
+        MemoryEvent(False, 250 + mib, 10, stack, 9),
+    ]
     events += [MemoryEvent(False, None, freed, [], 10)] if freed else []
     found = snapshot_of(events, 1, left)
     first, (*events, last) = found["device_traces"]
