@@ -427,7 +427,7 @@ def renewed(model):
         lengths(4, 4, 6, 6)(model)
 
 
-LOOPS = {
+OTHER_LOOPS = {
     **{loop.__name__: (loop, 0.5) for loop in (two_optimizers, in_backward, lbfgs, scaled, contrastive, failing)},
     **{loop.__name__: (loop, 0.5) for loop in (interrupted, profiling, with_ledgers, with_other_models, rarely, renewed)},
     "no_optimizer": (no_optimizer, 1.0),  # backwards reach no region
@@ -444,10 +444,10 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", OTHER_LOOPS)
 def test_loops_of_other_kinds(name):
     """Bitwise the loop without; which steps were profiled and measured, what was said, and the plans."""
-    (loop, budget), found = LOOPS[name], []
+    (loop, budget), found = OTHER_LOOPS[name], []
     for on in (False, True):
         model = gpt()
         applied = apply_checkpointing(model, memory_budget=budget) if on else None
