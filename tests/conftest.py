@@ -114,6 +114,13 @@ def no_gc() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_self_check() -> Iterator[None]:
+    """Switches the self-check off, whose passes are in a ledger, and depend on the tests before."""
+    with ckpt_hooks.set_self_check(False):
+        yield
+
+
+@pytest.fixture
 def transfers() -> Iterator[FakeTransfers]:
     """Makes the host a device that offloads, from 1 KiB by policies; see :mod:`tests.fake_device`."""
     with fake_device() as fake:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import types
 import warnings
 
 import pytest
@@ -305,3 +306,13 @@ def test_every_way_to_say_a_policy(way):
         found, runs, counts = step(lambda module, x: WAYS[way](module, x, policy))
     assert all(map(torch.equal, found, expected))
     assert (runs, asked.count(aten.addmm.default), counts["addmm"]) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["MUST_SAVE", "other", None, []], ids=str)
+def test_answers_of_other_enums_count_by_their_names(name):
+    """An answer whose name is none of a ``CheckpointPolicy``, and no string, is refused."""
+    policy = lambda ctx, op, *args, **kwargs: types.SimpleNamespace(name=name)  # noqa: E731
+    with (
+        contextlib.nullcontext() if name == "MUST_SAVE" else pytest.raises(TypeError, match="should return a CheckpointPolicy")
+    ):
+        ckpt_hooks.checkpoint(policy=policy)(torch.sin)(torch.ones(2, requires_grad=True))

@@ -191,6 +191,11 @@ def test_several_choices_are_named_once_each():
     assert str(error).count("aten.topk.default at") == 1
 
 
+def test_a_choice_before_the_first_saved_tensor_is_named():
+    error = changing(lambda x: x[x.detach()[:, 0].topk(2).indices].exp(), lambda x: x[x.detach()[:, 0].topk(3).indices].exp())
+    assert (error.index, error.routing) == (0, ("aten.topk.default",))
+
+
 @pytest.fixture
 def rounding():
     """An operator which adds nothing, or the last bit once ``rounding.up`` is set."""

@@ -133,6 +133,7 @@ class Machine:
         self._searches: list[Search] = []
         self._num_profiled = self._num_measured = self._num_corrected = self._num_steps = 0
         self._has_again = False  # whether a step was profiled again because a peak was off its prediction
+        self._has_ended = False  # whether planning was given up
         self._passes_by = False  # whether the rest of a step is ignored because its beginning was profiled
         self._outermost: Module | None = None  # the module whose call is the outermost
         self._depth = self._thread = 0
@@ -296,8 +297,9 @@ class Machine:
         """Notes a call with shapes of no plan: the call keeps nothing, and a later step is profiled."""
         if self._open is not None and self._is_profile:
             return
-        if not self._may_profile() and self.plans:
-            self._say_other(block, shapes)
+        if self._has_ended or not self._may_profile():
+            if self.plans:
+                self._say_other(block, shapes)
             return
         self._others.setdefault(block, {})[shapes] = None
         if self._ranks is None or self._ranks.is_alone:
@@ -423,7 +425,7 @@ class Machine:
             runner.keep(kept.get(name, {}))
 
     def _give_up(self, why: str) -> None:
-        self._next = None
+        self._next, self._has_ended = None, True
         self._keep()
         warn_user(f"No plan was made, so blocks keep nothing and are recomputed: {why}")
 

@@ -30,6 +30,8 @@ class _ScriptSteps:
 
     # A ledger begins and ends in calls of ``optimizer.step()``, at the same depth of the program, so that the ledger's function
     # mode is the innermost mode both times.
+    _count: int  # the number of optimizers that stepped in the step before
+
     def __init__(self, wanted: int, goes_on: bool) -> None:
         self._wanted, self._goes_on, self._thread = wanted, goes_on, threading.get_ident()
         self.ledger: MemoryLedger | None = None
@@ -37,7 +39,6 @@ class _ScriptSteps:
         self.open = contextlib.ExitStack()
         self._is_called = True  # whether a module was called since the latest step of an optimizer
         self._stepped: list[int] = []  # the optimizers that have stepped in this step
-        self._count = 1  # the number of optimizers that stepped in the step before
         if wanted == 1:
             self._begin()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .entries import Maker, Origin, check_path
@@ -89,8 +89,7 @@ def snapshot_of(events: Iterable[MemoryEvent], device: int = 0, older_nbytes: in
             alive[address] = event.nbytes, event.frames
         else:
             alive.pop(address, None)
-    if older_nbytes:
-        alive[older] = older_nbytes, []  # the page shows blocks without frames as memory from before
+    alive[older] = older_nbytes, []  # the page shows blocks without frames as memory from before
     if (end := older + older_nbytes) > first:
         spans.append((first, end))
     segments = [_segment(begin, end, alive, device) for begin, end in _merged(spans)]
@@ -101,17 +100,14 @@ def snapshot_of(events: Iterable[MemoryEvent], device: int = 0, older_nbytes: in
 _ACTIONS = ("free_requested", "free_completed"), ("alloc",)
 
 
-def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    begin = end = -1
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
-        if end >= 0 and first <= end + _GAP:
-            end = max(end, last)
-            continue
-        if end >= 0:
-            yield begin, end
-        begin, end = first, last
-    if end >= 0:
-        yield begin, end
+        if merged and first <= merged[-1][1] + _GAP:
+            first, end = merged.pop()
+            last = max(last, end)
+        merged.append((first, last))
+    return merged
 
 
 def _segment(begin: int, end: int, alive: dict[int, tuple[int, Frames]], device: int) -> dict[str, Any]:

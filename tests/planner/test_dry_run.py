@@ -12,6 +12,7 @@ from torch import nn
 
 from ckpt_hooks import estimate_memory, memory_ledger, plan_memory
 from ckpt_hooks._torch import dry
+from tests import golden
 
 from . import models
 from .models import as_before, built, same, state_of
@@ -199,6 +200,17 @@ def test_estimates_are_what_a_later_step_takes(name, variant):
     assert len([one for one in found.activations if one.name.startswith(("blocks.", "down.", "up."))]) > 2
     assert ("optimizer state" in str(found)) is (variant == "adamw")
     assert json.loads(json.dumps(found.to_json()))["peak"] == found.peak
+
+
+def test_all_estimates_say():
+    """Tables and values of models, without optimizer and with, and of microbatches."""
+    lines = []
+    for name, variant in [*((name, "plain") for name in models.MODELS), ("mlp", "adamw"), ("gpt", "microbatches")]:
+        model, step, _ = built(name, variant)
+        model.unused = torch.nn.BatchNorm1d(3)
+        estimate = estimate_memory(model, step)
+        lines += [f"== {name}, {variant}", str(estimate), str(estimate.to_json())]
+    golden.check("estimates", "\n".join(lines))
 
 
 def test_estimates_are_of_the_shapes_of_the_step():

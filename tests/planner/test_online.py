@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger
 from ckpt_hooks.planner import Plan
+from ckpt_hooks.report.entries import format_bytes
 from tests import golden
 from tests.planner.models import GPT, MODELS, same, state_of
 
@@ -173,7 +174,7 @@ def test_the_handle_prints_saves_undoes_and_starts_the_next_run():
     model = gpt()
     again = apply_checkpointing(model, memory_budget=applied.budget, plan=values)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
+    for _ in range(2):
         model(ids(4)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -199,25 +200,6 @@ def test_the_plan_is_chosen_in_the_step_of_the_optimizer(caplog):
     # The least plan takes less than blocks that keep nothing, and the log says so.
     assert "above the budget" in caplog.messages[0]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-
-
-def test_larger_shapes_keep_nothing_and_are_profiled_in_their_next_step():
-    batches = [ids(2), ids(2), ids(4), ids(4), ids(4), ids(3), ids(4)]
-    plain, _ = train(gpt(), batches, None)
-    found, applied = train(gpt(), batches, 3_000_000)
-    assert same(found, plain)
-    assert len(applied.plan.others) == 1
-    assert len(applied.peaks) == 4
-    assert max(applied.peaks) <= 3_000_000
-
-
-def test_larger_shapes_that_do_not_fit_are_a_warning():
-    batches = [ids(1), ids(1), ids(8), ids(8), ids(8)]
-    plain, _ = train(gpt(), batches, None)
-    with pytest.warns(UserWarning, match="other shapes needs"):
-        found, applied = train(gpt(), batches, 1_500_000)
-    assert same(found, plain)
-    assert not applied.plan.others
 
 
 def evaluating(model):
@@ -418,34 +400,102 @@ def with_ledgers(model):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "loop",
-    [
-        two_optimizers,
-        no_optimizer,
-        in_backward,
-        lbfgs,
-        scaled,
-        contrastive,
-        failing,
-        interrupted,
-        profiling,
-        with_ledgers,
-    ],
-)
-def test_loops_of_other_kinds(loop):
-    found = []
+def lengths(*numbers, micro=1, make=torch.optim.SGD):
+    """Returns a loop over batches of these sizes, with a step of an optimizer after each ``micro``."""
+
+    def loop(model):
+        optimizer = make(model.parameters(), 0.1)
+        for at, number in enumerate(numbers, 1):
+            model(ids(number)).backward()
+            if at % micro == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+def evaluating_with_gradients(model):
+    for _ in range(70):
+        model(ids(1, 4))
+    lengths(4, 4, 4)(model)
+
+
+def without_blocks(model):
+    """No backward needs a result of a block."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(10):
+        model(ids(4))
+        model.embed(ids(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_other_models(model):
+    """Their optimizers step between forward and backward, and their shapes are others."""
+    own, other = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    for _ in range(3):
+        loss = model(ids(4))
+        other.step()
+        loss.backward()
+        other.step()
+        own.step()
+        own.zero_grad()
+
+
+def rarely(model):
+    """An optimizer steps once in ten steps of the other."""
+    often, seldom = (torch.optim.SGD(part.parameters(), 0.01) for part in (model.blocks[:2], model.blocks[2:]))
+    for number in range(1, 31):
+        model(ids(2)).backward()
+        often.step()
+        if number % 10 == 0:
+            seldom.step()
+        model.zero_grad()
+
+
+def renewed(model):
+    for _ in range(2):
+        lengths(4, 4, 6, 6)(model)
+
+
+OTHER_LOOPS = {
+    **{loop.__name__: (loop, 0.5) for loop in (two_optimizers, in_backward, lbfgs, scaled, contrastive, failing)},
+    **{loop.__name__: (loop, 0.5) for loop in (interrupted, profiling, with_ledgers, with_other_models, rarely, renewed)},
+    "no_optimizer": (no_optimizer, 1.0),  # backwards reach no region
+    "evaluating_with_gradients": (evaluating_with_gradients, 0.5),
+    "without_blocks": (without_blocks, 0.5),
+    "larger": (lengths(2, 2, 4, 4, 4, 3, 4), 3_000_000),
+    "ever_larger": (lengths(*(number for number in range(1, 7) for _ in range(3))), 0.5),
+    "too_large": (lengths(1, 1, 8, 8, 8, 2, 2, 2), 1_500_000),
+    "smaller": (lengths(4, 4, 4, 3, 2, 1), 0.3),
+    "accumulating": (lengths(4, 4, 4, 4, 4, 4, 4, 4, 4, micro=3), 0.5),
+    "accumulating_larger": (lengths(2, 2, 2, 2, 2, 4, 4, 4, 4, micro=3), 0.5),
+    "adam": (lengths(4, 4, 4, 4, make=torch.optim.Adam), 3_000_000),
+    "least": (lengths(4, 4, 4), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOOPS)
+def test_loops_of_other_kinds(name):
+    """Bitwise the loop without; which steps were profiled and measured, what was said, and the plans."""
+    (loop, budget), found = OTHER_LOOPS[name], []
     for on in (False, True):
         model = gpt()
-        part = 1.0 if loop is no_optimizer else 0.5  # 1.0: backwards reach no region
-        applied = apply_checkpointing(model, memory_budget=part) if on else None
+        applied = apply_checkpointing(model, memory_budget=budget) if on else None
         torch.manual_seed(1)
-        loop(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop(model)
         found.append(state_of(model))
     assert same(*found)
-    assert applied.plan.is_measured
-    assert applied.plan.measured_peak <= applied.plan.budget
     memory_ledger(lambda: None)  # no profiler is left open
+    said = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    lines = [f"{len(applied.peaks)} steps, up to {format_bytes(max(applied.peaks, default=0))}", *applied.log, *said]
+    for plan in () if applied.plan is None else (applied.plan, *applied.plan.others):
+        kept = [format_bytes(block.kept_bytes) for block in plan.blocks]
+        lines.append(f"{format_bytes(plan.budget)}: {format_bytes(plan.predicted_peak)}, {plan.is_measured}, {kept}")
+        assert plan.measured_peak <= plan.budget
+    golden.check(f"loop_{name}", "\n".join(lines))
 
 
 def test_copies_and_pickles_are_plain_models():

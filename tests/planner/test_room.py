@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import BudgetTooSmallError, plan_memory
+from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, plan_memory
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -63,6 +63,47 @@ def test_a_plan_is_replanned_for_the_room_of_the_moment(device):
     plan = plan_memory(model, step, "auto", blocks=["*"])
     device["free"] = 300_000
     assert plan.replan("auto").budget == int(302_000 * 0.95)
+
+
+@pytest.mark.parametrize(
+    ("budget", "says", "expected"),
+    [
+        ("auto", [{"free": 400_000}, {"free": 300_000}, {}], [402_000 * 0.95, 302_000 * 0.95]),
+        ("auto", [{"free": 300_000}, {"free": 400_000}, {}], [302_000 * 0.95, 402_000 * 0.95]),
+        ("auto", [{"free": 400_000}, {"free": 0}, *7 * [{}]], [402_000 * 0.95, 2_000 * 0.95]),  # corrected three times
+        (401_000, [{}, {"allocated": 101_000}, {}], [400_000, 300_000]),
+        (301_000, [{}, {"allocated": 0}, {}], [300_000, 301_000]),
+        ("100 KiB", [{"allocated": 10**6}], BudgetTooSmallError),
+        (0.5, [{"allocated": 0}, {"allocated": 10**6}, {}], None),
+    ],
+)
+def test_plans_of_a_loop_fit_in_the_room_before_each_of_their_steps(device, budget, says, expected):
+    """A measured step begins with less room if the profiled step has made the state of an optimizer."""
+    model, step = model_and_step()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    applied, budgets, plans = apply_checkpointing(model, memory_budget=budget, margin=0.1), [], []
+
+    def train():
+        for said in says:
+            device.update(said)
+            step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            budgets.append(applied.budget)
+            plans.append(applied.plan)
+
+    if expected is BudgetTooSmallError:
+        with pytest.raises(BudgetTooSmallError, match="No plan fits 0 bytes"):
+            train()
+        return
+    train()
+    assert len(applied.peaks) == (5 if len(says) > 3 else 2)
+    assert budgets == ([budgets[0]] * 3 if expected is None else [int(expected[0]), *[int(expected[1])] * (len(says) - 1)])
+    least = plans[0].least_peak
+    assert all(least <= plan.predicted_peak <= max(least, 0.9 * fits) for plan, fits in zip(plans, budgets, strict=True))
+    is_less = budgets[1] < budgets[0]
+    first, *after = (plan.predicted_peak for plan in plans)
+    assert [(peak != first) for peak in after] == [is_less] * (len(says) - 1)
 
 
 def test_a_host_has_no_such_budget():

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckpt_hooks import memory_ledger, plan_memory, span
 from ckpt_hooks.planner import Plan
+from tests import golden
 from tests.planner.models import after_a_step, as_before, same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -67,6 +68,7 @@ def test_a_flat_chain():
     assert not any(block.around for block in middle.blocks)
     for plan in (least, middle):
         check(model, step, plan)
+    golden.check("plan_flat", f"{least}\n{middle}")
 
 
 def test_a_deep_model_has_spans_around_blocks_where_these_lower_the_least_peak():
@@ -85,6 +87,7 @@ def test_a_deep_model_has_spans_around_blocks_where_these_lower_the_least_peak()
     front = plan.pareto().plans
     assert front[0].peak == plan.least_peak
     assert front[0].plan.blocks == plan.blocks
+    golden.check("plan_deep", "\n".join([str(plan), *(f"{point.peak}, {point.recomputed:.6f}" for point in front)]))
     check(model, step, plan.replan(plan.budget, step))
 
 
@@ -104,6 +107,7 @@ def test_spans_that_are_selected():
     assert {block.name for block in plan.blocks} == {*map(str, blocks)}
     check(model, step, plan)
     added = plan.add(stepping(x[:512]))
+    golden.check("plan_spans", f"{plan}\n{added}")
     assert [block.name for block in added.blocks] == [block.name for block in plan.blocks]
     with plan.apply():
         assert peak_of(model, stepping(x[:512])) == added.measured_peak

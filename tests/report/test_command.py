@@ -31,7 +31,7 @@ def train(number):
         loss = model(torch.rand(4, WIDTH)).sum()
         loss.backward()
         del held
-    for optimizer in optimizers:
+    for optimizer in {chosen}:
         {before}
         optimizer.step()
         optimizer.zero_grad()
@@ -53,9 +53,9 @@ def script(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "beside_the_script", raising=False)
     (tmp_path / "beside_the_script.py").write_text("WIDTH = 8\n")
 
-    def write(text=SCRIPT, parts="model,", microbatches=1, before="", after=""):
+    def write(text=SCRIPT, **changes):
         path = tmp_path / "train.py"
-        values = {"parts": parts, "microbatches": microbatches, "before": before, "after": after}
+        values = {"parts": "model,", "microbatches": 1, "chosen": "optimizers", "before": "", "after": "", **changes}
         path.write_text(re.sub(r"\{(\w+)\}", lambda found: str(values[found[1]]), text))
         return str(path)
 
@@ -96,6 +96,30 @@ def test_optimizers_in_a_row_and_microbatches_are_one_step(parts, microbatches, 
     assert sum(one["action"] == "alloc" and one["size"] == 3 * 2**20 for one in events) == microbatches
     lines = {frame["line"] for one in events for frame in one["frames"][:1] if frame["name"].startswith("aten::")}
     assert lines  # of the script
+
+
+@pytest.mark.parametrize(
+    ("replaced", "chosen", "number", "peak"),
+    [
+        (("", ""), "optimizers[number % 2 :][:1]", 2, 2),  # taking turns: each call of a module begins a step
+        (("", ""), "optimizers[: 1 + number % 2]", 2, 3),  # step 2 has one optimizer fewer, so step 3 ends the ledger
+        (("model(torch.rand(4, WIDTH))", "(model[0].weight @ torch.rand(WIDTH, 4)).tanh()"), "optimizers[:1]", 1, 1),
+        (("model(torch.rand(4, WIDTH))", "(model[0].weight @ torch.rand(WIDTH, 4)).tanh()"), "optimizers[:1]", 4, 4),
+        (
+            ("    for _ in", "    thread = Thread(target=optimizers[1].step)\n    thread.start(), thread.join()\n    for _ in"),
+            "optimizers[:1]",
+            4,
+            4,
+        ),
+    ],
+    ids=["turns", "fewer", "no module, 1", "no module, 4", "another thread"],
+)
+def test_a_step_ends_with_its_last_optimizer(replaced, chosen, number, peak, script, capsys):
+    text = SCRIPT.replace("import sys", "import sys\nfrom threading import Thread").replace(*replaced)
+    main(["--step", str(number), script(text, parts="model[0], model[2]", chosen=chosen)])
+    out = capsys.readouterr().out
+    assert steps_in(out) == [*range(1, peak)]
+    assert f"peak {peak}.0 MiB above" in out
 
 
 def test_a_script_sees_itself_as_the_program(script, capsys):

@@ -110,6 +110,70 @@ def test_faults(function, line, blamed):
     assert blamed in second
 
 
+def run(x, names):
+    for name in names.split():
+        h = getattr(x.detach() if name.startswith("-") else x, name.strip("-"))()
+        x = x if name.startswith("-") else h
+    return x
+
+
+def run_elsewhere(x, names):
+    for name in names.split():
+        h = getattr(x.detach() if name.startswith("-") else x, name.strip("-"))()
+        x = x if name.startswith("-") else h
+    return x
+
+
+#: Operators of forward and of the recompute; those with a minus sign have no gradient, and their result is dropped.
+RUNS = [
+    ("exp sin cos tan sin exp", "exp sin tan cos sin exp"),
+    ("cos exp sin", "exp sin"),
+    ("exp sin", "cos exp sin"),
+    ("exp sin cos", "exp sin"),
+    ("exp sin", "exp sin cos"),
+    ("exp sin", "cos tan"),
+    ("exp sin exp sin exp sin", "exp sin exp sin"),
+    ("exp " + "sin cos tan " * 9 + "exp", "exp tanh tanh"),
+    ("exp tanh tanh", "exp " + "sin cos tan " * 9 + "exp"),
+    ("exp " + "sin " * 40 + "tan exp", "exp " + "cos " * 40 + "tan exp"),
+    ("-floor -ceil exp sin", "exp cos"),
+    ("exp sin", "-floor -ceil exp cos"),
+    ("-floor exp -ceil sin tan", "exp -ceil -ceil cos tan"),
+    ("exp -floor sin", "exp -ceil sin exp"),
+    ("-sort exp -argmax sin -sort cos", "-sort exp -argmax sin tan -argmin"),
+    ("exp double sin", "exp float sin"),
+    ("exp half sin double cos", "exp sin double cos"),
+]
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_all_that_errors_say(early_stop):
+    """The first difference, operators around it, and choices up to it, of two runs at the same lines and at other lines."""
+    lines = []
+    for forward, recompute in RUNS:
+        for other in (run, run_elsewhere):
+
+            def function(x, forward=forward, recompute=recompute, other=other):
+                return other(x, recompute) if is_recomputing() else run(x, forward)
+
+            y = checkpoint(function, leaf(3), debug=True, determinism_check="values", early_stop=early_stop)
+            lines.append(f"== {forward[:60]} | {recompute[:60]}, {other.__name__}")
+            try:
+                y.sum().backward()
+            except DeterminismError as error:
+                words = str(error).partition("You are seeing")
+                advice = words[2].partition("The recompute ran")
+                lines += [
+                    words[0],
+                    "".join(advice[1:]),
+                    str((len(error.operators), len(error.recomputed_operators), error.routing)),
+                ]
+            else:
+                lines.append("no error")
+    text = re.sub(r": h = getattr.*", "", "\n".join(lines)).replace("(float64[3] on cpu) -> float64[3] on cpu", "()")
+    golden.check(f"debug_early_stop_{early_stop}", text)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_another_mode_of_a_module(training):
     """The line and the module are named, of a module in a model and of the region's own."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import json
+import re
 import threading
 
 import pytest
@@ -17,6 +18,7 @@ from ckpt_hooks._torch.profiling import IS_ALLOCATION, profile_memory
 from ckpt_hooks.report import Maker, MemoryLedger, Reason
 from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger.rows import NOWHERE, Row
+from tests import golden
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -251,6 +253,61 @@ def test_random_states_of_regions_that_draw_have_no_remedy():
     assert "preserve_rng_state" not in f"{found} {found.to_json()['causes']}"
 
 
+def retained():
+    """A gradient that the program keeps past backward, up to the peak and longer."""
+    h = torch.ones(500, requires_grad=True) * 2
+    h.retain_grad()
+    checkpoint(torch.exp, h * h).sum().backward()
+    torch.ones(5000).add(1)
+    torch.ones(50)
+
+
+@pytest.mark.usefixtures("no_self_check")
+def test_all_ledgers_say():
+    """Tables, numbers and causes of steps: layers under each kind of region, microbatches, an optimizer, and odd blocks."""
+    lines = []
+
+    def add(name, found):
+        lines.extend(
+            [
+                f"== {name}",
+                str(found),
+                str({key: value for key, value in found.scalars().items() if key not in ("base", "peak/older")}),
+            ]
+        )
+        peak = found.to_json()["peak"]
+        lines.extend([str({key: peak[key] for key in ("nbytes", "phase", "change")}), *found.causes_now()])
+        lines.extend(f"{phase.name} {phase.begin} {phase.end} {phase.peak_nbytes} {phase.end_nbytes}" for phase in found.phases)
+        lines.extend(f"{entry.name} {entry.module} {entry.is_again}" for entry in found.entries.values())
+
+    def train(net, x, optimizer, count=2):
+        for _ in range(count):
+            torch.rand(1)  # so that the first region notes a random state of its own
+            net(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name, run in RUNS.items():
+        torch.manual_seed(0)
+        net, x = Net(Layer, run), torch.ones(INPUTS[Layer])
+        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+        if "policy" not in name:
+            train(net, x, optimizer)  # else the gradients and the state are new
+        add(name, memory_ledger(lambda net=net, x=x, optimizer=optimizer: train(net, x, optimizer)))
+    net, kept = Net(Layer, RUNS["none"]), [torch.ones(1000), torch.ones(2000)]
+    add("many", memory_ledger(lambda: [train(net, x, optimizer, 1) for _ in range(12)]))
+    add("forward", memory_ledger(lambda: kept.append(net(x))))
+    add("backward", memory_ledger(lambda: kept.pop().backward()))
+    add("optimizer", memory_ledger(torch.optim.Adagrad(net.parameters(), lr=0.1).step))
+    add("rest", memory_ledger(lambda: (torch.ones(5), train(net, x, optimizer), kept.append(torch.ones(6000)))))
+    add("frees", memory_ledger(lambda: (kept.pop(), torch.ones(3))[:0]))
+    add("retained", memory_ledger(retained))
+    add("nothing", memory_ledger(lambda: None))
+    add("older freed", memory_ledger(lambda: (kept.pop(0), torch.ones(10), kept.clear())))
+    add("kept", memory_ledger(lambda: kept.extend(torch.ones(size) for size in (100, 300, 200))))
+    golden.check("ledgers_of_all", re.sub(r"above the .*? in use before|[\d.]+ \w+ from before", "-", "\n".join(lines)))
+
+
 def test_to_json_has_everything():
     x = torch.ones(16, requires_grad=True)
     found = memory_ledger(lambda: checkpoint(torch.sin, x).exp().sum().backward())
@@ -327,6 +384,7 @@ def test_a_device_that_counts_for_itself():
         return Row(time, place, None, address, nbytes, device, total)
 
     rows = [
+        row(0, 98, 32, 32, torch.device("cpu")),
         row(1, 512, 1024, 5120),
         row(2, 99, 64, 64, torch.device("cpu")),
         row(3, 4096, -2048, 3072),
@@ -335,7 +393,7 @@ def test_a_device_that_counts_for_itself():
     ]
     found = MemoryLedger()
     found.fill(rows, {7: 100})
-    assert (found.device, found.devices, found.base_nbytes) == ("cuda:0", ("cuda:0", "cpu"), 4096)
+    assert (found.device, found.devices, found.base_nbytes) == ("cuda:0", ("cpu", "cuda:0"), 4096)
     assert [(change.nbytes, change.live) for change in found.changes] == [
         (1024, 1024),
         (-2048, -1024),
@@ -346,8 +404,11 @@ def test_a_device_that_counts_for_itself():
     peak = found.peak
     assert (peak.nbytes, peak.total_nbytes, peak.older_nbytes, peak.phase) == (3072, 7168, 2048, "backward")
     assert [(holder.nbytes, holder.reason) for holder in peak.holders] == [(4096, None), (1024, Reason.SAVED)]
+    assert found.holders_at(-1) == ()
+    with pytest.raises(ValueError, match="the index of a change, below 4, but got 4"):
+        found.holders_at(4)
     host = found.on("cpu")
-    assert (host.device, host.base_nbytes, host.peak.nbytes) == ("cpu", 100, 64)
+    assert (host.device, host.base_nbytes, host.peak.nbytes) == ("cpu", 100, 96)
 
 
 def test_tensors_that_are_not_made_yet():

@@ -18,6 +18,7 @@ from ckpt_hooks.report import (
     saved_tensors_report,
     trace,
 )
+from tests import golden
 from tests.behaviours.runs import same
 from tests.measure import CountOps, Frames, SavesItsResult, allocated, leaf
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net, in_checkpoint, in_region
@@ -207,6 +208,56 @@ def test_bytes_of_programs(program):
     report = saved_residuals(program, x)
     assert report.added_bytes + y.nbytes == nbytes
     assert live.added_bytes == report.added_bytes
+
+
+def hooked(pack, unpack):
+    def program(x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return ((x * 1).sin().exp() * leaf(16)).sum()
+
+    return program
+
+
+def dropping(x):
+    """An inner region and the outer one drop the same tensor; the caller has others."""
+    with checkpoint_region(name="outer"):
+        h = x.sin()
+        with checkpoint_region(name="inner", policy=save_ops(aten.cos.default)):
+            y = h.exp().cos().view(4, 4).sin()
+        y = checkpoint(lambda y: (y * x.view(4, 4)).exp().sin(), y).tanh()
+    return y.sum() + h.cos().sum()
+
+
+OTHERS = {
+    "sparse": lambda x: (torch.eye(16, dtype=x.dtype).to_sparse() @ (x * 1).view(16, 1)).sum(),
+    "sparse, held": lambda x: torch.sparse.mm((x * 1).view(4, 4).to_sparse(), torch.ones(4, 4, dtype=x.dtype)).sum(),
+    "torch's": lambda x: torch.utils.checkpoint.checkpoint(lambda x: x.sin().exp(), x * 1, use_reentrant=False).sum(),
+    "packed": hooked(lambda tensor: (tensor, [tensor * 2]), lambda packed: packed[0]),
+    "opaque": hooked(lambda tensor: {tensor.shape}, lambda packed: None),
+    "as it is": hooked(lambda tensor: tensor, lambda packed: packed),
+    "regions": dropping,
+    "regions with hooks": lambda x: checkpoint(hooked(lambda tensor: (tensor,), lambda packed: packed[0]), x * 1),
+    "complex": lambda x: torch.view_as_real(torch.complex(x, x * 2).conj().exp()).sum(),
+    "empty": lambda x: (x * torch.empty(16, dtype=x.dtype).fill_(2)).sum() + x[:0].exp().sum(),
+    "no gradients": lambda x: x.detach().exp().sum(),
+}
+
+
+@pytest.mark.usefixtures("no_self_check")
+def test_all_reports_say():
+    """Programs, and layers under each kind of region, before they run and in live graphs."""
+    lines = []
+    for name, program in {**PROGRAMS, **OTHERS}.items():
+        torch.manual_seed(0)  # else a random state might be that of a region before
+        x = leaf(16)
+        lines += [f"== {name}", "" if name == "torch's" else str(saved_residuals(program, x))]  # torch 2.11 has more tensors
+        lines += ["-- live", str(saved_tensors_report(program(x), known=x))]
+    for name, run in RUNS.items():
+        torch.manual_seed(0)
+        net, x = Net(Convolution if name == "region, policy" else Layer, run), torch.ones(8, 32, requires_grad=True)
+        x = x.view(1, 4, 8, 8) if name == "region, policy" else x
+        lines += [f"== {name}", str(saved_residuals(net, x)), "-- live", str(saved_tensors_report(net(x), known=[x]))]
+    golden.check("residuals_of_all", "\n".join(lines))
 
 
 def test_memory_that_no_node_shows():

@@ -12,7 +12,9 @@ from torch.cuda import _memory_viz as viz
 
 from ckpt_hooks import checkpoint, memory_ledger, trace
 from ckpt_hooks.report import MemoryLedger
+from ckpt_hooks.report.entries import Origin
 from ckpt_hooks.report.ledger.rows import NOWHERE, Row
+from ckpt_hooks.report.snapshots import MemoryEvent, frames_of, snapshot_of
 from tests.report.models import INPUTS, RUNS, Block, Net
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -103,6 +105,45 @@ def test_torchs_page_reads_a_ledger(run, tmp_path, capsys):
     assert pickle.loads(data) == snapshot
     assert "made by" in read_by_torch(snapshot)
     assert "free_completed without" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("freed", "left"), [(30, 40), (0, 40), (30, 0), (0, 0)])
+def test_addresses_with_less_than_a_mib_between_are_a_segment(freed, left):
+    """Memory from before has addresses above all others: some that is freed, and the rest at the end."""
+    mib, stack = 2**20, frames_of(Origin(line="a.py:3"))
+    assert stack[0] == {"name": "?", "filename": "a.py", "line": 3}
+    assert [(one["filename"], one["line"]) for one in stack[1:]] == [("made by", 0)]
+    apart = 260 + 2 * mib + 1
+    spans = [(0, 100), (100, 20), (105, 5), (200, 50), (250 + mib, 10), (apart, mib + 1)]
+    events = [MemoryEvent(True, address, nbytes, stack, at) for at, (address, nbytes) in enumerate(spans)]
+    events += [
+        MemoryEvent(False, 100, 20, stack, 9),
+        MemoryEvent(False, 105, 5, stack, 9),
+        MemoryEvent(False, 250 + mib, 10, stack, 9),
+    ]
+    events += [MemoryEvent(False, None, freed, [], 10)] if freed else []
+    found = snapshot_of(events, 1, left)
+    first, (*events, last) = found["device_traces"]
+    assert first == []
+    assert events[0] == {"action": "alloc", "addr": 0, "size": 100, "stream": 0, "frames": stack, "time_us": 0}
+    older = apart + mib + 1 + 2 * mib
+    assert (last["action"], last["addr"], last["size"]) == ("free_completed", *((older, 30) if freed else (250 + mib, 10)))
+    blocks = {
+        one["address"]: [(block["address"], block["size"], block["state"]) for block in one["blocks"]]
+        for one in found["segments"]
+    }
+    use, free = "active_allocated", "inactive"
+    expected = {
+        0: [(0, 100, use), (100, 100, free), (200, 50, use), (250, mib + 10, free)],
+        apart: [(apart, mib + 1, use)],
+        older: [(older, freed, free)] * bool(freed) + [(older + freed, left, use)] * bool(left),
+    }
+    assert blocks == {address: of for address, of in expected.items() if of}
+    heads = [
+        (one["device"], one["stream"], one["total_size"], one["active_size"], one["segment_type"]) for one in found["segments"]
+    ]
+    assert heads[:2] == [(1, 0, 260 + mib, 150, "large"), (1, 0, mib + 1, mib + 1, "large")]
+    assert heads[2:] == [(1, 0, freed + left, left, "small")] * bool(freed + left)
 
 
 def test_a_stack_names_operator_line_modules_region_and_maker():

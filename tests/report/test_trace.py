@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 from ckpt_hooks import checkpoint, checkpoint_region, set_self_check
 from ckpt_hooks._core.frame import packed_in
 from ckpt_hooks._torch.autograd import packed_of, saved_in
-from ckpt_hooks.policies import offload_ops
+from ckpt_hooks.policies import offload_ops, save_ops
 from ckpt_hooks.report import trace
+from tests import golden
 from tests.fake_device import fake_device
 from tests.measure import Log, leaf
 
@@ -149,6 +150,74 @@ def test_regions_inside_of_regions():
 
 
 SCALE, UNRELATED = torch.ones(2), torch.ones(100)
+
+
+class Layers(nn.Module):
+    """Regions of all kinds, some inside others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.kept = []
+
+    def forward(self, x):
+        for layer in self.layers[:3]:
+            x = checkpoint(layer, x)
+        with checkpoint_region(name="outer"):
+            with checkpoint_region(name="inner", policy=save_ops(aten.sin.default)):
+                y = x.sin().cos().exp().view(-1)
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0]):
+                y = y.exp()
+            self.kept.append(y.sigmoid())  # outlives the region
+            y = self.kept[-1].tanh().tanh()
+        y = checkpoint(self.unused, y.view(64, 16))
+        y = checkpoint(policy=offload_ops(aten.exp.default))(lambda x: x.sin().exp().cos())(y)
+        with contextlib.suppress(ZeroDivisionError), checkpoint_region(name="fails"):
+            y.exp().sin() / (1 // 0)
+        return checkpoint(lambda x: checkpoint(self.layers[3], x.cos()).sin(), y)
+
+    def unused(self, x):
+        x.sin().cos().exp().sum()  # no backward asks for these
+        return x.exp().sin()
+
+
+@pytest.mark.usefixtures("no_self_check")
+def test_all_a_trace_says():
+    """Each region of each step, the numbers of steps, snapshots and notes, between forward and backward as well."""
+    torch.manual_seed(0)
+    model, lines, late = Layers(), [], None
+    warmed_up(run_function)
+
+    def add(found):
+        for step in found.steps:
+            for region in step.walk():
+                values = {key: value for key, value in region.to_json().items() if "seconds" not in key and key != "regions"}
+                lines.append(str({key: value for key, value in values.items() if value not in (None, 0, {}, "")}))
+            totals = step.to_json()
+            lines.append(str({key: value for key, value in totals.items() if "seconds" not in key and key != "regions"}))
+            lines.append(str({key: value for key, value in step.scalars().items() if "seconds" not in key}))
+
+    with fake_device(), trace(operators=True) as found:
+        for _ in range(2):
+            loss = model(torch.ones(64, 16, requires_grad=True) * 1).sum()
+            before = found.steps
+            lines.append(str([(step.recomputes, step.dropped_bytes, dict(step.held_bytes)) for step in before]))
+            lines.extend(found.largest())
+            if late is not None:
+                late.backward()
+                loss.backward()
+            assert [step.recomputes for step in before][-1] == 0
+            late = loss
+            add(found)
+            lines.append(str(found))
+            found.step()
+        lines.append(str(found.scalars() == found.steps[-1].scalars()))
+    for event in found.to_snapshot()["device_traces"][0]:
+        names = [
+            f"{frame['name']} {frame['filename']}:{frame['line']}" for frame in event["frames"] if event["action"] == "alloc"
+        ]
+        lines.append(f"{event['action']} {event['addr']} {event['size']} {names}")
+    golden.check("trace_of_all", "\n".join(lines))
 
 
 def test_other_globals_of_a_module_are_not_held():
