@@ -108,37 +108,6 @@ def test_a_loop_is_bitwise_the_plain_one_and_runs_nothing_for_the_plan(name, bud
     assert peaks[1] == pytest.approx(plan.measured_peak, rel=1e-3)
 
 
-LOOPS = {
-    "steps": [[ids(4)]] * 5,
-    "accumulation": [[ids(4), ids(2)]] * 5,
-    "two shapes in turns": [[ids(4)], [ids(2, 32)]] * 6,
-    "a shape that comes late": [[ids(2)]] * 5 + [[ids(6)]] * 4 + [[ids(3)]] * 2,
-    "forwards between": [[ids(4), None, ids(4)]] * 4,
-    "many shapes": [[ids(count)] for count in (2, 3, 4, 5, 6, 7, 2, 7)],
-    "no backward": [[None] * 3, [ids(4)]] * 3,
-}
-
-
-@pytest.mark.parametrize(
-    ("loop", "budget"), [*((loop, 0.3) for loop in LOOPS), ("steps", "4MiB"), ("two shapes in turns", 0.7)]
-)
-def test_a_loop_to_the_byte(loop, budget):
-    """What is planned, measured and said after each step."""
-    model, texts = gpt(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with warnings.catch_warnings(record=True) as caught, apply_checkpointing(model, memory_budget=budget) as applied:
-        for batches in LOOPS[loop]:
-            for batch in batches:
-                loss = model(ids(4) if batch is None else batch)  # without a backward, as in evaluation with gradients
-                if batch is not None:
-                    loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            texts += [repr(applied), f"{applied.budget} {applied.peaks}"]
-    texts += [str(warning.message) for warning in caught]
-    golden.check(f"loop, {loop}, {budget}", "\n".join(texts))
-
-
 def train(model, batches, on, between=lambda number: None, make=torch.optim.SGD):
     """Trains, and returns what is left, and the handle."""
     optimizer = make(model.parameters(), 0.1)
@@ -458,7 +427,7 @@ def renewed(model):
         lengths(4, 4, 6, 6)(model)
 
 
-OTHER_LOOPS = {
+LOOPS = {
     **{loop.__name__: (loop, 0.5) for loop in (two_optimizers, in_backward, lbfgs, scaled, contrastive, failing)},
     **{loop.__name__: (loop, 0.5) for loop in (interrupted, profiling, with_ledgers, with_other_models, rarely, renewed)},
     "no_optimizer": (no_optimizer, 1.0),  # backwards reach no region
@@ -475,10 +444,10 @@ OTHER_LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_LOOPS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_loops_of_other_kinds(name):
     """Bitwise the loop without; which steps were profiled and measured, what was said, and the plans."""
-    (loop, budget), found = OTHER_LOOPS[name], []
+    (loop, budget), found = LOOPS[name], []
     for on in (False, True):
         model = gpt()
         applied = apply_checkpointing(model, memory_budget=budget) if on else None
