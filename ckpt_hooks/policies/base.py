@@ -274,7 +274,7 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
     if isinstance(answer, bool):
         return _SAVE if answer else _RECOMPUTE
     name = getattr(answer, "name", None)
-    if name in CheckpointPolicy.__members__:  # another enum with the same names
+    if isinstance(name, str) and name in CheckpointPolicy.__members__:  # another enum with the same names
         return CheckpointPolicy[name]
     raise TypeError(
         f"the policy should return a CheckpointPolicy for each operator, but returned {described_as(answer)} for {op}. To "
