@@ -27,6 +27,7 @@ from ckpt_hooks import (
     checkpoint,
     checkpoint_module,
     checkpoint_region,
+    is_recomputing,
     policies,
     set_self_check,
 )
@@ -570,6 +571,26 @@ def test_an_update_done_twice_is_an_error_that_names_the_line(kind):
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_write_that_may_be_done_twice_is_no_error(kind):
     step(updating(WRITES[kind], torch.zeros(4)))
+
+
+LABELS = torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_an_operator_that_saves_other_tensors_under_a_mode(scale):
+    """``ctc_loss`` saves lengths as tensors there: values are compared without the mode, and a difference is a warning."""
+
+    def function(x):
+        h = x * (scale if is_recomputing() else 1.0) * 3
+        return torch.nn.functional.ctc_loss(h.log_softmax(-1), *LABELS)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            x = torch.randn(6, 2, 4, requires_grad=True)
+            checkpoint(function, x).backward()
+            assert scale != 1 or torch.equal(x.grad, torch.autograd.grad(function(x), x)[0])
+    assert len(caught) == (scale != 1)
 
 
 def test_an_update_done_twice_is_warned_of_once():

@@ -102,7 +102,8 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                     hook = collector.hook(loan, may_return=watch is None, watches_draws=borrows)
                     if changed or lost or frame.sampled is not None or num_dispatch_modes():
                         hook = collector.watching(hook, lost)
-                    checked = _NOTHING if frame.sampled is None else _checked(frame, loan, tensors)
+                    is_under_mode = frame.sampled is not None and frame.sampled.under_mode
+                    checked = _checked(frame, loan, tensors) if is_under_mode else _NOTHING
                     _call(frame, loan, args, kwargs, hook, changed, checked)
                 finally:
                     undo(leave_ambient)

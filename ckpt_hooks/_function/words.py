@@ -94,6 +94,11 @@ def node_of(frame: Any, index: int) -> Any:
     return None
 
 
+def is_of_ctc_loss(frame: Any, index: int) -> bool:
+    node = node_of(frame, index)
+    return node is not None and node.name().startswith("CtcLoss")
+
+
 def blame(error: DeterminismError, frame: Any) -> None:
     """Adds to an error which operator saved the tensor, and how to see more."""
     node = node_of(frame, error.index)

@@ -27,16 +27,17 @@ _ADVICE = (
 class Sampled:
     """A pass that the self-check compares."""
 
-    __slots__ = ("_place", "has_compared", "may_be_unfilled", "number")
+    __slots__ = ("_place", "may_be_unfilled", "number", "under_mode")
 
     def __init__(self, place: CheckedPlace) -> None:
-        self._place, self.number, self.has_compared = place, place.number, False
+        self._place, self.number = place, place.number
+        # Whether the rerun is under a mode, which sees writes and operators that leave memory unfilled.
+        self.under_mode = True
         # Whether an operator may leave memory unfilled, whose content differs from run to run.
         self.may_be_unfilled = False
 
     def passed(self) -> None:
         self._place.compared()
-        self.has_compared = True
 
     def settle(self, error: CheckpointError, advice: str = _ADVICE) -> None:
         """Raises the error, or warns once for each place."""
