@@ -95,7 +95,7 @@ def test_naming_a_view(make):
             as_function(policy, lambda x: (x.view(3, 3).t() @ x.view(3, 3)).sin(), leaf(9)).sum().backward()
     (message,) = messages
     assert message.startswith(f"{policy!r} names views, which take no memory and run again")
-    assert "aten.t.default, aten.view.default. Name the operator that computes" in message
+    assert "aten.t.default, aten.view.default. Name the operators that compute" in message
 
 
 def saves_views(ctx, op, *args, **kwargs):

@@ -253,7 +253,7 @@ def test_the_switch_of_a_model_goes_by_a_plan(make):
     with enable_in_transformers(model, plan=plan) as handle:
         assert [name.rpartition("layers.")[2] for name in handle.regions] == ["0", "1", "2", "3"]
         assert same(after_a_step(model, step), plain)
-        assert 0 <= plan.measured_peak - peak_of(model, step) <= 5056  # the state of a generator
+        assert abs(plan.measured_peak - peak_of(model, step)) <= 5056  # the state of a generator
         assert plan.measured_peak < peak
         with pytest.warns(UserWarning, match="The plan has measured no step"):
             found = after_a_step(model, stepping_layers(40))
