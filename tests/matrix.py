@@ -277,9 +277,10 @@ class Matrix:
 
             def after() -> None:
                 tracer.save()
-                took.write_text(json.dumps([seconds, failed]))
+                took.write_text(json.dumps(seconds))
 
             self.forked(list(self.items), failed, lambda: None, around, after)
+            took.write_text(json.dumps([json.loads(took.read_text()), failed]))
         if not file.exists():
             file.write_text(json.dumps(self.lines_of(data, json.loads(took.read_text())[0])))
         tests, numbers = json.loads(file.read_text())
