@@ -113,6 +113,8 @@ def test_the_first_and_the_last_layers_are_left_without_regions(recorded):
         assert str(handle).splitlines()[0] == "Model, 2 regions, layers.0,3-4 kept"
         assert_same(trained(model), expected)
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=torch.utils.checkpoint.checkpoint)
+    with pytest.warns(UserWarning, match="called with the function len, which the regions of enable_in_transformers ignore"):
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=len)
     model._set_gradient_checkpointing(enable=False)
     assert (handle.regions, str(handle)) == ((), "Model, switched off")
     handle.undo()

@@ -1108,6 +1108,7 @@ CALLS = {
         r"select should be module classes.* but got 3 of type int.* \[3\] for one layer, or every\(3\)": lambda: (
             apply_checkpointing(two_blocks(), 3)
         ),
+        r"select should be module classes.* but got \[\] of type list": lambda: apply_checkpointing(block, []),
         "a key of select should be .* but got 'Tensor'": lambda: apply_checkpointing(block, {torch.Tensor: None}),
         "a Transformers model, but got a module, Linear. Pass other modules": lambda: enable_in_transformers(block),
         r"`enable_in_transformers\(model\.0\)`": lambda: enable_in_transformers(nn.Sequential(fake.Model())),

@@ -195,6 +195,14 @@ def test_memory_that_another_thread_freed():
     read_by_torch(snapshot)
 
 
+def test_a_ledger_of_a_byte():
+    (events,) = memory_ledger(lambda: torch.ones(1, dtype=torch.int8)).to_snapshot()["device_traces"]
+    assert [(event["action"], event["size"]) for event in events if event["action"] != "free_requested"] == [
+        ("alloc", 1),
+        ("free_completed", 1),
+    ]
+
+
 def test_a_ledger_of_nothing():
     older = torch.zeros(64)
     found = memory_ledger(lambda: None)
