@@ -143,11 +143,15 @@ def test_what_forward_sees_of_its_arguments():
 def test_random_numbers_may_be_new():
     """With ``preserve_rng_state=False``; the stream outside stays where it is."""
     x, w = tensors(4, 8)
-    with checkpoint_region(preserve_rng_state=False):
-        y = (k.Drops.apply(x * w, 0.5) * 3).sin()
-    state = torch.get_rng_state()
-    y.sum().backward()
-    assert torch.equal(torch.get_rng_state(), state)
+    found = []
+    for preserve in (True, False):
+        torch.manual_seed(0)
+        with checkpoint_region(preserve_rng_state=preserve):
+            y = (k.Drops.apply(x * w, 0.5) * 3).sin()
+        state = torch.get_rng_state()
+        found += torch.autograd.grad(y.sum(), x)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(*found)
 
 
 def test_sources_that_are_tracked_draw_again():

@@ -24,13 +24,15 @@ def test_writes_inside(run):
     def function(x):
         h, k = x.sin(), x.exp()
         h.t_()
+        cosine, turned = h.cos(), h.data
+        turned.t_()  # with a version of its own
         j = (k * 1).unsqueeze_(0)
         j.transpose_(1, 2).squeeze_(0)
         with torch.no_grad():
             a, b = h.clone(), k.clone()
             torch._foreach_mul_([a, b], 2.0)
             torch._foreach_add_([a], [b])
-        return h.cos() * j * a * b
+        return cosine * j * a * b * turned
 
     def program(run):
         x = leaf(2, 2)
