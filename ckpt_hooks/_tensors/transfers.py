@@ -26,6 +26,7 @@ from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, Hooks, graph_task_i
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
 from ckpt_hooks._torch.tensors import (
     counted_detach,
+    is_kept_anyway,
     past_all_modes,
     set_conj,
     set_neg,
@@ -466,7 +467,7 @@ def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Ho
     def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
         # Tensors without gradients stay: models pass masks, say, to all their regions. The caller compares the versions of
         # tensors that stay.
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or is_kept_anyway(tensor):
             return tensor
         transfers = transfers_for(tensor, min_size)
         if transfers is None:
