@@ -248,12 +248,13 @@ def test_the_switch_of_a_model_goes_by_a_plan(make):
     names = [name for name, _ in model.named_modules() if name.rpartition(".")[0].endswith("layers")]
     assert len(names) == 5
     plan = plan_memory(model, step, 0.5, blocks=names[:4])
+    least = -5056 if sys.version_info < (3, 11) else 0  # there the measured step may share the state of an earlier step
     plain, peak = after_a_step(model, step), peak_of(model, step)
     before = {name: {**vars(module)} for name, module in model.named_modules()}
     with enable_in_transformers(model, plan=plan) as handle:
         assert [name.rpartition("layers.")[2] for name in handle.regions] == ["0", "1", "2", "3"]
         assert same(after_a_step(model, step), plain)
-        assert abs(plan.measured_peak - peak_of(model, step)) <= 5056  # the state of a generator
+        assert least <= plan.measured_peak - peak_of(model, step) <= 5056  # the state of a generator
         assert plan.measured_peak < peak
         with pytest.warns(UserWarning, match="The plan has measured no step"):
             found = after_a_step(model, stepping_layers(40))
