@@ -281,10 +281,10 @@ class Matrix:
 
             self.forked(list(self.items), failed, lambda: None, around, after)
             took.write_text(json.dumps([json.loads(took.read_text()), failed]))
+        seconds, failed = json.loads(took.read_text())
         if not file.exists():
-            file.write_text(json.dumps(self.lines_of(data, json.loads(took.read_text())[0])))
+            file.write_text(json.dumps(self.lines_of(data, seconds)))
         tests, numbers = json.loads(file.read_text())
-        failed = json.loads(took.read_text())[1]
         return {path: {line: [tests[n] for n in found] for line, found in of.items()} for path, of in numbers.items()}, set(
             failed
         )
