@@ -418,11 +418,21 @@ def test_forwards_without_a_backward_are_sampled_at_doubling_distances(sampled):
     assert sampled == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
-def test_forwards_of_a_line_without_a_backward_are_sampled_in_runs_at_doubling_distances(sampled):
+def test_forwards_of_a_line_without_a_backward_are_sampled_in_rows(sampled):
+    """Modules may share a line, so many passes are sampled before the first of their backwards."""
+    graphs = []
     for _ in range(700):
         with checkpoint_region():
-            torch.randn(3, 4, requires_grad=True).sin().cos()
+            graphs.append(torch.randn(3, 4, requires_grad=True).sin().cos())
     assert sampled == [*range(1, 129), *range(256, 384), *range(639, 701)]
+
+
+def test_a_row_of_samples_ends_with_the_graph_of_its_first(sampled):
+    for _ in range(700):
+        with checkpoint_region():
+            y = torch.randn(3, 4, requires_grad=True).sin().cos()
+        del y
+    assert sampled == [1, 2, 130, 131, 387, 388]
 
 
 def test_backward_after_many_forwards_begins_anew(sampled):

@@ -27,11 +27,11 @@ _ADVICE = (
 class Sampled:
     """A pass that the self-check compares."""
 
-    __slots__ = ("_place", "may_be_unfilled", "number", "under_mode")
+    __slots__ = ("__weakref__", "_place", "may_be_unfilled", "number", "under_mode")
 
     def __init__(self, place: CheckedPlace) -> None:
         self._place, self.number = place, place.number
-        place.sampled()
+        place.sampled(self)
         # Whether the rerun is under a mode, which sees writes and operators that leave memory unfilled.
         self.under_mode = True
         # Whether an operator may leave memory unfilled, whose content differs from run to run.
