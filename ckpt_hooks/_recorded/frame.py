@@ -25,7 +25,7 @@ from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._options import RegionOptions
-from ckpt_hooks._tensors.copies import copies_of, is_plain
+from ckpt_hooks._tensors.copies import is_plain, stand_in_for
 from ckpt_hooks._tensors.samples import Sampled
 from ckpt_hooks._tensors.transfers import hooks_for_inputs
 from ckpt_hooks._torch.autograd import Hooks, graph_exec_group, graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
@@ -535,8 +535,10 @@ class RecordedFrame(Replayable):
             is_needed = in_memory > 1 or is_held_twice(weakref.ref(handle.value))
         else:
             is_needed = num_holders(tensor) > 1 or self._has_memory_of(tensor)
-        copy: torch.Tensor = copies_of(tensor) if is_needed else tensor
-        return copy
+        if not is_needed:
+            return tensor
+        # Replays of a backward in inference mode make inference tensors, which have no version.
+        return tensor.detach().clone() if tensor.is_inference() else stand_in_for(tensor)
 
     def _has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a running replay of the tape has a tensor in the memory of ``tensor``."""

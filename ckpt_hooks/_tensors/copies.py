@@ -26,8 +26,6 @@ from ckpt_hooks._torch.tensors import (
     storage_of,
 )
 
-from .nested import replaced_in
-
 #: Types of tensors without a subclass's behavior.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -209,15 +207,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
-
-
-def copies_of(value: Any) -> Any:
-    """Returns the outputs of an operator, each tensor replaced by a copy of the same version."""
-    return replaced_in(value, torch.Tensor, _copy_or_clone)
-
-
-def _copy_or_clone(tensor: torch.Tensor) -> torch.Tensor:
-    return stand_in_for(tensor) if is_plain(tensor) and not tensor.is_inference() else tensor.detach().clone()
 
 
 def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:

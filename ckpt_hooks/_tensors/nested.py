@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -38,12 +37,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         if type(tensor) is not torch.Tensor:
             tensors += inner_tensors(tensor)
     return tensors
-
-
-def replaced_in(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
-    """Returns the same lists and tuples with each instance of a class replaced by a function's result."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([replaced_in(element, kind, function) for element in value])
-    return value
