@@ -13,7 +13,7 @@ from ckpt_hooks._core.descriptions import describe_kind, format_path
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._operators.facts import NORMALIZES_BY_BATCH, REPEATABLE, UNINITIALIZED, OpFacts, facts_of
 from ckpt_hooks._state.journal import JournalLoan
-from ckpt_hooks._tensors.nested import instances_in
+from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._torch.tensors import storage_of, version_of
 from ckpt_hooks.errors import MutationError
 
@@ -58,7 +58,7 @@ class CheckedRerun(QuietDispatchMode):
             self._look_at_write(facts, args, kwargs or {})
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if facts.has_fresh:
-            self._exempt.update(map(storage_of, instances_in(output, torch.Tensor)))
+            self._exempt.update(map(storage_of, outer_tensors_in(output)))
         return output
 
     def _look_at_write(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class CheckedRerun(QuietDispatchMode):
             place, name = _READS_IF_SET[facts.name]
             reads = bool(args[place] if place < len(args) else kwargs.get(name))
         for written in facts.written:
-            for tensor in instances_in(written.of(args, kwargs), torch.Tensor):
+            for tensor in outer_tensors_in(written.of(args, kwargs)):
                 storage, version = storage_of(tensor), version_of(tensor)
                 if storage is None or storage in self._exempt or version < 0:
                     continue
