@@ -11,7 +11,7 @@ import torch
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.facts import OpKind, facts_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all
-from ckpt_hooks._torch.pytree import tree_leaves
+from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._torch.tensors import storage_of
 
 #: The memory of a tensor: its storage or None, the first byte, the byte after the last, and whether the tensor fills the range.
@@ -29,7 +29,7 @@ def _range_of(tensor: torch.Tensor) -> _MemoryRange:
 
 
 def _ranges_in(values: Any) -> list[_MemoryRange]:
-    return [_range_of(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [_range_of(tensor) for tensor in outer_tensors_in(values)]
 
 
 def _overlap(memory: _MemoryRange, other: _MemoryRange) -> bool:
