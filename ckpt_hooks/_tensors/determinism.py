@@ -308,7 +308,7 @@ def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
 
 
 def _equal(fingerprint: Any, other: Any) -> bool:
-    """Whether two results of a user's fingerprint function are equal, or both not-a-number, in containers too."""
+    """Whether two fingerprints, also of a user's function, are equal, or both not-a-number, in containers too."""
     if isinstance(fingerprint, torch.Tensor) and isinstance(other, torch.Tensor):
         return first_difference([fingerprint], [other]) is None
     if isinstance(fingerprint, (list, tuple)) and type(fingerprint) is type(other) and len(fingerprint) == len(other):
@@ -403,14 +403,7 @@ class Twice(NamedTuple):
     ended: Any
 
     def unless_written(self) -> Any:
-        return self.ended if _are_equal(self.saved, self.ended) else None
-
-
-def _are_equal(before: Any, after: Any) -> bool:
-    if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_are_equal, before, after))
-    are_tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
-    return torch.equal(before, after) if are_tensors else bool(before == after)
+        return self.ended if _equal(self.saved, self.ended) else None
 
 
 class Fingerprints:
