@@ -183,7 +183,6 @@ class RecordedFrame(Replayable):
     )
 
     kind = "recorded"
-    unpack = staticmethod(unpack)
     outer: RecordedFrame | None
     passes: dict[int, Any]  # replays, by the key of the scope
 
