@@ -25,7 +25,7 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._operators.draws import device_of
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of_code
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, has_no_gaps, same_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, Lost
 from ckpt_hooks._tensors.nested import outer_tensors_in, tensors_in
 from ckpt_hooks._torch.autograd import Hooks
@@ -52,17 +52,7 @@ def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tenso
 
 def _covers(tensor: torch.Tensor) -> bool:
     """Whether a tensor fills its storage, in any order of dimensions, as ``empty_like`` of a transposed tensor does."""
-    if tensor.nbytes != tensor.untyped_storage().nbytes():
-        return False
-    if tensor.is_contiguous():
-        return True
-    dense = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != dense:
-                return False
-            dense *= size
-    return True
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and (tensor.is_contiguous() or has_no_gaps(tensor))
 
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:

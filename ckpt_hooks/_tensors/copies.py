@@ -249,6 +249,17 @@ def same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return _kind_of(tensor) == _kind_of(other) and tensor.stride() == other.stride()
 
 
+def has_no_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor has elements, one after the other in memory in some order, each in a place of its own."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return expected > 0
+
+
 #: An integer of each size. Floating-point numbers would compare by value: -0.0 as 0.0, and not-a-number as unlike itself.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
