@@ -100,7 +100,7 @@ def _entries_of(kind: type[Any]) -> Part | None:
     return next((part for base, part in CONTAINERS.items() if issubclass(kind, base)), None)
 
 
-# Bounded, since some programs make new classes all the time.
+# Bounded, since some programs make new classes all the time. Annotated names, since for mypy a class is not hashable.
 entries_of: Callable[[Any], Part | None] = lru_cache(10_000)(_entries_of)
 
 
