@@ -258,10 +258,10 @@ class Tables:
             self.inputs.pop(key, None)
 
     def value_now(self, tensor: torch.Tensor) -> Value | None:
-        return self.known.get(id(tensor)) or self.uninitialized.get(id(tensor)) or self.input(tensor)
-
-    def input(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the input value that keeps a tensor, or None."""
+        """Returns the value of a tensor: a result, unfilled memory, or the input that keeps the tensor; None if unknown."""
+        value = self.known.get(id(tensor)) or self.uninitialized.get(id(tensor))
+        if value is not None:
+            return value
         reference = self.inputs.get(id(tensor))
         value = None if reference is None else reference()
         return value if value is not None and value.saved is not None and value.saved.tensor is tensor else None
