@@ -175,7 +175,6 @@ class FunctionFacts(OpFacts):
         "parts",
         "results",
         "sources",
-        "written",
     )
 
     # The same for all calls, so no slots.
