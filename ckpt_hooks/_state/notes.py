@@ -37,7 +37,7 @@ from ckpt_hooks._torch.tensors import (
     is_freed,
     is_kept_anyway,
     past_all_modes,
-    set_versions,
+    share_counter,
     storage_address,
     storage_of,
     version_of,
@@ -233,7 +233,7 @@ class TensorNote:
         counts, is_counting = version_of(self.alias) >= 0, version_of(tensor) >= 0
         if not (counts and is_counting):
             return counts == is_counting
-        return have_one_counter(self.alias, tensor) or loan.has_swapped(tensor)
+        return share_counter(self.alias, tensor) or loan.has_swapped(tensor)
 
     def tensor(self) -> torch.Tensor | None:
         """Returns the tensor if the note has a live reference, else an alias with the same version counter."""
@@ -271,14 +271,6 @@ class TensorNote:
             made = tensor if is_same and self._is_in_place(tensor) else alias_with_history(alias, self.version, self._base)
         loan.made[number] = made
         return made
-
-
-def have_one_counter(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    before, was = tensor._version, other._version
-    set_versions((tensor,), (was + 1,))
-    after = other._version
-    set_versions((tensor,), (before,))
-    return after != was
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:

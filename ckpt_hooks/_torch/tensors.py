@@ -125,6 +125,19 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
+def share_counter(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share a version counter, so that a write to one moves the version of the other."""
+    if tensor is other:
+        return True
+    if tensor.is_inference() or other.is_inference():
+        return False
+    before, version = tensor._version, other._version
+    set_versions((tensor,), (version + 1,))
+    is_shared = other._version != version
+    set_versions((tensor,), (before,))
+    return is_shared
+
+
 def is_kept_anyway(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a leaf that requires grad and no view: mostly a parameter, which lives on anyway."""
     # ``is_leaf`` of a view whose base was written to may give the view a new place in the graph, or raise.
