@@ -129,10 +129,6 @@ SAVE: Final = 1
 OFFLOAD: Final = 2
 #: The policy has no decision on the operator, and has to be asked about each run.
 ASK: Final = 3
-#: The policy prefers to run a collective again. Recorded frames keep the output, since all processes would have to join in.
-EITHER: Final = 4
-#: The policy is asked about each run, since torch asks too, but the operator runs again whatever the answer.
-AS_TORCH: Final = 5
 
 _DECISIONS = {
     CheckpointPolicy.MUST_RECOMPUTE: RECOMPUTE,
@@ -187,7 +183,7 @@ class Decisions:
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
             if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in _UNASKED:
-                known = AS_TORCH
+                known = ASK
             self.known[facts] = known
             if self.seen is not None:
                 self.seen.add(facts.operator)
@@ -198,12 +194,12 @@ class Decisions:
         known = self.known.get(facts)
         if known is None:
             known = self.of(facts)
-        if known == AS_TORCH:
-            if not is_compiled_code_running():
-                answer = context.consult(self._asks or self._start(), facts.operator, args, kwargs, output, None)
-                decision_of(answer, facts.operator)
-            return RECOMPUTE
         if known == ASK:
+            if not facts.is_asked_about:  # asked since torch asks too; the operator runs again whatever the answer
+                if not is_compiled_code_running():
+                    answer = context.consult(self._asks or self._start(), facts.operator, args, kwargs, output, None)
+                    decision_of(answer, facts.operator)
+                return RECOMPUTE
             if is_compiled_code_running() and not facts.is_compiled:
                 return SAVE if facts.has_effect else RECOMPUTE
             index = self._num_asked
@@ -247,11 +243,8 @@ class Decisions:
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:
     decision = decision_of(answer, facts.operator)
-    if decision is CheckpointPolicy.PREFER_RECOMPUTE:
-        if facts.has_effect:
-            return SAVE  # a second run would have the effect twice
-        if facts.is_collective:
-            return EITHER
+    if decision is CheckpointPolicy.PREFER_RECOMPUTE and (facts.has_effect or facts.is_collective):
+        return SAVE  # a second run would have the effect twice, and a collective would need all processes at once
     return _DECISIONS[decision]
 
 
