@@ -11,7 +11,7 @@ import torch
 
 from ckpt_hooks._core.call_sites import name_in_models, place_in_words, place_of
 from ckpt_hooks._core.descriptions import describe_kind, format_path
-from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
+from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._operators.facts import NORMALIZES_BY_BATCH, REPEATABLE, UNINITIALIZED, OpFacts, OpKind, facts_of
 from ckpt_hooks._state.journal import JournalLoan
 from ckpt_hooks._tensors.copies import copy_of, fill_all
@@ -81,9 +81,7 @@ class WatchReads(QuietDispatchMode):
                 self._collector.distrust(functools.partial(self._collector.mutated, *changed[0][1:]))
         if written:
             self._about_to_write(written)
-        output = func(*args, **kwargs)
-        count_writes(func, args)
-        return output
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _about_to_write(self, written: Sequence[_MemoryRange]) -> None:
         left = []

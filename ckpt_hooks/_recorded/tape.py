@@ -27,7 +27,7 @@ from ckpt_hooks._core.mutation import fused_steps
 from ckpt_hooks._core.packed import TapeHandle
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, facts_of
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
+from ckpt_hooks._tensors.copies import PLAIN, PLAIN_OR_FAKE, data_of, is_dense, layout_of
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor
 from ckpt_hooks._tensors.refilling import owner_of
 from ckpt_hooks._tensors.transfers import Batch, transfers_for
@@ -150,7 +150,6 @@ def _is_cast_of_leaf(value: Value) -> bool:
 
 
 _Parameter, _STRIDED = torch.nn.Parameter, torch.strided
-_PLAIN = (torch.Tensor, _Parameter)
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
 
@@ -357,7 +356,7 @@ class Tape:
         origin = owner_of(tensor)
         if origin is None:
             saved = HeldTensor(tensor, self.path, store.cause)
-            if store.address and type(tensor) in _PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
+            if store.address and type(tensor) in PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
                 saved.memory = data_of(tensor)
         else:
             saved, self.has_refilled = HeldRefilled(tensor, origin, self.path, _GATHERED), True

@@ -35,7 +35,7 @@ from ckpt_hooks._torch.tensors import (
     version_witness,
 )
 
-from .copies import has_no_gaps, layout_of
+from .copies import PLAIN, has_no_gaps, layout_of
 
 #: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
@@ -185,7 +185,7 @@ def transfers_for(tensor: torch.Tensor, min_offload_size: int | None = None) -> 
     if device.type in ("cpu", "meta") and device not in _transfers:
         return None
     if (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) not in PLAIN
         or tensor.layout is not torch.strided
         or tensor.nbytes < (DEFAULT_MIN_OFFLOAD_SIZE if min_offload_size is None else min_offload_size)
         or not has_no_gaps(tensor)

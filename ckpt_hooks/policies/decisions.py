@@ -25,7 +25,7 @@ from ckpt_hooks._tensors.nested import tensors_in
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.tensors import inner_tensors, storage_of
 
-from .base import PARAMETERS, Policy, by_count, decision_of
+from .base import PARAMETERS, UNASKED, Policy, by_count, decision_of
 
 _TorchContext = torch.utils.checkpoint.SelectiveCheckpointContext
 
@@ -148,8 +148,6 @@ _LOOKED_THROUGH = 3
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
 
-_UNASKED = (OpKind.IGNORED, OpKind.RANGE)
-
 
 class Decisions:
     """The decisions of a policy in a region."""
@@ -182,7 +180,7 @@ class Decisions:
             elif facts.written and not facts.is_never_kept:  # a policy that names this operator keeps the tensor written to
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
-            if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in _UNASKED:
+            if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in UNASKED:
                 known = ASK
             self.known[facts] = known
             if self.seen is not None:
