@@ -43,6 +43,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_OR_FAKE and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a look at a tensor's numbers waits for no device."""
+    return tensor.is_cpu
+
+
 def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     """Returns a tensor without gradients as a parameter or a plain tensor, as ``kind`` says, on the same memory."""
     return torch.nn.Parameter(tensor, requires_grad=False) if issubclass(kind, torch.nn.Parameter) else tensor
