@@ -43,7 +43,7 @@ from .replay import Replay, Replayable, bring_back
 from .tape import Tape
 from .values import Value, is_held_twice, values_below
 
-has_warned = False  # whether the user was warned of a policy inside of a plain region
+_has_warned = False  # whether the user was warned of a policy inside of a plain region
 
 _number = operator.attrgetter("number")
 
@@ -232,7 +232,7 @@ class RecordedFrame(Replayable):
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
-        if self.parent is not None and self._decisions is not None and not has_warned:
+        if self.parent is not None and self._decisions is not None and not _has_warned:
             _warn_of_unheeded(self._decisions.policy, self.path[0], self.parent)
         self._operator_watch = None if self.watch is None else watch_forward(self)
         hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
@@ -564,11 +564,11 @@ class RecordedFrame(Replayable):
 
 def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
     """Warns, once, of a policy inside of a plain region, whose rerun computes kept tensors again."""
-    global has_warned
+    global _has_warned
     while around is not None and around.kind != "function":
         around = around.parent
     if around is not None and policy is not nothing_saveable:
-        has_warned = True
+        _has_warned = True
         warn_user(
             f"The policy {policy!r} of region {name!r} spares nothing: region {around.path[0]!r} around it is a plain region, "
             "whose recompute runs everything again. Make the outer region recorded, by `recorded=True` or `with "

@@ -30,7 +30,7 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.packed import FunctionTapeHandle, TapeHandle
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, Written
-from ckpt_hooks._state.containers import ATOMS, Capture, TensorAt
+from ckpt_hooks._state.containers import PLAIN_VALUES, Capture, TensorAt
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of, is_dense
 from ckpt_hooks._tensors.held_tensors import HeldOnHost
 from ckpt_hooks._tensors.nested import outer_tensors_in
@@ -68,7 +68,7 @@ def taken_apart(
                 tensors.append(argument)
                 continue
             needs.append(False)
-            if type(argument) not in ATOMS:
+            if type(argument) not in PLAIN_VALUES:
                 capture = capture or Capture(tensors)
                 argument = capture.value(argument, "")
             arguments.append(argument)
