@@ -28,7 +28,7 @@ from .contents import WRITES, Complain, Contents, Undo
 from .notes import GoneError, Held, Memory, Note, TensorNote, notes_in
 from .places import ATOMS, parts_of, same
 from .trees import Bound, Tree, dicts_of, is_of_framework, tree_of
-from .walk import Walk, facts_of_code, walk_from
+from .walk import Walk, globals_used_by, walk_from
 
 _version: Callable[[Any], int] = attrgetter("_version")
 _storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
@@ -226,7 +226,7 @@ def _is_dull(function: Any) -> bool:
         return type(function) in ATOMS
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
         return False
-    names, is_library = facts_of_code(function)
+    names, is_library = globals_used_by(function)
     return is_library or not names
 
 
@@ -356,7 +356,7 @@ class JournalLoan:
         for value, note in self.journal.notes():
             if type(value) is types.FunctionType:
                 identities.update(map(id, value.__closure__ or ()))
-                identities.update((id(value.__globals__), name) for name in facts_of_code(value)[0])
+                identities.update((id(value.__globals__), name) for name in globals_used_by(value)[0])
             identities.update(inner.number for inner in notes_in([note]) if type(inner) is Note or inner is note)
         return identities
 
