@@ -3,6 +3,10 @@
 Tensors which move together form a *batch*: results that a region's policy keeps, a region's inputs, or a single saved tensor.
 A backward which reaches a batch fetches the batch, and a few batches sent before, which backward reaches next.
 
+:class:`Moved` is a saved tensor in the graph, and its taker: before the copy begins the tensor itself, then an
+:class:`Offloaded`, the copy on the host, which all takers of a tensor share. :class:`Transfers` makes the copies: a tensor that
+leaves stays in the stash, an :class:`Arrival` is on its way back.
+
 The copies overlap with computing. The memory in use never depends on the progress of the device, since the host never asks for
 this progress. Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
 """
