@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import TypeVarTuple, Unpack
 
 from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 
@@ -50,7 +51,11 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
+_Args = TypeVarTuple("_Args")
+_Result = TypeVar("_Result")
+
+
+def run_past_modes(function: Callable[[Unpack[_Args]], _Result], *args: Unpack[_Args]) -> _Result:
     """Calls a function past dispatch modes, and past the handlers of subclasses."""
     guard = _ModesNotAsked()
     try:
@@ -59,7 +64,7 @@ def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
         del guard  # the traceback of an exception would keep it
 
 
-def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
+def past_all_modes(tensor: torch.Tensor, function: Callable[[Unpack[_Args]], _Result], *args: Unpack[_Args]) -> _Result:
     """Calls a function past dispatch modes, torch's modes for tracing included; the function works on ``tensor``."""
     if not num_dispatch_modes():
         return function(*args)
