@@ -17,8 +17,6 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
         "and these counts are not exact without the global interpreter lock. Use the default build of Python."
     )
 
-from ._tensors.refilling import register_finder as _register_finder
-
 if _TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
     from torch.utils.checkpoint import check_backward_validity as check_backward_validity
@@ -91,8 +89,6 @@ __all__ = [
     "trace",
     "track_rng",
 ]
-
-_register_finder("torch.distributed.fsdp", lambda: _import_module(".integrations.fsdp", __name__).unit_of)
 
 #: The module of each public name. A module is imported when a name of it is first used, since a first region needs few modules.
 _PLACES = {

@@ -79,7 +79,7 @@ def _seeded() -> Iterator[None]:
     callables.warn_of_transform.cache_clear()
     _options._warned.clear()
     words.has_warned = False
-    recorded.has_warned = True
+    recorded._has_warned = True
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._len_torch_function_stack() == 0

@@ -25,7 +25,7 @@ from ckpt_hooks import (
     policies,
     trace,
 )
-from ckpt_hooks._tensors.structures import leaves_of
+from ckpt_hooks._tensors.nested import leaves_of
 from tests.chunked import PROGRAMS, WIDTH, Gated, counted, loop
 from tests.measure import Calls, Log, in_turns, leaf, same_bits
 

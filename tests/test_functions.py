@@ -294,3 +294,19 @@ def check(program, way, form):
     expected = way(_plain_form(form), program)
     found = way(FORMS[form], program)
     assert list(map(same, found, expected)) == [True] * len(expected)
+
+
+def test_a_backward_in_inference_mode_gets_copies_of_tensors_still_needed():
+    """Inference tensors, which have no version."""
+
+    def program(x, w, v):
+        h = (x @ w).sin()
+        return k.RMSNorm.apply(h, v[0]) * h.exp() * k.RMSNorm.apply(h, v[1])
+
+    def way(run, function):
+        x, w, v = leaves()
+        out = run(function, x * 1, w, v).sum()
+        with torch.inference_mode():
+            return torch.autograd.grad(out, (x, w, v))
+
+    check(program, way, "parts")

@@ -928,7 +928,7 @@ def decorated():
 
 
 def policy_in_a_plain_region():
-    recorded.has_warned = False  # tests begin as if it had been said
+    recorded._has_warned = False  # tests begin as if it had been said
     checkpoint(name="outer")(lambda x: checkpoint(name="inner", policy=policies.dots_saveable)(block)(x.sin()))(leaf(3).float())
 
 
@@ -1651,14 +1651,14 @@ def test_a_policy_in_a_plain_region_is_told_of_once():
     policy_in_a_plain_region_once = functools.partial(
         products_again, {"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {}}
     )
-    recorded.has_warned = False
+    recorded._has_warned = False
     with pytest.warns(UserWarning, match=r"region 'layers\.0\.attn' spares nothing: region 'layers\.0' ") as caught:
         assert policy_in_a_plain_region_once() == products_again("layers.*") > 0
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         policy_in_a_plain_region_once()
-        recorded.has_warned = False
+        recorded._has_warned = False
         products_again({"layers.*.attn": {"policy": policies.nothing_saveable}, "layers.*": {}})
         products_again({"layers.*.attn": {"policy": policies.dots_saveable}})
         products_again({"layers.*.attn": {"policy": policies.dots_saveable}, "layers.*": {}}, recorded=True)

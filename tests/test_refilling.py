@@ -20,6 +20,8 @@ from tests.behaviours.test_framework_hooks import bind_anew, fill_by_data
 from tests.measure import Frames, allocated
 from tests.regions import assert_same
 
+FRAMEWORK = "torch.distributed.fsdp"
+
 
 class Sheets:
     """The owner of whole tensors, each a copy of a source, all filled and freed together."""
@@ -51,7 +53,7 @@ class Sheets:
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Registers owners, of a framework that has been imported."""
+    """Owners made up in place of FSDP2's, as if it had been imported."""
     owners: list[Sheets] = []
 
     def find(tensor):
@@ -61,9 +63,8 @@ def registered(monkeypatch):
                     return RefillSource(owner, owner.sources[name])
         return None
 
-    monkeypatch.setitem(sys.modules, "made_up_framework", types.ModuleType("made_up_framework"))
-    monkeypatch.setattr(refilling, "_registered", [])
-    refilling.register_finder("made_up_framework", lambda: find)
+    monkeypatch.setitem(sys.modules, FRAMEWORK, sys.modules.get(FRAMEWORK, types.ModuleType(FRAMEWORK)))
+    monkeypatch.setattr(refilling, "_finder_of_fsdp", lambda: find)
     return owners
 
 
@@ -171,10 +172,10 @@ def test_a_source_or_a_filled_tensor_that_was_modified(registered, part):
 
 def test_no_question_before_the_framework_is_imported(registered, monkeypatch):
     """The finder is not even loaded."""
-    monkeypatch.delitem(sys.modules, "made_up_framework")
+    monkeypatch.delitem(sys.modules, FRAMEWORK)
     owner = sheets(registered, "a")
     loaded = []
-    refilling.register_finder("made_up_framework", lambda: loaded.append("finder"))
+    monkeypatch.setattr(refilling, "_finder_of_fsdp", lambda: loaded.append("finder"))
     assert refilling.owner_of(owner.whole["a"]) is None
     assert not loaded
 

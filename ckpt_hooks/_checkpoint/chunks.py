@@ -30,7 +30,7 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._operators.draws import DrawWatch, place_of_probability
 from ckpt_hooks._options import Form, check_swallowed, options_of
 from ckpt_hooks._state.journal import JournalLoan, journal_of
-from ckpt_hooks._tensors.structures import leaves_of, named_entries, with_entries
+from ckpt_hooks._tensors.nested import leaves_of, named_entries, with_entries
 from ckpt_hooks._torch.compiling import skipped
 
 from .curried import MADE, PLAIN

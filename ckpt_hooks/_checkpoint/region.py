@@ -32,7 +32,7 @@ from ckpt_hooks._core.self_check import settings as self_check
 from ckpt_hooks._options import Form, is_policy, options_from, options_of
 from ckpt_hooks._recorded.frame import Externals, RecordedFrame, held_in_graph
 from ckpt_hooks._recorded.traced_regions import traced_name, traced_region, warn_of_instance
-from ckpt_hooks._tensors.structures import leaf_tensors_in
+from ckpt_hooks._tensors.nested import leaf_tensors_in
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 

@@ -1,6 +1,6 @@
 """What autograd holds in place of a saved tensor: the tensor, kept, or a handle by which a frame brings the tensor back.
 
-Each kind has ``unpack()``, called by the unpack hook of its frames, and ``describe()``, for reports, which recomputes nothing.
+Reports find these in the graph, and ask ``frame.describe`` about a handle, which recomputes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt_hooks.errors import CheckpointError, MutationError
 
 from . import mutation
 from .descriptions import RegionPath, format_path
-from .holdings import Cause, Reason, Saved, size_of
+from .holdings import Cause, Reason
 
 #: The number of a function frame's first saved tensor. Python shares small integers, so their reference counts tell nothing;
 #: from here on each number is an object of its own.
@@ -59,11 +59,6 @@ class KeptTensor:
         # Plain autograd raises too if a saved tensor was written to.
         return mutation.mutated(mutation.Why.SAVED, format_path(self.path), self.tensor, self.version)
 
-    def describe(self) -> Saved:
-        tensor = self.tensor
-        shape = None if tensor.is_nested else tensor.shape
-        return Saved(format_path(self.path), -1, self.held_for.reason, shape, tensor.dtype, size_of(tensor))
-
 
 class TrackedTensor(KeptTensor):
     """A kept tensor that can be weakly referenced."""
@@ -96,15 +91,6 @@ class CallHandle(tuple[Any, int]):
     def frame(self) -> Any:
         return self[0]
 
-    @skipped
-    def unpack(self) -> torch.Tensor:
-        tensor: torch.Tensor = self[0].unpack((self[0], self[1]))
-        return tensor
-
-    def describe(self) -> Saved:
-        saved: Saved = self[0].describe(self)
-        return saved
-
 
 class WatchedCallHandle(CallHandle):
     """A call handle that reports to observers."""
@@ -113,7 +99,7 @@ class WatchedCallHandle(CallHandle):
 
     @skipped
     def unpack(self) -> torch.Tensor:
-        tensor = super().unpack()
+        tensor: torch.Tensor = self[0].unpack((self[0], self[1]))
         if (watch := self[0].watch) is not None:
             watch.restored(self[1] - FIRST_NUMBER, tensor)
         return tensor
@@ -134,14 +120,6 @@ class TapeHandle:
     dtype: torch.dtype  # set in watched frames
     nbytes: int
     shape: torch.Size  # set in watched frames, except for nested tensors
-
-    def unpack(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.frame.unpack(self)
-        return tensor
-
-    def describe(self) -> Saved:
-        saved: Saved = self.frame.describe(self)
-        return saved
 
 
 class FunctionTapeHandle(TapeHandle):

@@ -32,7 +32,7 @@ from ckpt_hooks._torch.autograd import (
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, handles_operators, storage_of, version_of
 
-#: A tensor that a rerun got from saved-tensor hooks: its position, the tensor, and its version if the hooks are not a frame's.
+#: A tensor that a rerun got from saved-tensor hooks: its position, the tensor, and its version if the hooks may repeat it.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 #: The frame around a region, and the region's path.
@@ -159,8 +159,8 @@ class Arguments:
                 if tensor.layout is torch.strided and (tensor._is_view() or not tensor.is_contiguous()) and not tensor.is_nested
             }
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
-            # Whether the hooks are foreign, that is, not a frame's: such hooks may return the same tensor each time.
-            self._foreign = not UNPACKS.get(hooks[1], False)
+            # Whether the hooks may hand out the same tensor each time: all but those of function frames.
+            self._repeats = not UNPACKS.get(hooks[1], False)
             self._storages = list(map(storage_of, tensors))
             self.live = tensors
         # Facts and memory of kept tensors when forward began. While TorchScript traces, sizes are tensors: no memory is noted.
@@ -259,16 +259,16 @@ class Arguments:
                     assert saved is not None
                     unpacked = saved.unpack()
                     version = self._facts[position][0]
-                    if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
+                    if self._repeats and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
                         self._raise_modified(position, unpacked, format_path(frame.path))
                     strides, base = self._layouts.get(position, _ANY)
                     tensor = restore_layout(unpacked, strides, version)
-                    is_foreign = tensor is unpacked and self._foreign
-                    if is_foreign and type(tensor) is torch.Tensor and not tensor.requires_grad:
+                    is_shared = tensor is unpacked and self._repeats
+                    if is_shared and type(tensor) is torch.Tensor and not tensor.requires_grad:
                         # An alias: if the rerun gives it other memory (``.data = ...``), the hooks' tensor stays as it is.
                         tensor = counted_detach(tensor)
                     tensor = as_view(tensor, base)
-                    handed_out.append((position, tensor, tensor._version if is_foreign else None))
+                    handed_out.append((position, tensor, tensor._version if is_shared else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
         return tensors, stand_ins

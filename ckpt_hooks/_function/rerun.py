@@ -43,7 +43,7 @@ from . import words
 from .arguments import HandedOut
 from .collector import Collector, PackHook
 from .compare import result_of
-from .reads import WatchReads
+from .rerun_modes import CheckedRerun, WatchReads
 from .words import blame, draws_error, explain_failure, warn_of_drawing_thread
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
                     if changed or lost or frame.sampled is not None or num_dispatch_modes():
                         hook = collector.watching(hook, lost)
                     is_under_mode = frame.sampled is not None and frame.sampled.under_mode
-                    checked = _checked(frame, loan, tensors) if is_under_mode else _NOTHING
+                    checked = CheckedRerun(frame, loan, tensors) if is_under_mode else _NOTHING
                     _call(frame, loan, args, kwargs, hook, changed, checked)
                 finally:
                     undo(leave_ambient)
@@ -168,12 +168,6 @@ def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrow
         if watch is not None:
             undone.enter_context(watch)
         return undone.pop_all().close
-
-
-def _checked(frame: Any, loan: JournalLoan | None, tensors: Sequence[torch.Tensor | None]) -> AbstractContextManager[Any]:
-    from .checked_rerun import CheckedRerun
-
-    return CheckedRerun(frame, loan, tensors)
 
 
 def _call(

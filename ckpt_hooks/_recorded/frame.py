@@ -25,7 +25,7 @@ from ckpt_hooks._core.self_check import CheckedPlace
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._operators.operator_log import watch_forward
 from ckpt_hooks._options import RegionOptions
-from ckpt_hooks._tensors.copies import copies_of, is_plain
+from ckpt_hooks._tensors.copies import is_plain, stand_in_for
 from ckpt_hooks._tensors.samples import Sampled
 from ckpt_hooks._tensors.transfers import hooks_for_inputs
 from ckpt_hooks._torch.autograd import Hooks, graph_exec_group, graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
@@ -43,7 +43,7 @@ from .replay import Replay, Replayable, bring_back
 from .tape import Tape
 from .values import Value, is_held_twice, values_below
 
-has_warned = False  # whether the user was warned of a policy inside of a plain region
+_has_warned = False  # whether the user was warned of a policy inside of a plain region
 
 _number = operator.attrgetter("number")
 
@@ -183,7 +183,6 @@ class RecordedFrame(Replayable):
     )
 
     kind = "recorded"
-    unpack = staticmethod(unpack)
     outer: RecordedFrame | None
     passes: dict[int, Any]  # replays, by the key of the scope
 
@@ -233,7 +232,7 @@ class RecordedFrame(Replayable):
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
-        if self.parent is not None and self._decisions is not None and not has_warned:
+        if self.parent is not None and self._decisions is not None and not _has_warned:
             _warn_of_unheeded(self._decisions.policy, self.path[0], self.parent)
         self._operator_watch = None if self.watch is None else watch_forward(self)
         hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
@@ -535,8 +534,10 @@ class RecordedFrame(Replayable):
             is_needed = in_memory > 1 or is_held_twice(weakref.ref(handle.value))
         else:
             is_needed = num_holders(tensor) > 1 or self._has_memory_of(tensor)
-        copy: torch.Tensor = copies_of(tensor) if is_needed else tensor
-        return copy
+        if not is_needed:
+            return tensor
+        # Replays of a backward in inference mode make inference tensors, which have no version.
+        return tensor.detach().clone() if tensor.is_inference() else stand_in_for(tensor)
 
     def _has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a running replay of the tape has a tensor in the memory of ``tensor``."""
@@ -563,11 +564,11 @@ class RecordedFrame(Replayable):
 
 def _warn_of_unheeded(policy: Policy, name: str, around: Frame | None) -> None:
     """Warns, once, of a policy inside of a plain region, whose rerun computes kept tensors again."""
-    global has_warned
+    global _has_warned
     while around is not None and around.kind != "function":
         around = around.parent
     if around is not None and policy is not nothing_saveable:
-        has_warned = True
+        _has_warned = True
         warn_user(
             f"The policy {policy!r} of region {name!r} spares nothing: region {around.path[0]!r} around it is a plain region, "
             "whose recompute runs everything again. Make the outer region recorded, by `recorded=True` or `with "

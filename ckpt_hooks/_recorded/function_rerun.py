@@ -27,7 +27,7 @@ from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import ReplacedGenerators, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of
-from ckpt_hooks._state.containers import ATOMS, CONTAINERS, Part, build, builtin_of
+from ckpt_hooks._state.containers import CONTAINERS, PLAIN_VALUES, Part, build, builtin_of
 from ckpt_hooks._state.places import attributes_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, is_plain
 from ckpt_hooks._torch.functions import has_setup_context
@@ -96,7 +96,7 @@ def parts_of(values: Iterable[Any]) -> list[Any] | None:
         if len(parts) > _MOST_PARTS:
             return None
         kind = type(value)
-        if kind in ATOMS or isinstance(value, _SINGLETONS) or id(value) in seen:
+        if kind in PLAIN_VALUES or isinstance(value, _SINGLETONS) or id(value) in seen:
             continue
         if isinstance(value, torch.Tensor):
             if not is_plain(value) or not value.is_leaf:
@@ -154,7 +154,7 @@ class _Lending:
 
 
 def _same(part: Any, other: Any) -> bool:
-    return part is other or (type(part) in ATOMS and type(part) is type(other) and repr(part) == repr(other))
+    return part is other or (type(part) in PLAIN_VALUES and type(part) is type(other) and repr(part) == repr(other))
 
 
 class FunctionFacts(OpFacts):
@@ -175,7 +175,6 @@ class FunctionFacts(OpFacts):
         "parts",
         "results",
         "sources",
-        "written",
     )
 
     # The same for all calls, so no slots.

@@ -30,10 +30,10 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.packed import FunctionTapeHandle, TapeHandle
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, Written
-from ckpt_hooks._state.containers import ATOMS, Capture, TensorAt
+from ckpt_hooks._state.containers import PLAIN_VALUES, Capture, TensorAt
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of, is_dense
 from ckpt_hooks._tensors.held_tensors import HeldOnHost
-from ckpt_hooks._tensors.nested import instances_in
+from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._torch.autograd import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import APPLY_CODE
 from ckpt_hooks._torch.modes import FAKE
@@ -68,7 +68,7 @@ def taken_apart(
                 tensors.append(argument)
                 continue
             needs.append(False)
-            if type(argument) not in ATOMS:
+            if type(argument) not in PLAIN_VALUES:
                 capture = capture or Capture(tensors)
                 argument = capture.value(argument, "")
             arguments.append(argument)
@@ -211,7 +211,7 @@ class FunctionCall:
             out, decision = self._run_any(func, facts, args, kwargs, record)
         if facts.is_view:
             return out
-        for tensor in (out,) if type(out) is Tensor else instances_in(out, Tensor):
+        for tensor in (out,) if type(out) is Tensor else outer_tensors_in(out):
             made = storage_of(tensor)
             if made and made not in stores:
                 born.add(made)
@@ -252,7 +252,7 @@ class FunctionCall:
             for position in facts.tensors[len(args)]:
                 self._look_at_read(args[position])
             if facts.lists or (kwargs and not facts.keywords.isdisjoint(kwargs)):
-                for tensor in instances_in(([args[at] for at in facts.lists if at < len(args)], kwargs), Tensor):
+                for tensor in outer_tensors_in(([args[at] for at in facts.lists if at < len(args)], kwargs)):
                     self._look_at_read(tensor)
 
     def _look_at_read(self, tensor: Any) -> None:

@@ -117,7 +117,8 @@ class Recorder(SelectiveCheckpointContext):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func)) or facts_of(func)
         if self.paused:
-            if self._call is not None and self.paused == 1:  # no pause is open: ``run_function`` has set the count
+            # One pause is :meth:`run_function`'s: an operator of the custom function. Under a second pause it is of others.
+            if self._call is not None and self.paused == 1:
                 return self._call.run_operator(func, facts, args, kwargs or _NO_KWARGS, self._record)
             out = facts.call(*args, **(kwargs or _NO_KWARGS))
             count_writes(func, args)

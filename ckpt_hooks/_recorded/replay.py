@@ -34,7 +34,7 @@ from ckpt_hooks._operators.draws import InSeries, ReplacedGenerators, draw_again
 from ckpt_hooks._operators.operator_log import watch_replay
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
-from ckpt_hooks._tensors.nested import instances_in
+from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._tensors.refilling import FilledMemory, Owner, borrow, give_back, is_lent
 from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import (
@@ -556,7 +556,7 @@ class Replay:
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Copies wanted tensors that are about to be overwritten."""
-        targets = [tensor for written in facts.written for tensor in instances_in(written.of(args, kwargs), torch.Tensor)]
+        targets = [tensor for written in facts.written for tensor in outer_tensors_in(written.of(args, kwargs))]
         addresses = set(map(storage_address, targets))
         for number in self._plan.asked:
             tensor = self.tensors.get(number)

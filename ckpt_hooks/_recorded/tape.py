@@ -27,14 +27,14 @@ from ckpt_hooks._core.mutation import fused_steps
 from ckpt_hooks._core.packed import TapeHandle
 from ckpt_hooks._operators.draws import NotedStates, draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, OpKind, facts_of
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, data_of, is_dense, layout_of
+from ckpt_hooks._tensors.copies import PLAIN, PLAIN_OR_FAKE, data_of, is_dense, layout_of
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldRefilled, HeldTensor
 from ckpt_hooks._tensors.refilling import owner_of
 from ckpt_hooks._tensors.transfers import Batch, transfers_for
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.modes import FAKE, num_dispatch_modes
 from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address, storage_of
-from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions, SelectiveCheckpointContext
+from ckpt_hooks.policies.decisions import ASK, OFFLOAD, RECOMPUTE, SAVE, Decisions, SelectiveCheckpointContext
 
 from .values import (
     ANEW,
@@ -150,7 +150,6 @@ def _is_cast_of_leaf(value: Value) -> bool:
 
 
 _Parameter, _STRIDED = torch.nn.Parameter, torch.strided
-_PLAIN = (torch.Tensor, _Parameter)
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
 
@@ -357,7 +356,7 @@ class Tape:
         origin = owner_of(tensor)
         if origin is None:
             saved = HeldTensor(tensor, self.path, store.cause)
-            if store.address and type(tensor) in _PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
+            if store.address and type(tensor) in PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
                 saved.memory = data_of(tensor)
         else:
             saved, self.has_refilled = HeldRefilled(tensor, origin, self.path, _GATHERED), True
@@ -430,16 +429,14 @@ def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
     """Returns the decision on an operator that has run; in a backward inside the region the policy is not asked."""
     if tape.decisions is None or graph_task_id() != tape.task:
-        decision = EITHER if facts.is_collective or facts.has_effect else RECOMPUTE
-        if facts.drops_from_buffer(args, kwargs):
-            decision = SAVE
+        keeps = facts.is_collective or facts.has_effect or facts.drops_from_buffer(args, kwargs)
+        decision = SAVE if keeps else RECOMPUTE
     elif facts.kind is OpKind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
         decision = RECOMPUTE  # autocast caches this cast, so that only some runs have it
     else:
         decision = tape.decisions.decide(tape.recorder, facts, args, kwargs, out)
-    if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
-        return SAVE  # a collective would need all ranks at once to run again; arguments of a replay require no grad
-    return decision
+    # An operator that looks at ``requires_grad`` is kept: arguments of a replay require no grad.
+    return SAVE if decision == RECOMPUTE and facts.looks_at_grad else decision
 
 
 def op_of(

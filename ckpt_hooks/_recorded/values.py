@@ -28,7 +28,7 @@ from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
 from ckpt_hooks._tensors.held_tensors import HeldTensor
-from ckpt_hooks._torch.tensors import handles_operators, set_versions, storage_of
+from ckpt_hooks._torch.tensors import handles_operators, share_counter, storage_of
 
 
 class Surroundings:
@@ -258,10 +258,10 @@ class Tables:
             self.inputs.pop(key, None)
 
     def value_now(self, tensor: torch.Tensor) -> Value | None:
-        return self.known.get(id(tensor)) or self.uninitialized.get(id(tensor)) or self.input(tensor)
-
-    def input(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the input value that keeps a tensor, or None."""
+        """Returns the value of a tensor: a result, unfilled memory, or the input that keeps the tensor; None if unknown."""
+        value = self.known.get(id(tensor)) or self.uninitialized.get(id(tensor))
+        if value is not None:
+            return value
         reference = self.inputs.get(id(tensor))
         value = None if reference is None else reference()
         return value if value is not None and value.saved is not None and value.saved.tensor is tensor else None
@@ -329,24 +329,11 @@ def slim(handles: Iterable[weakref.ref[Any]]) -> None:
 _AS_STRIDED = torch.ops.aten.as_strided.default
 
 
-def _share_versions(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share a version counter: a write to the first moves the version of the second."""
-    if tensor is other:
-        return True
-    if tensor.is_inference() or other.is_inference():
-        return False
-    before, version = tensor._version, other._version
-    torch.autograd.graph.increment_version(tensor)
-    shared = other._version != version
-    set_versions((tensor,), (before,))
-    return shared
-
-
 def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
     """Returns the version counter of a tensor, taken from another tensor in the storage that shares it."""
     for member in tables.live_members(store):
         value = tables.value_now(member)
-        if value is not None and _share_versions(tensor, member):
+        if value is not None and share_counter(tensor, member):
             return value.counter
     return tables.another_counter(store)
 

@@ -25,9 +25,9 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._operators.draws import device_of
 from ckpt_hooks._operators.facts import OpFacts, OpKind, Written, facts_of_code
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, has_no_gaps, same_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, Lost
-from ckpt_hooks._tensors.nested import instances_in, tensors_in
+from ckpt_hooks._tensors.nested import outer_tensors_in, tensors_in
 from ckpt_hooks._torch.autograd import Hooks
 from ckpt_hooks._torch.tensors import counted_detach, storage_address, storage_of
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
@@ -47,22 +47,12 @@ _IN_TABLE = _count_in_table()
 
 
 def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
-    return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), Tensor)]
+    return [(tensor, written) for written in facts.written for tensor in outer_tensors_in(written.of(args, kwargs))]
 
 
 def _covers(tensor: torch.Tensor) -> bool:
     """Whether a tensor fills its storage, in any order of dimensions, as ``empty_like`` of a transposed tensor does."""
-    if tensor.nbytes != tensor.untyped_storage().nbytes():
-        return False
-    if tensor.is_contiguous():
-        return True
-    dense = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != dense:
-                return False
-            dense *= size
-    return True
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and (tensor.is_contiguous() or has_no_gaps(tensor))
 
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -398,7 +388,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
         out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
         decide(tape, facts, arguments, kwargs, out)  # the policy only sees the operator: results are kept in any case
-    for tensor in instances_in(out, Tensor):
+    for tensor in outer_tensors_in(out):
         if not (facts.is_compiled and any(tensor is source for source in inputs)):
             tape.note_external(tensor, f"returned by {func}")
     return out

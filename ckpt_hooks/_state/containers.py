@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Types whose values neither are nor hold tensors.
-ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+#: Types of arguments that are neither objects nor hold any. Fewer than ``places.ATOMS``: a slice may hold a tensor.
+PLAIN_VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 
 #: The values in a place: a dict by name, key or slot, or a list.
 Content = Any
@@ -100,7 +100,7 @@ def _entries_of(kind: type[Any]) -> Part | None:
     return next((part for base, part in CONTAINERS.items() if issubclass(kind, base)), None)
 
 
-# Bounded, since some programs make new classes all the time.
+# Bounded, since some programs make new classes all the time. Annotated names, since for mypy a class is not hashable.
 entries_of: Callable[[Any], Part | None] = lru_cache(10_000)(_entries_of)
 
 
@@ -218,7 +218,7 @@ class Capture:
             self.tensors.append(value)
             self.paths.append(path)
             return TensorAt(len(self.tensors) - 1)
-        if type(value) in ATOMS:
+        if type(value) in PLAIN_VALUES:
             return value
         if id(value) in self._seen:
             return self._seen[id(value)]
@@ -234,10 +234,10 @@ class Capture:
             else:
                 container.entries = [self.value(entry, f"{path}[{index}]") for index, entry in enumerate(content)]
             self._with_attributes(container, path)
-            return self._unless_empty(container) if part.put is put_nothing else container
+            return self._container_or_original(container) if part.put is put_nothing else container
         # A dataclass that is also a number, a set or an exception is not taken apart: it has state besides its attributes.
         if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and builtin_of(kind) is object:
-            return self._unless_empty(self._with_attributes(self._container(value), path))
+            return self._container_or_original(self._with_attributes(self._container(value), path))
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and kind is not weakref.ProxyType:
             raise TypeError(
                 f"{path} is an iterator ({type(value).__name__}), which a checkpointed function cannot take: it can be read "
@@ -269,7 +269,7 @@ class Capture:
             container.slots.append((slot, self.value(content, f"{path}.{slot.__name__}")))
         return container
 
-    def _unless_empty(self, container: Container) -> Any:
+    def _container_or_original(self, container: Container) -> Any:
         """Returns the original if it is immutable and a rerun replaces nothing in it; else the container."""
         parts = (*(container.entries or ()), *(captured for _, captured in (*container.slots, *container.variables)))
         parameters = getattr(container.kind, "__dataclass_params__", None)

@@ -21,14 +21,14 @@ from torch.nn.modules import module as torch_module
 
 from ckpt_hooks._core.mutation import GONE, fused_steps, stepped_since
 from ckpt_hooks._tensors.copies import data_of, is_theirs, same_layout
-from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_of, version_of
+from ckpt_hooks._torch.tensors import is_freed, past_all_modes, share_counter, storage_of, version_of
 
 from .containers import Content, Part
 from .contents import WRITES, Complain, Contents, Undo
-from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
+from .notes import GoneError, Held, Memory, Note, TensorNote, notes_in
 from .places import ATOMS, parts_of, same
 from .trees import Bound, Tree, dicts_of, is_of_framework, tree_of
-from .walk import Walk, facts_of_code, walk_from
+from .walk import Walk, globals_used_by, walk_from
 
 _version: Callable[[Any], int] = attrgetter("_version")
 _storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
@@ -226,7 +226,7 @@ def _is_dull(function: Any) -> bool:
         return type(function) in ATOMS
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
         return False
-    names, is_library = facts_of_code(function)
+    names, is_library = globals_used_by(function)
     return is_library or not names
 
 
@@ -356,7 +356,7 @@ class JournalLoan:
         for value, note in self.journal.notes():
             if type(value) is types.FunctionType:
                 identities.update(map(id, value.__closure__ or ()))
-                identities.update((id(value.__globals__), name) for name in facts_of_code(value)[0])
+                identities.update((id(value.__globals__), name) for name in globals_used_by(value)[0])
             identities.update(inner.number for inner in notes_in([note]) if type(inner) is Note or inner is note)
         return identities
 
@@ -426,7 +426,7 @@ class JournalLoan:
             notes = [inner for _, note in self.journal.notes() for inner in notes_in([note]) if type(inner) is TensorNote]
             self._by_address = {note.address: note.alias for note in notes}
         alias = self._by_address.get(tensor._cdata)
-        return alias is not None and version_of(alias) >= 0 and have_one_counter(alias, tensor)
+        return alias is not None and version_of(alias) >= 0 and share_counter(alias, tensor)
 
     def value(self, note: Note) -> Any:
         """Returns the value of a note outside of the journal; containers also in the journal are the same objects."""

@@ -37,7 +37,7 @@ from ckpt_hooks._torch.tensors import (
     is_freed,
     is_kept_anyway,
     past_all_modes,
-    set_versions,
+    share_counter,
     storage_address,
     storage_of,
     version_of,
@@ -193,8 +193,11 @@ def has_history(tensor: torch.Tensor) -> bool:
 class TensorNote:
     """A noted tensor: its identity, memory, layout, ``requires_grad``, and, if it has a history, its version."""
 
-    # Only tensors with a history or of unknown memory get a weak reference: ``torch.utils.swap_tensors`` refuses tensors with
-    # weak references. An alias holds the memory of a tensor, but not of a parameter, whose memory frameworks free.
+    # A note mostly knows its tensor again by the memory, and holds the memory by an alias. Exceptions:
+    # - A leaf that requires grad, or was made in inference mode, is held itself (``leaf``), unless a module holds it.
+    # - A tensor with a history or of unknown memory gets a weak reference. No other does: ``torch.utils.swap_tensors`` refuses
+    #   tensors with weak references.
+    # - A parameter gets no alias (``is_weak``), since frameworks free its memory, unless it is frozen and small or an argument.
 
     def __init__(self, tensor: torch.Tensor, *, owner: int = -1) -> None:
         self.kind, self.number, self.owner = type(tensor), id(tensor), owner
@@ -204,14 +207,14 @@ class TensorNote:
         self.version = tensor._version if self.has_history else -1
         self.use = Use.UNKNOWN
         self.latest: Any = None  # the version at the latest copy, and a function that returns the copy
-        is_told = is_dense(tensor)
-        is_held = (is_told and tensor.is_inference()) or (self.requires_grad and not self.has_history)
-        self.leaf = tensor if is_held and owner < 0 else None
-        is_referred = self.leaf is None and (not is_told or self.has_history)
+        has_memory = is_dense(tensor)
+        is_leaf = (has_memory and tensor.is_inference()) or (self.requires_grad and not self.has_history)
+        self.leaf = tensor if is_leaf and owner < 0 else None
+        is_referred = self.leaf is None and (not has_memory or self.has_history)
         self._reference = weakref.ref(tensor) if is_referred else None
-        is_parameter = is_told and isinstance(tensor, torch.nn.Parameter)
+        is_parameter = has_memory and isinstance(tensor, torch.nn.Parameter)
         is_weak = is_parameter and (self.requires_grad or (owner >= 0 and tensor.nbytes > SMALL))
-        self.memory = Memory(tensor, is_weak=is_weak) if is_told else None
+        self.memory = Memory(tensor, is_weak=is_weak) if has_memory else None
         self.alias, self._copy = None if is_weak else _alias_of(tensor), None
         self._base = base_of(tensor)
         if owner >= 0 and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
@@ -233,7 +236,7 @@ class TensorNote:
         counts, is_counting = version_of(self.alias) >= 0, version_of(tensor) >= 0
         if not (counts and is_counting):
             return counts == is_counting
-        return have_one_counter(self.alias, tensor) or loan.has_swapped(tensor)
+        return share_counter(self.alias, tensor) or loan.has_swapped(tensor)
 
     def tensor(self) -> torch.Tensor | None:
         """Returns the tensor if the note has a live reference, else an alias with the same version counter."""
@@ -271,14 +274,6 @@ class TensorNote:
             made = tensor if is_same and self._is_in_place(tensor) else alias_with_history(alias, self.version, self._base)
         loan.made[number] = made
         return made
-
-
-def have_one_counter(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    before, was = tensor._version, other._version
-    set_versions((tensor,), (was + 1,))
-    after = other._version
-    set_versions((tensor,), (before,))
-    return after != was
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -267,6 +267,6 @@ def _parts_of(kind: Any) -> tuple[Part, ...]:
     return (*([] if entries is None else [entries]), *([_KIND] if is_of_user else []), *attributes_of(kind))
 
 
-# Bounded, since some programs make new classes all the time.
+# Bounded, since some programs make new classes all the time. Annotated names, since for mypy a class is not hashable.
 attributes_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_attributes_of)
 parts_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_parts_of)

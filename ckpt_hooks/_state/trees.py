@@ -243,8 +243,6 @@ class Tree:
         inside: Iterator[Any] = (refer for note in self.modules for refer in note.functions)
         self._met_functions = [*map(weakref.ref, held), *inside]
         self._image, self._layouts = pointers(tuple(flat)), self.take_memory(bound)
-        if len(self.parameters) == 1:  # since :func:`_getter` gets a single value twice
-            self.parameters *= 2
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
 
     def _take_tensors(self, group: Group | None) -> None:
@@ -333,8 +331,11 @@ class Tree:
 
 
 def _getter(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that gets the values at keys: a single value twice, since ``itemgetter`` would return no tuple."""
-    return itemgetter(*keys, *keys[: len(keys) == 1]) if keys else _nothing_of
+    """Returns a function that gets the values at keys as a tuple."""
+    if len(keys) == 1:  # ``itemgetter`` would return the value itself
+        (key,) = keys
+        return lambda values: (values[key],)
+    return itemgetter(*keys) if keys else _nothing_of
 
 
 def _nothing_of(values: Any) -> tuple[Any, ...]:

@@ -213,7 +213,7 @@ class Walk:
         self.functions.append(function)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.look(value, levels)
-        names, is_library = facts_of_code(function)
+        names, is_library = globals_used_by(function)
         note = self._named.get(id(function)) or Note(function)
         if function.__closure__:
             self.add(note, CELLS, 0, CELLS.read(function, 0), levels, lambda kind: True)
@@ -322,7 +322,7 @@ def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any
     return variables, others
 
 
-# ------------------------------------------------------------------------------------------------------------- facts of code
+# ------------------------------------------------------------------------------------------------------------ names in code
 
 _BUILTINS = frozenset(vars(builtins))
 #: Types of global values that are code, without state.
@@ -331,7 +331,7 @@ _NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"
 _facts: dict[int, tuple[weakref.ref[types.CodeType], tuple[tuple[str, ...], bool]]] = {}
 
 
-def facts_of_code(function: types.FunctionType) -> tuple[tuple[str, ...], bool]:
+def globals_used_by(function: types.FunctionType) -> tuple[tuple[str, ...], bool]:
     """Returns the global names that a function uses, and whether the function is torch's or this package's."""
     code = function.__code__
     key = id(code)
@@ -359,7 +359,7 @@ def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 def named_functions(function: types.FunctionType) -> list[types.FunctionType]:
     variables = function.__globals__
-    values = [variables.get(name) for name in facts_of_code(function)[0]]
+    values = [variables.get(name) for name in globals_used_by(function)[0]]
     return [value for value in values if type(value) is types.FunctionType and not is_internal(value)]
 
 
@@ -377,7 +377,7 @@ def has_state(function: Any) -> bool:
         return not is_plain or has_state(function.func)
     if type(function) is not types.FunctionType:
         return not isinstance(function, Module) and type(function) not in ATOMS
-    names, is_library = facts_of_code(function)
+    names, is_library = globals_used_by(function)
     if is_library:
         return False
     variables = function.__globals__

@@ -26,8 +26,6 @@ from ckpt_hooks._torch.tensors import (
     storage_of,
 )
 
-from .nested import replaced_in
-
 #: Types of tensors without a subclass's behavior.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -43,6 +41,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain, or a fake of a plain tensor."""
     return type(tensor) in PLAIN_OR_FAKE and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a look at a tensor's numbers waits for no device."""
+    return tensor.is_cpu
 
 
 def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
@@ -69,8 +72,7 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """Returns a copy of a strided tensor with the same strides, or with ``strides``: other strides may mean another kernel."""
     # Past dispatch modes: a mode which reuses outputs would take the copy for an operator of the region.
-    copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
-    return copy
+    return past_all_modes(tensor, _copy_of, tensor, strides)
 
 
 def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
@@ -94,8 +96,7 @@ Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
     """Returns a copy of a tensor with the same strides; tensors which share memory share it in the copies too."""
-    copy: torch.Tensor = past_all_modes(tensor, _copy_in, tensor, clones)
-    return copy
+    return past_all_modes(tensor, _copy_in, tensor, clones)
 
 
 def _copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
@@ -130,7 +131,7 @@ def alias_with_history(tensor: torch.Tensor, version: int, base: Base | None = N
     """Returns an alias which requires grad and is no leaf, and a view if there is a base: a stand-in for a result."""
     # Frames save leaves without a handle, so a leaf in place of a result would change the count of saved tensors in the rerun.
     # Two operators make the alias, in a fifth of the time of a ``torch.autograd.Function``.
-    alias: torch.Tensor = past_all_modes(tensor, _alias, tensor, base)
+    alias = past_all_modes(tensor, _alias, tensor, base)
     if version > 0:
         set_versions((alias,), (version,))
     return alias
@@ -175,7 +176,7 @@ def as_view(tensor: torch.Tensor, base: Base | None) -> torch.Tensor:
     # Compiled code needs the view: AOTAutograd detaches views before saving, and Dynamo compares the sizes of a view's base.
     if base is None:
         return tensor
-    view: torch.Tensor = past_all_modes(tensor, _view, tensor, base)
+    view = past_all_modes(tensor, _view, tensor, base)
     if view._version != tensor._version:
         set_versions((view,), (tensor._version,))
     return view
@@ -209,15 +210,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
-
-
-def copies_of(value: Any) -> Any:
-    """Returns the outputs of an operator, each tensor replaced by a copy of the same version."""
-    return replaced_in(value, torch.Tensor, _copy_or_clone)
-
-
-def _copy_or_clone(tensor: torch.Tensor) -> torch.Tensor:
-    return stand_in_for(tensor) if is_plain(tensor) and not tensor.is_inference() else tensor.detach().clone()
 
 
 def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
@@ -260,6 +252,17 @@ def same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return _kind_of(tensor) == _kind_of(other) and tensor.stride() == other.stride()
 
 
+def has_no_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor has elements, one after the other in memory in some order, each in a place of its own."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return expected > 0
+
+
 #: An integer of each size. Floating-point numbers would compare by value: -0.0 as 0.0, and not-a-number as unlike itself.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -270,7 +273,7 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         return type(tensor) is type(other) and tensor.is_nested is other.is_nested
     if tensor.shape != other.shape or tensor.dtype is not other.dtype:
         return False
-    return tensor.is_meta or bool(past_all_modes(tensor, lambda: torch.equal(bits_of(tensor), bits_of(other))))
+    return tensor.is_meta or past_all_modes(tensor, lambda: torch.equal(bits_of(tensor), bits_of(other)))
 
 
 #: The content of a tensor at some moment: bytes if the tensor is contiguous on the host, else a copy.
@@ -288,8 +291,7 @@ def differs(tensor: torch.Tensor, image: Image) -> bool | torch.Tensor:
     """Whether a tensor's bits differ from an image; for a device the answer is a tensor there, and the host does not wait."""
     if isinstance(image, bytes):
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) != image
-    differing: bool | torch.Tensor = past_all_modes(tensor, _differ, tensor, image)
-    return differing
+    return past_all_modes(tensor, _differ, tensor, image)
 
 
 def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
@@ -298,8 +300,7 @@ def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
 
 
 def copy_from(image: Image, tensor: torch.Tensor) -> torch.Tensor:
-    copy: torch.Tensor = image if isinstance(image, torch.Tensor) else past_all_modes(tensor, _copy_from, image, tensor)
-    return copy
+    return image if isinstance(image, torch.Tensor) else past_all_modes(tensor, _copy_from, image, tensor)
 
 
 def _copy_from(image: bytes, tensor: torch.Tensor) -> torch.Tensor:
@@ -363,8 +364,7 @@ def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *,
     if memory is None:
         return None
     with torch.inference_mode(is_inference):
-        made: torch.Tensor = past_all_modes(torch.empty(0), _put_in, memory, layout)
-    return made
+        return past_all_modes(torch.empty(0), _put_in, memory, layout)
 
 
 def _put_in(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ckpt_hooks._torch.tensors import (
     storage_of,
 )
 
-from .copies import bits_of
+from .copies import bits_of, is_on_host
 
 # Fingerprints
 
@@ -189,11 +189,6 @@ _PROJECTED = 1 << 18  # numbers projected at once
 _MIXERS = (-0x61C88647, -0x7A143589, -0x3D4D51C3)  # odd factors, from xxHash
 
 
-def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether a look at a tensor's numbers waits for no device."""
-    return tensor.is_cpu
-
-
 @functools.cache
 def _signs(device: torch.device, count: int) -> torch.Tensor:
     """Returns numbers of 1 and -1, each hashed from its place."""
@@ -206,6 +201,13 @@ def _signs(device: torch.device, count: int) -> torch.Tensor:
         part.copy_(places.bitwise_and_(1 << 8)).div_(-128).add_(1)
     signs[-1].item()  # waits, once for each device, since other streams read the signs too
     return signs
+
+
+# Places in a projection. All numbers up to the sums are measured in the unit, the squared norm in its square.
+_SQUARE = 0  # the squared norm
+_SUMS = slice(1, 5)  # four sums of the numbers, each with signs of its own
+_NOT_FINITE = slice(5, 7)  # the count of numbers that are not finite, and a sum of their hashed places
+_UNIT = 7
 
 
 def _project(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> torch.Tensor:
@@ -253,8 +255,7 @@ def _sums_on_device(numbers: torch.Tensor, start: int, signs: torch.Tensor) -> t
 
 def projections_of(tensor: torch.Tensor) -> Any:
     """Returns a tensor's squared norm and four projections on signs, the same for any layout; None without values."""
-    # The result is on the tensor's device. After these five numbers come the count of numbers that are not finite, a sum of
-    # their hashed places, and the unit in which the five are measured.
+    # The result is on the tensor's device, and has more numbers besides (``_NOT_FINITE``, ``_UNIT``).
     if not _has_bits(tensor):
         return _of_parts(projections_of, tensor)
     if tensor.numel() == 0:
@@ -272,11 +273,11 @@ def projections_of(tensor: torch.Tensor) -> Any:
     if len(projections) == 1:
         return projections[0]
     pieces = torch.stack(projections)
-    unit = pieces[:, 7:].amax(0)
-    shares = (pieces[:, 7:] / unit).nan_to_num_()
-    pieces[:, :1] *= shares
-    pieces[:, :5] *= shares
-    return torch.cat([pieces[:, :7].sum(0), unit])
+    unit = pieces[:, _UNIT:].amax(0)
+    shares = (pieces[:, _UNIT:] / unit).nan_to_num_()
+    pieces[:, : _SUMS.stop] *= shares
+    pieces[:, : _SUMS.start] *= shares  # once more, since the norm is squared
+    return torch.cat([pieces[:, :_UNIT].sum(0), unit])
 
 
 # Comparing
@@ -293,12 +294,12 @@ def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
         return True  # a hash, and projections: ``use_deterministic_algorithms`` was called between the two runs
     if len(numbers) == 1:  # a hash
         return numbers == other
-    if numbers[5:7] != other[5:7]:
+    if numbers[_NOT_FINITE] != other[_NOT_FINITE]:
         return False
-    unit = max(numbers[7], other[7]) or 1.0
+    unit = max(numbers[_UNIT], other[_UNIT]) or 1.0
     (norm, *projections), (other_norm, *others) = (
-        [value * share for value in (math.sqrt(values[0]), *values[1:5])]
-        for values, share in ((numbers, numbers[7] / unit), (other, other[7] / unit))
+        [value * share for value in (math.sqrt(values[_SQUARE]), *values[_SUMS])]
+        for values, share in ((numbers, numbers[_UNIT] / unit), (other, other[_UNIT] / unit))
     )
     tolerance = 5e-2
     if dtype in _NUMBERS and (dtype.is_floating_point or dtype.is_complex):
@@ -308,7 +309,7 @@ def are_close(expected: Any, recomputed: Any, dtype: torch.dtype) -> bool:
 
 
 def _equal(fingerprint: Any, other: Any) -> bool:
-    """Whether two results of a user's fingerprint function are equal, or both not-a-number, in containers too."""
+    """Whether two fingerprints, also of a user's function, are equal, or both not-a-number, in containers too."""
     if isinstance(fingerprint, torch.Tensor) and isinstance(other, torch.Tensor):
         return first_difference([fingerprint], [other]) is None
     if isinstance(fingerprint, (list, tuple)) and type(fingerprint) is type(other) and len(fingerprint) == len(other):
@@ -403,14 +404,7 @@ class Twice(NamedTuple):
     ended: Any
 
     def unless_written(self) -> Any:
-        return self.ended if _are_equal(self.saved, self.ended) else None
-
-
-def _are_equal(before: Any, after: Any) -> bool:
-    if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_are_equal, before, after))
-    are_tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
-    return torch.equal(before, after) if are_tensors else bool(before == after)
+        return self.ended if _equal(self.saved, self.ended) else None
 
 
 class Fingerprints:

@@ -30,7 +30,7 @@ from ckpt_hooks._torch.tensors import (
 from ckpt_hooks.errors import MutationError
 
 from .copies import Clones, copy_in, layout_of, stand_in_for
-from .nested import instances_in
+from .nested import outer_tensors_in
 from .refilling import RefillSource
 from .transfers import Batch, Moved, Transfers
 
@@ -215,7 +215,7 @@ class HeldByHooks(HeldTensor):
         if type(self._packed) is Moved:
             return self._packed.holding(cause)
         holding = _holding(Reason.HOOKS, cause, self._kind, None)
-        packed = instances_in(self._packed, torch.Tensor)
+        packed = outer_tensors_in(self._packed)
         if not packed:  # falls back to the size of the held tensor
             return holding
         sizes = tuple(storage_and_size(part) for tensor in packed for part in dense_parts(tensor))

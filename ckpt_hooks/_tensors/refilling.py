@@ -1,7 +1,7 @@
 """Memory which its owner frees after forward and can fill again: who owns the memory, and loans of it to replays.
 
 A framework that shards parameters gathers a unit's parameters for the unit's forward and frees them after it. A replay borrows
-the memory, which the owner frees when the last borrower gives it back. Frameworks are unknown here: each registers a finder.
+the memory, which the owner frees when the last borrower gives it back. The one such framework known here is FSDP2.
 """
 
 from __future__ import annotations
@@ -37,21 +37,17 @@ class RefillSource(NamedTuple):
 Finder = Callable[[torch.Tensor], RefillSource | None]
 
 
-_registered: list[tuple[str, Callable[[], Finder]]] = []
+@functools.cache
+def _finder_of_fsdp() -> Finder:
+    from .fsdp import unit_of  # imports the framework
 
-
-def register_finder(framework: str, load: Callable[[], Finder]) -> None:
-    """Registers a framework's finder, which ``load`` returns when it is first needed."""
-    _registered.append((framework, functools.cache(load)))
+    return unit_of
 
 
 def owner_of(tensor: torch.Tensor) -> RefillSource | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
-    for framework, finder in _registered:
-        # Unless the framework is imported, a question costs only a look-up.
-        if framework in sys.modules and (origin := finder()(tensor)) is not None:
-            return origin
-    return None
+    # Unless the framework is imported, a question costs only a look-up.
+    return _finder_of_fsdp()(tensor) if "torch.distributed.fsdp" in sys.modules else None
 
 
 class FilledMemory:

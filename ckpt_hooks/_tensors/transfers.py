@@ -3,6 +3,10 @@
 Tensors which move together form a *batch*: results that a region's policy keeps, a region's inputs, or a single saved tensor.
 A backward which reaches a batch fetches the batch, and a few batches sent before, which backward reaches next.
 
+:class:`Moved` is a saved tensor in the graph, and its taker: before the copy begins the tensor itself, then an
+:class:`Offloaded`, the copy on the host, which all takers of a tensor share. :class:`Transfers` makes the copies: a tensor that
+leaves stays in the stash, an :class:`Arrival` is on its way back.
+
 The copies overlap with computing. The memory in use never depends on the progress of the device, since the host never asks for
 this progress. Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
 """
@@ -35,7 +39,7 @@ from ckpt_hooks._torch.tensors import (
     version_witness,
 )
 
-from .copies import layout_of
+from .copies import PLAIN, has_no_gaps, layout_of
 
 #: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
@@ -185,10 +189,10 @@ def transfers_for(tensor: torch.Tensor, min_offload_size: int | None = None) -> 
     if device.type in ("cpu", "meta") and device not in _transfers:
         return None
     if (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) not in PLAIN
         or tensor.layout is not torch.strided
         or tensor.nbytes < (DEFAULT_MIN_OFFLOAD_SIZE if min_offload_size is None else min_offload_size)
-        or not _is_dense(tensor)
+        or not has_no_gaps(tensor)
         or _is_weight(tensor)
     ):
         return None
@@ -205,17 +209,6 @@ def _is_weight(tensor: torch.Tensor) -> bool:
         return bool(base.requires_grad) or type(base) is torch.nn.Parameter
     node = base.grad_fn
     return type(node) is CAST_NODE and type(node.next_functions[0][0]) is LEAF_NODE
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor fill its memory, each with a place of its own."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return expected > 0
 
 
 class Offloaded:

@@ -76,8 +76,7 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tensor)
-        output: torch.Tensor = run_past_modes(functools.partial(torch.empty, 0, device=anchor.device))
-        return output
+        return run_past_modes(functools.partial(torch.empty, 0, device=anchor.device))
 
 
 class NodeSavedTensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import TypeVarTuple, Unpack
 
 from .modes import exclude_key, is_key_excluded, made_apart, num_dispatch_modes
 
@@ -50,7 +51,11 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
+_Args = TypeVarTuple("_Args")
+_Result = TypeVar("_Result")
+
+
+def run_past_modes(function: Callable[[Unpack[_Args]], _Result], *args: Unpack[_Args]) -> _Result:
     """Calls a function past dispatch modes, and past the handlers of subclasses."""
     guard = _ModesNotAsked()
     try:
@@ -59,7 +64,7 @@ def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
         del guard  # the traceback of an exception would keep it
 
 
-def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
+def past_all_modes(tensor: torch.Tensor, function: Callable[[Unpack[_Args]], _Result], *args: Unpack[_Args]) -> _Result:
     """Calls a function past dispatch modes, torch's modes for tracing included; the function works on ``tensor``."""
     if not num_dispatch_modes():
         return function(*args)
@@ -123,6 +128,19 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1 if tensor.is_inference() else tensor._version
     except RuntimeError:
         return -1
+
+
+def share_counter(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share a version counter, so that a write to one moves the version of the other."""
+    if tensor is other:
+        return True
+    if tensor.is_inference() or other.is_inference():
+        return False
+    before, version = tensor._version, other._version
+    set_versions((tensor,), (version + 1,))
+    is_shared = other._version != version
+    set_versions((tensor,), (before,))
+    return is_shared
 
 
 def is_kept_anyway(tensor: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.misuse import check_is, checked_part
 from ckpt_hooks._core.settings import current_settings, override
-from ckpt_hooks._tensors.nested import instances_in
+from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import giving_way, is_profiling
 from ckpt_hooks.errors import CheckpointError
@@ -75,7 +75,7 @@ class _Backwards(Observer):
     def see(self, result: Any) -> None:
         """Notes the backward of a result, even if the backward reaches no region."""
         add = self.tasks.add
-        for node in {tensor.grad_fn for tensor in instances_in(result, torch.Tensor) if tensor.grad_fn is not None}:
+        for node in {tensor.grad_fn for tensor in outer_tensors_in(result) if tensor.grad_fn is not None}:
             node.register_prehook(lambda gradients: add(graph_task_id()))
 
 

@@ -20,7 +20,7 @@ from ckpt_hooks._checkpoint.region import checkpoint_region
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
 from ckpt_hooks._core.misuse import check_is, unknown_error, wrong
-from ckpt_hooks._tensors.nested import instances_in
+from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_for
@@ -230,7 +230,7 @@ class PlannedRunner(RegionRunner):
         """Returns the runner for a call, by the shapes of its tensors; None for a plain call."""
         if self._kept is None or not torch.is_grad_enabled():
             return None
-        tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
+        tensors = outer_tensors_in((args, [kwargs[name] for name in sorted(kwargs)]))
         shapes = tuple(map(dtype_and_shape, tensors))
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:

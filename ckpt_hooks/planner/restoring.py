@@ -22,7 +22,7 @@ from ckpt_hooks._core.call_sites import objects_of
 from ckpt_hooks._core.descriptions import describe_tensor
 from ckpt_hooks._state.containers import Content, Part, entries_of
 from ckpt_hooks._state.places import same
-from ckpt_hooks._tensors.nested import instances_in
+from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._torch.pytree import tree_map_only
 from ckpt_hooks.errors import CheckpointError
 
@@ -69,7 +69,7 @@ class StateBeforeStep:
 
     def copy_for(self, optimizer: Optimizer) -> None:
         """Copies the tensors to which an optimizer is about to write."""
-        tensors = instances_in(optimizer.param_groups, torch.Tensor) + state_of(optimizer)
+        tensors = outer_tensors_in(optimizer.param_groups) + state_of(optimizer)
         if self._contents.take(tensors):  # the optimizer trains the model
             self._contents.add(vars(optimizer))  # ``add`` skips optimizers from before the step
 
@@ -202,7 +202,7 @@ def trainers_of(model: Module) -> list[Any]:
 
 def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Returns the tensors in the state of an optimizer."""
-    return instances_in([*optimizer.state.values()], torch.Tensor)
+    return outer_tensors_in([*optimizer.state.values()])
 
 
 def optimizer_state(model: Module) -> dict[int, tuple[str, int]]:

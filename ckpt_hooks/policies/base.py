@@ -202,7 +202,8 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     return ops
 
 
-_NEVER_SEEN = (OpKind.IGNORED, OpKind.RANGE)
+#: Kinds of operators that no policy is asked about.
+UNASKED = (OpKind.IGNORED, OpKind.RANGE)
 
 
 class OpsPolicy(Policy):
@@ -222,7 +223,7 @@ class OpsPolicy(Policy):
         self._names = frozenset(names)
         if expected:
             views = [op for op in self._ops if facts_of(op).is_never_kept]
-            self.expects = self._ops.difference(views, [op for op in self._ops if facts_of(op).kind in _NEVER_SEEN])
+            self.expects = self._ops.difference(views, [op for op in self._ops if facts_of(op).kind in UNASKED])
             if views:
                 warn_user(
                     f"{self!r} names views, which take no memory and run again in each recompute: {in_words(views)}. Name the "

@@ -25,7 +25,7 @@ from ckpt_hooks._tensors.nested import tensors_in
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.tensors import inner_tensors, storage_of
 
-from .base import PARAMETERS, Policy, by_count, decision_of
+from .base import PARAMETERS, UNASKED, Policy, by_count, decision_of
 
 _TorchContext = torch.utils.checkpoint.SelectiveCheckpointContext
 
@@ -129,10 +129,6 @@ SAVE: Final = 1
 OFFLOAD: Final = 2
 #: The policy has no decision on the operator, and has to be asked about each run.
 ASK: Final = 3
-#: The policy prefers to run a collective again. Recorded frames keep the output, since all processes would have to join in.
-EITHER: Final = 4
-#: The policy is asked about each run, since torch asks too, but the operator runs again whatever the answer.
-AS_TORCH: Final = 5
 
 _DECISIONS = {
     CheckpointPolicy.MUST_RECOMPUTE: RECOMPUTE,
@@ -151,8 +147,6 @@ _LOOKED_THROUGH = 3
 # policy in each step. Minus infinity once a region had something named, or once the user was warned of all equal policies.
 _looked_through: dict[Any, float] = {}
 _MOST_LOOKED_THROUGH = 1_000
-
-_UNASKED = (OpKind.IGNORED, OpKind.RANGE)
 
 
 class Decisions:
@@ -186,8 +180,8 @@ class Decisions:
             elif facts.written and not facts.is_never_kept:  # a policy that names this operator keeps the tensor written to
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
-            if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in _UNASKED:
-                known = AS_TORCH
+            if known == RECOMPUTE and self.policy.is_asked_as_torch and not facts.is_asked_about and facts.kind not in UNASKED:
+                known = ASK
             self.known[facts] = known
             if self.seen is not None:
                 self.seen.add(facts.operator)
@@ -198,12 +192,12 @@ class Decisions:
         known = self.known.get(facts)
         if known is None:
             known = self.of(facts)
-        if known == AS_TORCH:
-            if not is_compiled_code_running():
-                answer = context.consult(self._asks or self._start(), facts.operator, args, kwargs, output, None)
-                decision_of(answer, facts.operator)
-            return RECOMPUTE
         if known == ASK:
+            if not facts.is_asked_about:  # asked since torch asks too; the operator runs again whatever the answer
+                if not is_compiled_code_running():
+                    answer = context.consult(self._asks or self._start(), facts.operator, args, kwargs, output, None)
+                    decision_of(answer, facts.operator)
+                return RECOMPUTE
             if is_compiled_code_running() and not facts.is_compiled:
                 return SAVE if facts.has_effect else RECOMPUTE
             index = self._num_asked
@@ -247,11 +241,8 @@ class Decisions:
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:
     decision = decision_of(answer, facts.operator)
-    if decision is CheckpointPolicy.PREFER_RECOMPUTE:
-        if facts.has_effect:
-            return SAVE  # a second run would have the effect twice
-        if facts.is_collective:
-            return EITHER
+    if decision is CheckpointPolicy.PREFER_RECOMPUTE and (facts.has_effect or facts.is_collective):
+        return SAVE  # a second run would have the effect twice, and a collective would need all processes at once
     return _DECISIONS[decision]
 
 

@@ -183,7 +183,7 @@ class GraphReader:
             self._read_dropped(frame, frame.describe(packed), origin, name)
         elif isinstance(known, KeptTensor):
             cause = known.held_for
-            self._claim(known.tensor, cause.reason, origin, name, known.describe().region, f"saved, {cause.in_words()}")
+            self._claim(known.tensor, cause.reason, origin, name, format_path(known.path), f"saved, {cause.in_words()}")
         else:
             self._read_hooks(packed, origin, name)
 

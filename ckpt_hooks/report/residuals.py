@@ -14,7 +14,7 @@ from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.events import observe
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import Misuse, check_is
-from ckpt_hooks._tensors.structures import leaf_tensors_in
+from ckpt_hooks._tensors.nested import leaf_tensors_in
 from ckpt_hooks._torch.pytree import tree_leaves
 
 from .entries import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times

@@ -402,6 +402,21 @@ def test_a_check_of_ones_own_in_a_dict():
         run(lambda x: (x * 2).sin().exp(), leaf(3)).sum().backward()
 
 
+FINGERPRINTS = {
+    "an array of NumPy": lambda tensor: pytest.importorskip("numpy").asarray(tensor.detach()),
+    "a dict of tensors": lambda tensor: {"tensor": tensor.detach() * 1},
+    "a list of numbers and tensors": lambda tensor: [1, None, tensor.detach() * 1],
+}
+
+
+@pytest.mark.parametrize("check", FINGERPRINTS.values(), ids=FINGERPRINTS)
+def test_a_check_of_ones_own_sees_buffers_that_forward_updates(check):
+    """Batch normalization saves its running statistics: what a check returns for them is compared within forward too."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    run = Run("ours").having(determinism_check=check)
+    run(module, torch.randn(5, 4, requires_grad=True)).sum().backward()
+
+
 # Random numbers of other libraries, which are tracked or not
 
 

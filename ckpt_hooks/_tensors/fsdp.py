@@ -1,4 +1,4 @@
-"""Gathers parameters of FSDP2 for replays of a recorded region around several units.
+"""Parameters of FSDP2 as memory that its owner frees and fills again: finds the unit that gathers a parameter.
 
 FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. A replay
 of the region also reads parameters of units whose backward has not begun.
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._core.modes import past_modes
-from ckpt_hooks._tensors.refilling import RefillSource
 from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
 from ckpt_hooks._torch.tensors import storage_of
+
+from .refilling import RefillSource
 
 
 class Unit(NamedTuple):
