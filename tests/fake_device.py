@@ -253,7 +253,7 @@ def count_waits_for_buffers(monkeypatch: Any) -> Counter[str]:
         return same_bits(*tensors)
 
     monkeypatch.setattr(contents, "same_bits", counted)
-    monkeypatch.setattr(contents, "answers_at_once", lambda tensor: False)
+    monkeypatch.setattr(contents, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(trees, "is_small_on_host", lambda note: False)
     return counts
 

@@ -22,7 +22,8 @@ from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes
 from ckpt_hooks._core.packed import KeptTensor, TapeHandle, tracked
 from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
-from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, is_on_host, may_be_unfilled
+from ckpt_hooks._tensors.copies import is_on_host
+from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, may_be_unfilled
 from ckpt_hooks._tensors.samples import Sampled, differing, sample_of
 from ckpt_hooks._torch.autograd import current_node, graph_task_id, queue_callback, sequence_number
 from ckpt_hooks._torch.compiling import skipped

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_plain, same_bits, same_layout
+from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_on_host, is_plain, same_bits, same_layout
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
 
@@ -109,16 +109,11 @@ class _Small:
 # ------------------------------------------------------------------------------------------------------------ single tensors
 
 
-def answers_at_once(tensor: torch.Tensor) -> bool:
-    """Whether comparing contents needs no wait for a device."""
-    return tensor.device.type == "cpu"
-
-
 def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
     """Whether a tensor of unchanged version may differ from its copy; on a device a guess by ``use``, to avoid a wait."""
     if not (same_layout(tensor, copy) and has_storage(tensor)):
         return True
-    return not same_bits(tensor, copy) if answers_at_once(tensor) else use not in (Use.READ, Use.WRITTEN)
+    return not same_bits(tensor, copy) if is_on_host(tensor) else use not in (Use.READ, Use.WRITTEN)
 
 
 def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +123,7 @@ def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
         return latest
     copy = copy_of(tensor)
     # On a device a small copy is held and reused in the next step, if the version is the same: a new copy costs a kernel.
-    stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
+    stays = tensor.nbytes <= SMALL and not is_on_host(tensor)
     note.latest = tensor._version, (lambda: copy) if stays and note.owner >= 0 else weakref.ref(copy)
     return copy
 
@@ -146,7 +141,7 @@ class _Copied:
         if self.after != self.before and before is not Use.UNSEEN:
             self.use = Use.WRITTEN
         elif before is Use.UNKNOWN and has_storage(tensor):  # without memory: a framework has freed and will refill the tensor
-            if answers_at_once(tensor) or may_wait:
+            if is_on_host(tensor) or may_wait:
                 is_same = same_layout(tensor, self.copy) and same_bits(tensor, self.copy)
                 self.use = Use.READ if is_same else Use.UNSEEN
             elif tensor.nbytes > SMALL:

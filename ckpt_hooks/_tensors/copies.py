@@ -260,6 +260,11 @@ def same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return _kind_of(tensor) == _kind_of(other) and tensor.stride() == other.stride()
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a look at a tensor's numbers waits for no device."""
+    return tensor.is_cpu
+
+
 #: An integer of each size. Floating-point numbers would compare by value: -0.0 as 0.0, and not-a-number as unlike itself.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -27,7 +27,7 @@ from ckpt_hooks._torch.tensors import (
     storage_of,
 )
 
-from .copies import bits_of
+from .copies import bits_of, is_on_host
 
 # Fingerprints
 
@@ -186,11 +186,6 @@ _NUMBERS = frozenset(
 
 _PROJECTED = 1 << 18  # numbers projected at once
 _MIXERS = (-0x61C88647, -0x7A143589, -0x3D4D51C3)  # odd factors, from xxHash
-
-
-def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether a look at a tensor's numbers waits for no device."""
-    return tensor.is_cpu
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.self_check import LATE, CheckedPlace, settings
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
-from .determinism import are_close, is_on_host, is_opaque, ordered_hash_of, projections_of
+from .copies import is_on_host
+from .determinism import are_close, is_opaque, ordered_hash_of, projections_of
 
 _ADVICE = (
     "Make the recompute compute the same values: draw from torch's generators or name the generator by ckpt_hooks.track_rng, "
