@@ -39,7 +39,8 @@ _LAYERS = ("conv", "gru", "lstm", "rnn")
 
 
 class Switch(NamedTuple):
-    #: The names in ``torch`` of all functions and properties which set the switch.
+    #: The names in ``torch`` of all functions and properties which set the switch. ``tests/test_switches.py`` reads them, to
+    #: find setters of torch that no row restores. State of a thread has none: the test looks at the process.
     setters: tuple[str, ...]
     read: Callable[[], Any]
     write: Callable[[Any], object]
