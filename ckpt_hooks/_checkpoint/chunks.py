@@ -13,14 +13,15 @@ import torch
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.callables import check_runs, name_of_function
 from ckpt_hooks._core.misuse import (
     Misuse,
     accepts,
+    check_runs,
     checked_flag,
     checked_integer,
     described_as,
     name_of_callable,
+    name_of_function,
     signature_of,
     unknown_error,
     wrong,

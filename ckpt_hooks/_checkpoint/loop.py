@@ -9,8 +9,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ckpt_hooks._core.callables import check_runs
-from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer, described_as, wrong
+from ckpt_hooks._core.misuse import Misuse, check_runs, check_signature, checked_integer, described_as, wrong
 from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._tensors.structures import leaves_of, named_entries, with_entries
 

@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
-from ckpt_hooks._core.callables import UNRUN, check_runs, refuse_unrun, warn_of_transform
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.holdings import Holding
 from ckpt_hooks._core.hooks import ThreadMark, close, mark_thread, rewind
 from ckpt_hooks._core.misuse import (
+    UNRUN,
     Misuse,
     NeedsParentheses,
     check_curried,
     check_is,
+    check_runs,
     described_as,
     name_of_callable,
+    refuse_unrun,
     unknown_error,
+    warn_of_transform,
     wrong,
 )
 from ckpt_hooks._core.self_check import place_of_line

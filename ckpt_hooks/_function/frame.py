@@ -20,12 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.devices import capture as capture_current
 from ckpt_hooks._ambient.random import Position, position_of_generators, seed_masks_anew
-from ckpt_hooks._core.callables import module_of, name_of_function
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, holdings_in, nbytes_of, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
-from ckpt_hooks._core.misuse import Misuse, explain_refusal
+from ckpt_hooks._core.misuse import Misuse, explain_refusal, module_of, name_of_function
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.packed import FIRST_NUMBER, KeptTensor, TrackedTensor, WatchedCallHandle
