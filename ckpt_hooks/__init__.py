@@ -27,7 +27,7 @@ if _TYPE_CHECKING:
     from . import errors as errors
     from . import losses as losses
     from . import policies as policies
-    from ._ambient.tracking import track_rng
+    from ._ambient.random import track_rng
     from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
     from ._checkpoint.chunks import checkpoint_chunks
     from ._checkpoint.loop import checkpoint_loop
@@ -98,7 +98,7 @@ _register_finder("torch.distributed.fsdp", lambda: _import_module(".integrations
 _PLACES = {
     name: module
     for module, names in {
-        "._ambient.tracking": "track_rng",
+        "._ambient.random": "track_rng",
         "._checkpoint.checkpoint": "checkpoint set_checkpoint_early_stop",
         "._checkpoint.chunks": "checkpoint_chunks",
         "._checkpoint.loop": "checkpoint_loop",

@@ -19,8 +19,10 @@ from ckpt_hooks._ambient.random import (
     default_generators_lock,
     devices_between,
     have_several_drawn,
+    hold_sources,
     moves_by_itself,
     position_of_generators,
+    shared_sources_lock,
 )
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
@@ -154,7 +156,6 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
 def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrows: bool) -> Callable[[], object]:
     if borrows and watch is None and not ambient.has_sources:
         return functools.partial(_ambient.leave, _ambient.enter(ambient))
-    from ckpt_hooks._ambient.tracking import hold_sources, shared_sources_lock
     from ckpt_hooks._operators.draws import OwnDraws
 
     with ExitStack() as undone:  # for tracked sources, or while another recompute has the default generators
