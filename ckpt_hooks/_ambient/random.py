@@ -26,8 +26,11 @@ from torch.nn import RNNBase
 from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import wrong
-from ckpt_hooks._torch.modes import address_of_generator, made_apart, private_backend_name
+from ckpt_hooks._torch.modes import address_of_generator, made_apart
 from ckpt_hooks._torch.tensors import past_all_modes
+
+from . import devices
+from .devices import TORCH_NAMES, devices_of, find_devices, is_capturing
 
 
 def is_same_state(state: Any, other: Any) -> bool:
@@ -128,11 +131,6 @@ class RandomSource:
         return look == self.look() if self.look is not None and known is state else is_same_state(self.read(), state)
 
 
-def is_capturing(device_type: str) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
-    return bool(getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)())
-
-
 def source_of_generator(generator: torch.Generator) -> RandomSource:
     """Returns the source of an explicit generator, which needs no ``restart``: forward can always read its state."""
     return RandomSource(generator.get_state, generator.set_state, generator=generator)
@@ -157,38 +155,6 @@ if _views:
     CPU.look = lambda: (HEAD.raw, TAIL.raw)
 
 
-# Modules of torch which may have generators of devices. A backend outside of torch adds a module, maybe after this import.
-_DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
-_modules: list[tuple[Callable[[], bool], Any]] = []
-_modules_known_for = -1
-
-#: A backend that registers adds its module to torch, so a changed number of names shows a new backend. Counting the names costs
-#: less than asking for the backend's name.
-TORCH_NAMES = vars(torch)
-#: The number of torch's names if this build has no accelerator, not even an uninitialised one; -1 if it has any.
-names_without_devices = -1
-
-
-def find_devices() -> list[Any]:
-    """Returns for each accelerator of this build a function to ask whether it is initialised, and its module."""
-    global _modules_known_for, names_without_devices
-    if len(TORCH_NAMES) == _modules_known_for:
-        return _modules
-    _modules.clear()
-    for device_type in (*_DEVICE_TYPES, private_backend_name()):
-        module = getattr(torch, device_type, None)
-        if not hasattr(module, "get_rng_state") or not getattr(module, "_is_compiled", lambda: True)():
-            continue
-        if device_type != "mps":
-            is_initialized = getattr(module, "is_initialized", lambda module=module: getattr(module, "_initialized", False))
-            _modules.append((is_initialized, module))
-        elif torch.backends.mps.is_built():
-            _modules.append((torch.backends.mps.is_available, module))
-    _modules_known_for = len(TORCH_NAMES)
-    names_without_devices = -1 if _modules else _modules_known_for
-    return _modules
-
-
 def device_sources(*, needed: bool) -> list[RandomSource]:
     """Returns the source of each initialised device; the same objects each time, while a backend has the same devices."""
     # While a CUDA graph is being captured, no state can be read. Raises if the caller needs the states, and leaves the backend
@@ -204,12 +170,6 @@ def device_sources(*, needed: bool) -> list[RandomSource]:
                 "leave a region that draws out of the graph."
             )
     return sources
-
-
-def devices_of(module: Any) -> Any:
-    """Returns the default generators of a backend's devices, or the number of devices if they have no such generators."""
-    generators = getattr(module, "default_generators", None)
-    return generators or (module.device_count() if hasattr(module, "device_count") else 1)
 
 
 @functools.cache
@@ -435,7 +395,7 @@ def position_of_generators(*, watched: bool = True, begin: Position = None) -> W
     # forward began, so the positions of forward and of its recomputes include only the CPU's generator.
     if not watched:
         return _NOWHERE
-    if len(TORCH_NAMES) == names_without_devices or isinstance(begin, int):
+    if len(TORCH_NAMES) == devices.names_without_devices or isinstance(begin, int):
         return _CPU
     moving = [source.generator for source in device_sources(needed=False) if source.look is not None]
     generators = [generator for generator in moving if generator is not None]

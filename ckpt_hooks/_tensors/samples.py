@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.random import is_capturing
+from ckpt_hooks._ambient.devices import is_capturing
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._core.scopes import MISSING
