@@ -36,7 +36,7 @@ if _TYPE_CHECKING:
     from ._checkpoint.sequential import checkpoint_sequential
     from ._core.frame import is_recomputing
     from ._core.scopes import GraphExecGroup
-    from ._core.self_check import set_self_check
+    from ._core.settings import set_self_check
     from ._function.contexts import noop_context_fn
     from .device_states import DefaultDeviceType, get_device_states, set_device_states
     from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
@@ -105,7 +105,7 @@ _PLACES = {
         "._checkpoint.sequential": "checkpoint_sequential",
         "._core.frame": "is_recomputing",
         "._core.scopes": "GraphExecGroup",
-        "._core.self_check": "set_self_check",
+        "._core.settings": "set_self_check",
         "._function.contexts": "noop_context_fn",
         ".device_states": "DefaultDeviceType get_device_states set_device_states",
         ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",

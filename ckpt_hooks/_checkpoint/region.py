@@ -31,7 +31,7 @@ from ckpt_hooks._core.misuse import (
     wrong,
 )
 from ckpt_hooks._core.self_check import place_of_line
-from ckpt_hooks._core.self_check import settings as self_check
+from ckpt_hooks._core.settings import self_check
 from ckpt_hooks._options import Form, is_policy, options_from, options_of
 from ckpt_hooks._recorded.frame import Externals, RecordedFrame, held_in_graph
 from ckpt_hooks._recorded.traced_regions import traced_name, traced_region, warn_of_instance

@@ -30,8 +30,7 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.packed import FIRST_NUMBER, KeptTensor, TrackedTensor, WatchedCallHandle
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace, place_of
-from ckpt_hooks._core.self_check import settings as self_check
-from ckpt_hooks._core.settings import DEFAULTS, Settings
+from ckpt_hooks._core.settings import DEFAULTS, Settings, self_check
 from ckpt_hooks._function.contexts import ContextPair, suppressed_error, telling_operators, under_modes
 from ckpt_hooks._options import DEFAULT_OPTIONS, NOTHING, RegionOptions, check_of
 from ckpt_hooks._state.journal import Journal, journal_of
