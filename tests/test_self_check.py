@@ -403,12 +403,46 @@ def test_replicas_which_data_parallel_makes_anew_in_each_step_count_together(run
     assert [number for number, _ in itertools.groupby(compared)] == [1, 2, 4, 8, 16, 1, 2, 4, 8]
 
 
-def test_a_check_stays_due_until_a_recompute_was_compared():
+@pytest.fixture
+def sampled(monkeypatch):
+    """The numbers of the passes that are sampled."""
+    numbers, begin = [], samples.Sampled.__init__
+    monkeypatch.setattr(samples.Sampled, "__init__", lambda self, place: (begin(self, place), numbers.append(self.number))[0])
+    return numbers
+
+
+def test_forwards_without_a_backward_are_sampled_at_doubling_distances(sampled):
     function = noisy()
-    for _ in range(3):
-        result = checkpoint(function, torch.randn(3, 4, requires_grad=True)).sum()
-    with pytest.raises(DeterminismError, match="pass 3"):
-        result.backward()
+    for _ in range(1000):
+        checkpoint(function, torch.randn(3, 4, requires_grad=True))
+    assert sampled == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+def test_forwards_of_a_line_without_a_backward_are_sampled_in_runs_at_doubling_distances(sampled):
+    for _ in range(700):
+        with checkpoint_region():
+            torch.randn(3, 4, requires_grad=True).sin().cos()
+    assert sampled == [*range(1, 129), *range(256, 384), *range(639, 701)]
+
+
+def test_backward_after_many_forwards_begins_anew(sampled):
+    function = noisy(lambda: 1.0)
+    for _ in range(2):
+        results = [checkpoint(function, torch.randn(3, 4, requires_grad=True)).sum() for _ in range(100)]
+        torch.stack(results).sum().backward()
+    assert sampled == [1, 2, 4, 8, 16, 32, 64, 128, 129, 131, 135, 143, 159, 191]
+
+
+def test_a_step_between_forwards_without_a_backward_is_compared():
+    """The distances alone would reach only forwards without a backward, which are the passes of even numbers."""
+    function, told = noisy(), []
+    for number in range(1, 40, 2):
+        try:
+            step(function)
+        except DeterminismError:
+            told.append(number)
+        checkpoint(function, torch.randn(3, 4, requires_grad=True))
+    assert told == [1, 3, 5, 9, 17, 33]
 
 
 def test_layers_by_one_lambda_are_places_of_their_own():

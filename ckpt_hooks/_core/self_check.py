@@ -18,28 +18,39 @@ LATE = 64
 _MOST_PLACES = 64
 #: How many first passes are all compared in a place that many modules share: passes 1, 2, 4, ... might skip a module.
 _ALL_OF_SHARED = 16
+#: How many passes of a shared place are compared in a row before the first of their backwards: more than models have layers.
+_IN_A_ROW = 128
 
 
 class CheckedPlace:
     """The passes of a module, function or line, of which some are compared."""
 
-    __slots__ = ("_due", "_is_shared", "has_warned", "num_parts", "number", "owner")
+    __slots__ = ("_due", "_gap", "_is_shared", "_left", "has_warned", "num_parts", "number", "owner")
 
     def __init__(self, owner: Any, *, is_shared: bool = False) -> None:
         self.number, self._due, self.has_warned, self.num_parts = 0, 1, False, 0
         self.owner = None if owner is None else weakref.ref(owner)
         self._is_shared = is_shared  # whether modules that nothing tells apart share this place
+        self._left = self._gap = _IN_A_ROW if is_shared else 1
 
     def is_of(self, owner: Any) -> bool:
         return self.owner is None or self.owner() is owner
 
     def is_due(self) -> bool:
         """Counts a pass, and returns whether its recompute is compared."""
-        # A place stays due until a recompute was compared, since some forwards have no backward.
         number = self.number = self.number + 1
         return number >= self._due
 
+    def sampled(self) -> None:
+        # Some forwards have no backward, such as those of a validation, and of a thousand in a row none has been compared. So
+        # another pass is sampled although this one waits for its backward, but each time after twice as many.
+        self._left -= 1
+        if self._left <= 0:
+            self._due, self._gap = self.number + self._gap, 2 * self._gap
+            self._left = _IN_A_ROW if self._is_shared else 1
+
     def compared(self) -> None:
+        self._left = self._gap = _IN_A_ROW if self._is_shared else 1
         bits = self.number.bit_length()
         self._due = 1 << bits  # the next power of two
         if self._is_shared:  # if twelve layers share a place, powers of two reach only some layers

@@ -67,8 +67,9 @@ class set_self_check:  # noqa: N801 -- used like a function
     A region compares the values that backward brings back with those of forward in passes 1, 2, 4, 8, ... of each module or
     function. Modules whose regions are opened by the same ``with`` statement, and objects of a class, count together: their
     first 16 passes are compared, then fewer and fewer. A compared pass takes some hundred microseconds more for each saved
-    tensor on a CPU. The setting holds for all threads, from the call on, or for a ``with`` block. The environment variable
-    ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn`` or ``0``) gives the initial setting.
+    tensor on a CPU. Forwards without a backward take that too, but fewer and fewer of them. The setting holds for all threads,
+    from the call on, or for a ``with`` block. The environment variable ``CKPT_HOOKS_SELF_CHECK`` (``error``, ``warn`` or
+    ``0``) gives the initial setting.
 
     Args:
         level: ``"error"``, the default, raises a :class:`ckpt_hooks.DeterminismError` before pass 64 of a module or function

@@ -33,6 +33,7 @@ class Sampled:
 
     def __init__(self, place: CheckedPlace) -> None:
         self._place, self.number = place, place.number
+        place.sampled()
         # Whether the rerun is under a mode, which sees writes and operators that leave memory unfilled.
         self.under_mode = True
         # Whether an operator may leave memory unfilled, whose content differs from run to run.
