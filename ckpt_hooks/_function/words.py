@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._state.walk import walk_from
-from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
+from ckpt_hooks._torch.autograd import current_node, nodes_below, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
@@ -81,16 +81,10 @@ def node_of(frame: Any, index: int) -> Any:
     if not 0 <= index < len(frame.numbers):
         return None
     number: int = frame.numbers[index]
-    todo, seen = [current_node()], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_below([current_node()]):
         for packed in map(packed_of, saved_in(node)):
             if isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame and packed[1] == number:
                 return node
-        todo += [below for below, _ in node.next_functions]
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -154,6 +154,17 @@ def packed_of(saved: Any) -> Any:
 
 def is_packed(saved: Any) -> bool:
     return type(saved) is NodeSavedTensor or saved.unpack_hook is not None
+
+
+def nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yields nodes and the nodes below them, each once; passes over None, the node of a tensor without history."""
+    todo, seen = [*nodes], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [below for below, _ in node.next_functions]
 
 
 def attributes_of(node: Any) -> dict[str, Any]:
