@@ -383,6 +383,12 @@ def warn_of_transform(*, stacklevel: int) -> None:
     )
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to an error, once; Python 3.10 has no notes."""
+    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 def explain_refusal(error: BaseException) -> None:
     """Adds advice to the error by which a ``torch.func`` transform refuses the saved-tensor hooks of a region."""
     if type(error) is RuntimeError and not hasattr(error, "is_explained") and is_refused_by_transform(error):

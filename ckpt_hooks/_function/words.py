@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.misuse import add_note
 from ckpt_hooks._state.walk import walk_from
 from ckpt_hooks._torch.autograd import current_node, nodes_below, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
@@ -107,16 +108,15 @@ def blame(error: DeterminismError, frame: Any) -> None:
 
 def explain_failure(error: Exception, region: tuple[str, ...]) -> None:
     """Adds a note to an exception of a rerun."""
-    add_note = getattr(error, "add_note", None)  # since Python 3.11
-    note = (
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return
+    add_note(
+        error,
         f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. Something that forward read "
         "may be used up (an iterator, a file, a queue) or gone (a tensor in a context variable, or a tensor from which a "
         "backward inside of the region started). Read it before the region, and pass it as an argument. If the function runs "
-        "backward, write `with checkpoint_region():`, which runs Python once."
+        "backward, write `with checkpoint_region():`, which runs Python once.",
     )
-    is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if add_note is not None and not is_full and note not in getattr(error, "__notes__", ()):
-        add_note(note)
 
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:
