@@ -147,11 +147,11 @@ class Current:
             before = states[id(accelerator)][2] if id(accelerator) in states else after
             accelerator.move(index, before, after)
             for tensor in tensors if before != after else ():
-                reader, told = other.place_of(tensor.device) or (None, None)
+                reader, told = other.accelerator_of(tensor.device) or (None, None)
                 if reader is not None:
                     mark_used(tensor, reader.stream_of(told))
 
-    def place_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
+    def accelerator_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
         """Returns the accelerator of a device, and the handle of its current stream; None for a device without streams."""
         if device not in self._by_device:
             module = getattr(torch, device.type, None)
@@ -163,7 +163,7 @@ class Current:
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Makes the current stream of a value's device wait for the value, if it was made on another stream."""
-        accelerator, made = self.place_of(tensor.device) or (None, None)
+        accelerator, made = self.accelerator_of(tensor.device) or (None, None)
         if accelerator is not None and (current := accelerator.stream(tensor.device.index or 0)) != made:
             stream = accelerator.stream_of(current)
             stream.wait_stream(accelerator.stream_of(made))

@@ -167,6 +167,6 @@ def nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
             todo += [below for below, _ in node.next_functions]
 
 
-def attributes_of(node: Any) -> dict[str, Any]:
+def ctx_attributes(node: Any) -> dict[str, Any]:
     """Returns the attributes on a custom function's ``ctx``; none for other nodes."""
     return getattr(node, "__dict__", {})

@@ -20,7 +20,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, holdings_in
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.packed import KeptTensor
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, nodes_below, packed_of, saved_in, sequence_number
+from ckpt_hooks._torch.autograd import ctx_attributes, is_packed, node_number, nodes_below, packed_of, saved_in, sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
@@ -145,7 +145,7 @@ class GraphReader:
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
         for node in sorted(nodes_below(tensor.grad_fn for tensor in tensors), key=node_number):
-            variables, attributes = saved_in(node), attributes_of(node)
+            variables, attributes = saved_in(node), ctx_attributes(node)
             origin = self._notes.nodes.get(node_number(node), NOWHERE) if variables or attributes else NOWHERE
             for saved in variables:
                 self._read_saved(saved, origin, (node.name(),))
