@@ -78,7 +78,7 @@ def _seeded() -> Iterator[None]:
     base._lists.clear()
     misuse.warn_of_transform.cache_clear()
     _options._warned.clear()
-    words.has_warned = False
+    words.other_threads_draw = False
     recorded.has_warned = True
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

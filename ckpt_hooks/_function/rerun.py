@@ -63,7 +63,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     # MISSING stands for an unwanted tensor, or for a tensor modified later in the rerun, which a rerun for it alone brings
     # back. The caller holds the frame's lock. A rerun with a probe watches random draws, and is not compared with forward. No
     # ``ExitStack``: it would keep an exception, and with it the region's inputs, in a cycle.
-    watch = _draw_watch() if probe is None and words.has_warned and are_other_threads_alive() else probe
+    watch = _draw_watch() if probe is None and words.other_threads_draw and are_other_threads_alive() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []

@@ -40,13 +40,14 @@ def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     )
 
 
-has_warned = False
+#: Whether another thread was seen to draw from the default generators in a recompute: from then on reruns are watched.
+other_threads_draw = False
 
 
 def warn_of_drawing_thread() -> None:
-    global has_warned
-    if not has_warned:
-        has_warned = True
+    global other_threads_draw
+    if not other_threads_draw:
+        other_threads_draw = True
         warnings.warn(
             "another thread draws from torch's default generator while regions recompute: give that thread a generator of its "
             "own (torch.Generator). From now on each operator of a recompute is watched, to tell which thread draws.",
