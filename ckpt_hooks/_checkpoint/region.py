@@ -124,12 +124,12 @@ def _end(entry: _Entrance, kind: type[BaseException] | None, error: BaseExceptio
         except BaseException as another:
             _abandon(entry, another)
             raise
-    entry.is_left, entry.frame = True, None
     if opened and opened[-1] is entry:
         opened.pop()
     elif is_open:
         _drop(entry)
     # Else regions that were entered later stay open, and the entry goes with them.
+    entry.is_left, entry.frame = True, None  # last: after Ctrl-C above, :func:`_died` takes an entry off that is not left
 
 
 def _abandon(entry: _Entrance, error: BaseException | None = None) -> None:
