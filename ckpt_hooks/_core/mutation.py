@@ -13,7 +13,7 @@ from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_of
 from ckpt_hooks.errors import MutationError
 
 from .call_sites import name_in_models
-from .descriptions import describe_kind
+from .descriptions import describe_kind, region_in_words
 
 #: Stands for the version of a tensor of forward that is gone, and in whose place another tensor stands.
 GONE = -1
@@ -114,7 +114,7 @@ def mutated(
 ) -> MutationError:
     """Returns the error for a tensor at another version than ``expected``, or with freed memory if ``expected`` is None."""
     sentence, advice, what = why.value
-    slots = {"region": f"region {'/'.join(region)!r}", "detail": detail, "start": "the region" if region else "the block"}
+    slots = {"region": region_in_words(region), "detail": detail, "start": "the region" if region else "the block"}
     if tensor is None:
         what = slots["tensor"] = what.format(**slots)
     else:

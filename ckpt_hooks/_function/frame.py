@@ -370,7 +370,7 @@ class FunctionFrame(Frame):
                 raise
         inner = stack.innermost
         if inner is not None and inner is not self and error is None:
-            left_open = Misuse.LEFT_OPEN.error_of(self.path, inner=region_in_words(inner.path))
+            left_open = Misuse.LEFT_OPEN.error_of(self.path, inner=region_in_words(format_path(inner.path)))
             self._close(left_open)
             raise left_open
         self._close(error)
@@ -478,7 +478,7 @@ class FunctionFrame(Frame):
             opened.taken.add(index)
             if value is MISSING:
                 raise InternalError(
-                    f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
+                    f"a recompute of {region_in_words(format_path(self.path))} did not bring back tensor {index}. This is a "
                     "bug in ckpt_hooks. Please report it with the program.",
                     region=format_path(self.path),
                 )

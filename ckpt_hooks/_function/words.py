@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import region_in_words
 from ckpt_hooks._core.misuse import add_note
 from ckpt_hooks._state.walk import walk_from
 from ckpt_hooks._torch.autograd import current_node, nodes_below, packed_of, saved_in
@@ -29,7 +30,7 @@ _SEE_MORE = "Pass `debug=True` to see the operators of both runs."
 
 def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     return DeterminismError(
-        f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward, so that a dropout mask, for "
+        f"{region_in_words(region)}: the recompute has drawn other random numbers than forward, so that a dropout mask, for "
         "example, would differ. Usual causes: a random table that forward made and keeps (functools.lru_cache, a global dict); "
         "another thread that draws from the same generator. Make the table before the region, and give each thread a generator "
         f"of its own.{more}",
@@ -113,7 +114,7 @@ def explain_failure(error: Exception, region: tuple[str, ...]) -> None:
         return
     add_note(
         error,
-        f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. Something that forward read "
+        f"Raised by the recompute of {region_in_words(region)}, where forward raised nothing. Something that forward read "
         "may be used up (an iterator, a file, a queue) or gone (a tensor in a context variable, or a tensor from which a "
         "backward inside of the region started). Read it before the region, and pass it as an argument. If the function runs "
         "backward, write `with checkpoint_region():`, which runs Python once.",
@@ -122,7 +123,7 @@ def explain_failure(error: Exception, region: tuple[str, ...]) -> None:
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:
     return CheckpointError(
-        f"region {'/'.join(region)!r} reaches lazy modules whose parameters are not made yet, so it cannot run with a "
+        f"{region_in_words(region)} reaches lazy modules whose parameters are not made yet, so it cannot run with a "
         "context_fn or debug=True. Run the model once before the first step of training, as torch advises for lazy modules.",
         region=region,
     )
