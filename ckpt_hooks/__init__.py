@@ -25,7 +25,7 @@ if _TYPE_CHECKING:
     from . import errors as errors
     from . import losses as losses
     from . import policies as policies
-    from ._ambient.tracking import track_rng
+    from ._ambient.random import track_rng
     from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
     from ._checkpoint.chunks import checkpoint_chunks
     from ._checkpoint.loop import checkpoint_loop
@@ -34,7 +34,7 @@ if _TYPE_CHECKING:
     from ._checkpoint.sequential import checkpoint_sequential
     from ._core.frame import is_recomputing
     from ._core.scopes import GraphExecGroup
-    from ._core.self_check import set_self_check
+    from ._core.settings import set_self_check
     from ._function.contexts import noop_context_fn
     from .device_states import DefaultDeviceType, get_device_states, set_device_states
     from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
@@ -94,14 +94,14 @@ __all__ = [
 _PLACES = {
     name: module
     for module, names in {
-        "._ambient.tracking": "track_rng",
+        "._ambient.random": "track_rng",
         "._checkpoint.checkpoint": "checkpoint set_checkpoint_early_stop",
         "._checkpoint.chunks": "checkpoint_chunks",
         "._checkpoint.loop": "checkpoint_loop",
         "._checkpoint.sequential": "checkpoint_sequential",
         "._core.frame": "is_recomputing",
         "._core.scopes": "GraphExecGroup",
-        "._core.self_check": "set_self_check",
+        "._core.settings": "set_self_check",
         "._function.contexts": "noop_context_fn",
         ".device_states": "DefaultDeviceType get_device_states set_device_states",
         ".errors": "BudgetTooSmallError CheckpointError DeterminismError InternalError MutationError OverlapError",

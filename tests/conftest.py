@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 import ckpt_hooks
 from ckpt_hooks import _options
 from ckpt_hooks._checkpoint import region
-from ckpt_hooks._core import callables
+from ckpt_hooks._core import misuse
 from ckpt_hooks._function import words
 from ckpt_hooks._recorded import frame as recorded
 from ckpt_hooks.policies import base
@@ -76,9 +76,9 @@ def _seeded() -> Iterator[None]:
     """
     torch.manual_seed(0)
     base._lists.clear()
-    callables.warn_of_transform.cache_clear()
+    misuse.warn_of_transform.cache_clear()
     _options._warned.clear()
-    words.has_warned = False
+    words.other_threads_draw = False
     recorded._has_warned = True
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

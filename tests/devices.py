@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_hooks._ambient import random as sources
+from ckpt_hooks._ambient import devices
 from tests.measure import as_library
 
 
@@ -113,7 +113,7 @@ class FakeDevices:
 
 def forget_modules() -> None:
     """Has the package look for device modules anew."""
-    sources._modules_known_for = -1
+    devices._modules_known_for = -1
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def put(name: str, module: Any) -> Any:
         monkeypatch.setattr(torch, name, module, raising=False)
         forget_modules()
-        if name not in sources._DEVICE_TYPES:
-            monkeypatch.setattr(sources, "_DEVICE_TYPES", [*sources._DEVICE_TYPES, name])
+        if name not in devices._DEVICE_TYPES:
+            monkeypatch.setattr(devices, "_DEVICE_TYPES", [*devices._DEVICE_TYPES, name])
         return module
 
     yield put

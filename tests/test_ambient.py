@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint
+from ckpt_hooks._ambient import devices
 from ckpt_hooks._ambient import random as sources
 from tests.measure import Log, as_library, leaf
 
@@ -48,13 +49,13 @@ def install(monkeypatch):
 
     def put(name, module):
         monkeypatch.setattr(torch, name, module, raising=False)
-        monkeypatch.setattr(sources, "_DEVICE_TYPES", [*sources._DEVICE_TYPES, name])
-        monkeypatch.setattr(sources, "_modules_known_for", -1)
+        monkeypatch.setattr(devices, "_DEVICE_TYPES", [*devices._DEVICE_TYPES, name])
+        monkeypatch.setattr(devices, "_modules_known_for", -1)
         return module
 
     yield put
     monkeypatch.undo()  # first, since it would put back for how many names the modules are known, and the fakes with it
-    sources._modules_known_for = -1
+    devices._modules_known_for = -1
 
 
 @pytest.mark.parametrize("generators", [True, False], ids=["default_generators", "get_rng_state"])
@@ -91,5 +92,5 @@ def test_a_backend_registered_later_is_found(install, monkeypatch):
     sources.capture()
     fake = FakeDevice(1)
     monkeypatch.setattr(torch, "late_backend", fake, raising=False)
-    monkeypatch.setattr(sources, "private_backend_name", lambda: "late_backend")
+    monkeypatch.setattr(devices, "private_backend_name", lambda: "late_backend")
     assert len(sources.capture()[1]) == 1

@@ -9,7 +9,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import devices as devices_in_use
-from ckpt_hooks._ambient import random as sources
 from tests.fake_streams import FakeAccelerator, Order
 from tests.measure import Log, leaf
 
@@ -33,9 +32,9 @@ def install(monkeypatch):
     def put(*args, **kwargs):
         device = FakeAccelerator(*args, **kwargs)
         monkeypatch.setattr(torch, "cpu", device)
-        monkeypatch.setattr(sources, "_DEVICE_TYPES", [*sources._DEVICE_TYPES, "cpu"])
-        monkeypatch.setattr(sources, "_modules_known_for", -1)
-        monkeypatch.setattr(sources, "names_without_devices", -1)
+        monkeypatch.setattr(devices_in_use, "_DEVICE_TYPES", [*devices_in_use._DEVICE_TYPES, "cpu"])
+        monkeypatch.setattr(devices_in_use, "_modules_known_for", -1)
+        monkeypatch.setattr(devices_in_use, "names_without_devices", -1)
         monkeypatch.setattr(devices_in_use, "mark_used", lambda tensor, stream: used.append((tensor, stream)))
         torch.get_device_module.cache_clear()
         DEVICE[:] = [device]
@@ -44,7 +43,7 @@ def install(monkeypatch):
 
     yield put
     monkeypatch.undo()
-    sources._modules_known_for = -1
+    devices_in_use._modules_known_for = -1
     torch.get_device_module.cache_clear()
 
 

@@ -111,7 +111,7 @@ def drawing_thread():
 @pytest.fixture
 def not_warned(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(words, "has_warned", False)
+    monkeypatch.setattr(words, "other_threads_draw", False)
 
 
 NO_DRAW = {
@@ -179,7 +179,7 @@ def test_a_draw_of_another_thread_is_told_once():
 @pytest.mark.parametrize("after_a_warning", [False, True])
 def test_a_table_that_a_recompute_makes_anew_is_no_draw_of_another_thread(after_a_warning, monkeypatch):
     """One more rerun finds the table that the first one has drawn. Nothing tells of another thread that draws."""
-    monkeypatch.setattr(words, "has_warned", after_a_warning)
+    monkeypatch.setattr(words, "other_threads_draw", after_a_warning)
     table = functools.lru_cache(maxsize=1)(torch.rand)
     table(4)
     y = checkpoint(lambda x: (x * table(4)).sin(), leaf(3, 4))

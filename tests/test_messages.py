@@ -295,7 +295,7 @@ def another_thread_that_draws():
         drawing.join()
         return x.sin().exp()
 
-    words.has_warned = False  # or an earlier test has had it
+    words.other_threads_draw = False  # or an earlier test has had it
     waiting = threading.Event()
     idle = threading.Thread(target=waiting.wait)
     idle.start()

@@ -14,8 +14,7 @@ import torch.backends.xnnpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import _ambient, checkpoint, checkpoint_region
-from ckpt_hooks._ambient import random as sources
-from ckpt_hooks._ambient import switches
+from ckpt_hooks._ambient import devices, switches
 from ckpt_hooks._operators.facts import facts_of
 from tests.behaviours.test_ambient import AUTOCAST_CACHE, PRECISIONS, SETTINGS, attribute, written
 from tests.measure import Log, leaf
@@ -291,7 +290,7 @@ def device_flags():
 def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
     """Where a device is in use; this one is made up."""
     monkeypatch.setattr(switches, "are_devices_in_use", lambda: True)
-    monkeypatch.setattr(sources, "names_without_devices", -1)
+    monkeypatch.setattr(devices, "names_without_devices", -1)
     for module in (_ambient, switches):  # later tests, without a device, share no values with these
         monkeypatch.setattr(module, "_latest", module._latest)
     read = getattr(torch._C, setter.replace("_set_", "_get_"))

@@ -14,8 +14,9 @@ from ckpt_hooks._torch import hook_points
 from ckpt_hooks._torch.modes import GLOBAL_DEVICE, num_function_modes
 
 with hook_points():
-    from . import random, switches
-    from .random import CPU, HEAD, TAIL, TORCH_NAMES, TRACKED
+    from . import devices, random, switches
+    from .devices import TORCH_NAMES
+    from .random import CPU, HEAD, TAIL, TRACKED
     from .switches import AUTOCAST, FUNCTION_MODES
 
 
@@ -46,9 +47,9 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     ):
         if image != (HEAD.raw, TAIL.raw):
             state = CPU.state()
-        devices = () if len(TORCH_NAMES) == random.names_without_devices else random.read_devices()
-        if latest.random[0] is not state or latest.random[1] is not devices:
-            _latest = latest = Ambient((state, devices, ()), latest.switches)
+        of_devices = () if len(TORCH_NAMES) == devices.names_without_devices else random.read_devices()
+        if latest.random[0] is not state or latest.random[1] is not of_devices:
+            _latest = latest = Ambient((state, of_devices, ()), latest.switches)
         return latest
     states = random.capture(generators, preserve=preserve_rng_state)
     ambient = Ambient(states, switches.capture(), AUTOCAST.capture(), FUNCTION_MODES.capture())
@@ -66,7 +67,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Ambient | lis
         and not (num_function_modes() or GLOBAL_DEVICE.__dict__.get("device_context"))
         and ambient.switches.is_set()
     )
-    if is_around and default_generators and not TRACKED and len(TORCH_NAMES) == random.names_without_devices:
+    if is_around and default_generators and not TRACKED and len(TORCH_NAMES) == devices.names_without_devices:
         image, state = CPU.seen
         if ambient.random[0] is state and image == (HEAD.raw, TAIL.raw):
             return ambient  # this thread already has the captured state

@@ -1,4 +1,4 @@
-"""The current device and the current stream of each device: noted in forward, made current again for a recompute.
+"""The accelerators of this build, and the current device and streams: noted in forward, current again for a recompute.
 
 A thread of autograd's engine has its own current device, and on each device it uses the stream of the node that it runs. A
 recompute runs on the devices and streams of forward. Forward's streams first wait for the caller's streams, and the caller's
@@ -17,12 +17,52 @@ import torch
 
 from ckpt_hooks._core.hooks import undo
 from ckpt_hooks._core.modes import past_modes
-from ckpt_hooks._torch.modes import cuda_device, cuda_stream_data
+from ckpt_hooks._torch.modes import cuda_device, cuda_stream_data, private_backend_name
 from ckpt_hooks._torch.tensors import parts_of
 
-from . import random
-
 R = TypeVar("R")
+
+# Modules of torch which may have generators of devices. A backend outside of torch adds a module, maybe after this import.
+_DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
+_modules: list[tuple[Callable[[], bool], Any]] = []
+_modules_known_for = -1
+
+#: A backend that registers adds its module to torch, so a changed number of names shows a new backend. Counting the names costs
+#: less than asking for the backend's name.
+TORCH_NAMES = vars(torch)
+#: The number of torch's names if this build has no accelerator, not even an uninitialised one; -1 if it has any.
+names_without_devices = -1
+
+
+def find_devices() -> list[Any]:
+    """Returns for each accelerator of this build a function to ask whether it is initialised, and its module."""
+    global _modules_known_for, names_without_devices
+    if len(TORCH_NAMES) == _modules_known_for:
+        return _modules
+    _modules.clear()
+    for device_type in (*_DEVICE_TYPES, private_backend_name()):
+        module = getattr(torch, device_type, None)
+        if not hasattr(module, "get_rng_state") or not getattr(module, "_is_compiled", lambda: True)():
+            continue
+        if device_type != "mps":
+            is_initialized = getattr(module, "is_initialized", lambda module=module: getattr(module, "_initialized", False))
+            _modules.append((is_initialized, module))
+        elif torch.backends.mps.is_built():
+            _modules.append((torch.backends.mps.is_available, module))
+    _modules_known_for = len(TORCH_NAMES)
+    names_without_devices = -1 if _modules else _modules_known_for
+    return _modules
+
+
+def devices_of(module: Any) -> Any:
+    """Returns the default generators of a backend's devices, or the number of devices if they have no such generators."""
+    generators = getattr(module, "default_generators", None)
+    return generators or (module.device_count() if hasattr(module, "device_count") else 1)
+
+
+def is_capturing(device_type: str) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
+    return bool(getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)())
 
 
 def mark_used(tensor: torch.Tensor, stream: Any) -> None:
@@ -107,11 +147,11 @@ class Current:
             before = states[id(accelerator)][2] if id(accelerator) in states else after
             accelerator.move(index, before, after)
             for tensor in tensors if before != after else ():
-                reader, told = other.place_of(tensor.device) or (None, None)
+                reader, told = other.accelerator_of(tensor.device) or (None, None)
                 if reader is not None:
                     mark_used(tensor, reader.stream_of(told))
 
-    def place_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
+    def accelerator_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
         """Returns the accelerator of a device, and the handle of its current stream; None for a device without streams."""
         if device not in self._by_device:
             module = getattr(torch, device.type, None)
@@ -123,7 +163,7 @@ class Current:
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Makes the current stream of a value's device wait for the value, if it was made on another stream."""
-        accelerator, made = self.place_of(tensor.device) or (None, None)
+        accelerator, made = self.accelerator_of(tensor.device) or (None, None)
         if accelerator is not None and (current := accelerator.stream(tensor.device.index or 0)) != made:
             stream = accelerator.stream_of(current)
             stream.wait_stream(accelerator.stream_of(made))
@@ -161,9 +201,9 @@ _latest: Current | None = None
 def capture() -> Current | None:
     """Returns this thread's devices and streams, the same object while unchanged; None if no accelerator is in use."""
     global _latest
-    if len(random.TORCH_NAMES) == random.names_without_devices:
+    if len(TORCH_NAMES) == names_without_devices:
         return None
-    used = [_accelerator(module, random.devices_of(module)) for initialised, module in random.find_devices() if initialised()]
+    used = [_accelerator(module, devices_of(module)) for initialised, module in find_devices() if initialised()]
     states = [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
     latest = _latest
     if not states:

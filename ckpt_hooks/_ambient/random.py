@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import struct
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import RNNBase
+from typing_extensions import Self
 
-from ckpt_hooks._torch.modes import address_of_generator, made_apart, private_backend_name
+from ckpt_hooks._core.misuse import wrong
+from ckpt_hooks._torch.modes import address_of_generator, made_apart
 from ckpt_hooks._torch.tensors import past_all_modes
+
+from . import devices
+from .devices import TORCH_NAMES, devices_of, find_devices, is_capturing
 
 
 def is_same_state(state: Any, other: Any) -> bool:
@@ -124,11 +131,6 @@ class RandomSource:
         return look == self.look() if self.look is not None and known is state else is_same_state(self.read(), state)
 
 
-def is_capturing(device_type: str) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
-    return bool(getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)())
-
-
 def source_of_generator(generator: torch.Generator) -> RandomSource:
     """Returns the source of an explicit generator, which needs no ``restart``: forward can always read its state."""
     return RandomSource(generator.get_state, generator.set_state, generator=generator)
@@ -153,38 +155,6 @@ if _views:
     CPU.look = lambda: (HEAD.raw, TAIL.raw)
 
 
-# Modules of torch which may have generators of devices. A backend outside of torch adds a module, maybe after this import.
-_DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
-_modules: list[tuple[Callable[[], bool], Any]] = []
-_modules_known_for = -1
-
-#: A backend that registers adds its module to torch, so a changed number of names shows a new backend. Counting the names costs
-#: less than asking for the backend's name.
-TORCH_NAMES = vars(torch)
-#: The number of torch's names if this build has no accelerator, not even an uninitialised one; -1 if it has any.
-names_without_devices = -1
-
-
-def find_devices() -> list[Any]:
-    """Returns for each accelerator of this build a function to ask whether it is initialised, and its module."""
-    global _modules_known_for, names_without_devices
-    if len(TORCH_NAMES) == _modules_known_for:
-        return _modules
-    _modules.clear()
-    for device_type in (*_DEVICE_TYPES, private_backend_name()):
-        module = getattr(torch, device_type, None)
-        if not hasattr(module, "get_rng_state") or not getattr(module, "_is_compiled", lambda: True)():
-            continue
-        if device_type != "mps":
-            is_initialized = getattr(module, "is_initialized", lambda module=module: getattr(module, "_initialized", False))
-            _modules.append((is_initialized, module))
-        elif torch.backends.mps.is_built():
-            _modules.append((torch.backends.mps.is_available, module))
-    _modules_known_for = len(TORCH_NAMES)
-    names_without_devices = -1 if _modules else _modules_known_for
-    return _modules
-
-
 def device_sources(*, needed: bool) -> list[RandomSource]:
     """Returns the source of each initialised device; the same objects each time, while a backend has the same devices."""
     # While a CUDA graph is being captured, no state can be read. Raises if the caller needs the states, and leaves the backend
@@ -200,12 +170,6 @@ def device_sources(*, needed: bool) -> list[RandomSource]:
                 "leave a region that draws out of the graph."
             )
     return sources
-
-
-def devices_of(module: Any) -> Any:
-    """Returns the default generators of a backend's devices, or the number of devices if they have no such generators."""
-    generators = getattr(module, "default_generators", None)
-    return generators or (module.device_count() if hasattr(module, "device_count") else 1)
 
 
 @functools.cache
@@ -297,6 +261,104 @@ def leave(before: Iterable[tuple[RandomSource, Any]]) -> None:
             source.write(state)
 
 
+# Sources named by the user: Python's, NumPy's, other generators
+
+#: Modules with a random source, by the names that users give, with the functions that read and set the state. To support a new
+#: source, add a row.
+_NAMED = {"python": ("random", "getstate", "setstate"), "numpy": ("numpy.random", "get_state", "set_state")}
+
+#: Held by a recompute that sets back explicit generators and tracked sources. Threads may share these sources, so another such
+#: recompute waits.
+shared_sources_lock = threading.RLock()
+
+
+class TrackedSource:
+    """A random source rewound by regions: the result of :func:`track_rng`, and a context manager which ends the tracking."""
+
+    def __init__(self, source: RandomSource) -> None:
+        self._source = source
+        TRACKED.append(source)
+
+    def remove(self) -> None:
+        """Stops tracking, for regions whose forward is yet to run. A second call does nothing."""
+        with suppress(ValueError):
+            TRACKED.remove(self._source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+@contextmanager
+def hold_sources(sources: Iterable[RandomSource]) -> Iterator[None]:
+    """Tracks the sources of a forward while its recompute runs, so that regions inside capture them again."""
+    with ExitStack() as stack:
+        for source in sources:
+            if source not in TRACKED:
+                stack.enter_context(TrackedSource(source))
+        yield
+
+
+def track_rng(source: Any) -> TrackedSource:
+    """Makes recomputes draw the same numbers from a random source as forward, from now on and in the whole process.
+
+    Torch's default generators, and generators among a function's arguments and closed-over variables, need no tracking.
+    Python's ``random``, NumPy and other sources do: without it a recompute draws other numbers. Each region keeps the source's
+    state from the start of its forward. The source is put back after a recompute while it is tracked.
+
+    A thread that draws from torch's default generator while a region on another thread draws from it, as some data loaders do,
+    makes the recompute raise. Give such threads a generator of their own.
+
+    Args:
+        source: ``"python"`` for the module ``random``, ``"numpy"`` for NumPy's global state, or an object: a
+            ``torch.Generator``, a ``random.Random``, a ``numpy.random.Generator``, or anything with ``get_state()`` and
+            ``set_state(state)``.
+
+    Returns:
+        The tracking, a context manager. ``remove()`` or the end of the block ends it.
+
+    Raises:
+        ValueError: If ``source`` is another string.
+        TypeError: If ``source`` has no state to read and set.
+        ImportError: If ``source`` is ``"numpy"`` and NumPy is not installed.
+
+    Example:
+        >>> import random
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint, track_rng
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with track_rng("python"):
+        ...     y = checkpoint(lambda x: (x * random.random()).sin(), x)
+        >>> y.sum().backward()  # multiplies with the same number
+    """
+    return TrackedSource(_source_of(source))
+
+
+def _source_of(source: Any) -> RandomSource:
+    if isinstance(source, str) and source in _NAMED:
+        module, read, write = _NAMED[source]
+        return RandomSource(*(getattr(importlib.import_module(module), name) for name in (read, write)))
+    if isinstance(source, torch.Generator):
+        return source_of_generator(source)
+    for read, write in () if isinstance(source, type) else (("get_state", "set_state"), ("getstate", "setstate")):
+        if callable(getattr(source, read, None)) and callable(getattr(source, write, None)):
+            return RandomSource(getattr(source, read), getattr(source, write))
+    bits = getattr(source, "bit_generator", source)
+    if isinstance(getattr(bits, "state", None), dict):
+        return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    wanted = f"{', '.join(map(repr, _NAMED))}, a generator, or an object with get_state() and set_state(state)"
+    kind, advice = ValueError if isinstance(source, str) else TypeError, "Pass the object that draws or has the state."
+    raise wrong(source, "source", wanted, advice, kind)
+
+
+def all_sources() -> list[RandomSource]:
+    """Returns the default sources, the tracked sources, and the sources of loaded modules with a source."""
+    loaded = [_source_of(name) for name, (module, *_) in _NAMED.items() if module in sys.modules]
+    return [CPU, *device_sources(needed=False), *TRACKED, *loaded]
+
+
 # Positions: show how far the default sources have moved, without reading a state
 #
 # Positions reveal a recompute that draws other numbers than forward. For example, if forward makes a random table and caches it
@@ -333,7 +395,7 @@ def position_of_generators(*, watched: bool = True, begin: Position = None) -> W
     # forward began, so the positions of forward and of its recomputes include only the CPU's generator.
     if not watched:
         return _NOWHERE
-    if len(TORCH_NAMES) == names_without_devices or isinstance(begin, int):
+    if len(TORCH_NAMES) == devices.names_without_devices or isinstance(begin, int):
         return _CPU
     moving = [source.generator for source in device_sources(needed=False) if source.look is not None]
     generators = [generator for generator in moving if generator is not None]

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._torch import modes
-from ckpt_hooks._torch import switches as private
 
 
 class Compared(enum.Enum):
@@ -40,7 +39,8 @@ _LAYERS = ("conv", "gru", "lstm", "rnn")
 
 
 class Switch(NamedTuple):
-    #: The names in ``torch`` of all functions and properties which set the switch.
+    #: The names in ``torch`` of all functions and properties which set the switch. ``tests/test_switches.py`` reads them, to
+    #: find setters of torch that no row restores. State of a thread has none: the test looks at the process.
     setters: tuple[str, ...]
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -58,8 +58,8 @@ class Switch(NamedTuple):
 
 def _flag(getter: str, setter: str = "", *, compared: Compared = Compared.BY_VALUE, used: bool = True) -> Switch:
     setter = f"_set_{setter or getter}"
-    read: Any = getattr(private.C, f"_get_{getter}", None)
-    write: Any = getattr(private.C, setter, None)
+    read: Any = getattr(modes.C, f"_get_{getter}", None)
+    write: Any = getattr(modes.C, setter, None)
     return Switch((f"_C.{setter}",), read, write, compared, is_used=used and read is not None)
 
 
@@ -72,7 +72,7 @@ def _guarded(read: Callable[[], Any], write: Callable[[Any], object], *setters: 
 
 
 def _precision(backend: str, operator: str, *others: str, compared: Compared = Compared.BY_VALUE) -> Switch:
-    read, write = partial(private.precision_of, backend, operator), partial(private.set_precision_of, backend, operator)
+    read, write = partial(modes.precision_of, backend, operator), partial(modes.set_precision_of, backend, operator)
     return Switch(("_C._set_fp32_precision_setter", *others), read, write, compared)
 
 
@@ -90,15 +90,15 @@ def _variable(module: Any, name: str, setter: str) -> Switch:
 
 
 def _read_cudnn_precision() -> tuple[str, str]:
-    return private.precision_of("cuda", "conv"), private.precision_of("cuda", "rnn")
+    return modes.precision_of("cuda", "conv"), modes.precision_of("cuda", "rnn")
 
 
 def _set_cudnn_precision(precision: bool | tuple[str, str]) -> None:
     if isinstance(precision, bool):
-        private.write_cudnn_tf32(precision)
+        modes.write_cudnn_tf32(precision)
     else:
-        private.set_precision_of("cuda", "conv", precision[0])
-        private.set_precision_of("cuda", "rnn", precision[1])
+        modes.set_precision_of("cuda", "conv", precision[0])
+        modes.set_precision_of("cuda", "rnn", precision[1])
 
 
 def _read_either(read: Callable[[], Any], read_other: Callable[[], Any]) -> Any:
@@ -109,8 +109,8 @@ def _read_either(read: Callable[[], Any], read_other: Callable[[], Any]) -> Any:
 
 
 def _reduced_precision(dtype: str) -> Switch:
-    setter = getattr(private.C, name := f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
-    return _guarded(getattr(private.C, name.replace("set", "get", 1)), lambda values: setter(*values), name)
+    setter = getattr(modes.C, name := f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
+    return _guarded(getattr(modes.C, name.replace("set", "get", 1)), lambda values: setter(*values), name)
 
 
 def _set_num_threads(count: int) -> None:
@@ -140,13 +140,13 @@ SWITCHES: tuple[Switch, ...] = (
     _flag("sdp_priority_order", used=_CUDA),
     _flag("cpu_allow_fp16_reduced_precision_reduction", used=_ARM),  # other processors refuse it
     _flag("miopen_immediate", used=_ROCM),
-    _flag("onednn_allow_tf32", used=private.has_xpu),
+    _flag("onednn_allow_tf32", used=modes.has_xpu),
     _precision("mkldnn", "matmul"),
     Switch(
         ("_C._set_cudnn_allow_tf32", "backends.cudnn.rnn.fp32_precision"),
-        lambda: _read_either(private.read_cudnn_tf32, _read_cudnn_precision),
+        lambda: _read_either(modes.read_cudnn_tf32, _read_cudnn_precision),
         _set_cudnn_precision,
-        read_fast=private.read_cudnn_tf32,
+        read_fast=modes.read_cudnn_tf32,
     ),
     _precision("mkldnn", "conv")._replace(heeded_by=_LAYERS),
     _precision("mkldnn", "rnn")._replace(heeded_by=_LAYERS),
@@ -158,11 +158,11 @@ SWITCHES: tuple[Switch, ...] = (
     _variable(_einsum.m, "strategy", "backends.opt_einsum._set_strategy"),
     _variable(torch.backends.mha, "_is_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
     _guarded(torch.get_default_dtype, torch.set_default_dtype, "_set_default_dtype", "_set_default_tensor_type"),
-    _guarded(private.read_deterministic, private.write_deterministic, "_set_deterministic_algorithms"),
+    _guarded(modes.read_deterministic, modes.write_deterministic, "_set_deterministic_algorithms"),
     _guarded(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "set_autocast_cache_enabled"),
     _guarded(
-        lambda: _read_either(private.read_matmul_precision, lambda: None),
-        lambda precision: precision is None or private.write_matmul_precision(precision),
+        lambda: _read_either(modes.read_matmul_precision, lambda: None),
+        lambda precision: precision is None or modes.write_matmul_precision(precision),
         "_set_float32_matmul_precision",
     ),
     _precision("cuda", "matmul", "_C._set_cublas_allow_tf32", compared=Compared.BY_GUARD),
@@ -228,7 +228,7 @@ class SwitchValues:
     __slots__ = ("_devices", "_values", "common", "guard", "unguarded")
 
     def __init__(self) -> None:
-        self.guard = private.GlobalStateGuard()
+        self.guard = modes.GlobalStateGuard()
         self._values, self._devices = _read(_ON_HOST), _read_devices()
         self.unguarded = self._values[len(_DEFAULTS) : -len(_GUARDED)]
         self.common = self.unguarded[: len(COMMON)]
@@ -362,7 +362,7 @@ FUNCTION_MODES = ThreadState(
     [
         Switch((), _read_modes, _write_modes),
         Switch((), modes.global_device_mode, modes.set_global_device_mode),
-        Switch((), private.read_function_state, private.write_function_state),
+        Switch((), modes.read_function_state, modes.write_function_state),
     ],
-    [[], None, private.FUNCTIONS_ENABLED],
+    [[], None, modes.FUNCTIONS_ENABLED],
 )

@@ -13,14 +13,16 @@ import torch
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.callables import check_runs, name_of_function
 from ckpt_hooks._core.misuse import (
     Misuse,
     accepts,
+    add_note,
+    check_runs,
     checked_flag,
     checked_integer,
     described_as,
     name_of_callable,
+    name_of_function,
     signature_of,
     unknown_error,
     wrong,
@@ -243,8 +245,8 @@ def run_in_chunks(
         try:
             return run(function, given, {name: bound[name] for name in kwargs})
         except RuntimeError as error:
-            if "view size is not compatible" in str(error) and not part[0].is_contiguous() and hasattr(error, "add_note"):
-                error.add_note(_NOTE.format(dim=dim))
+            if "view size is not compatible" in str(error) and not part[0].is_contiguous():
+                add_note(error, _NOTE.format(dim=dim))
             raise
 
     def results(tensors: Iterable[torch.Tensor], size: int) -> Any:

@@ -14,8 +14,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
-from ckpt_hooks._core.callables import check_runs
-from ckpt_hooks._core.misuse import Misuse, check_curried, unknown_error
+from ckpt_hooks._core.misuse import Misuse, check_curried, check_runs, unknown_error
 from ckpt_hooks._function.contexts import ContextPair, check_context_fn, noop_context_fn
 from ckpt_hooks._options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, options_from, options_of
 from ckpt_hooks._torch.compiling import skipped

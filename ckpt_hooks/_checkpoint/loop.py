@@ -9,8 +9,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ckpt_hooks._core.callables import check_runs
-from ckpt_hooks._core.misuse import Misuse, check_signature, checked_integer, described_as, wrong
+from ckpt_hooks._core.misuse import Misuse, add_note, check_runs, check_signature, checked_integer, described_as, wrong
 from ckpt_hooks._function.contexts import noop_context_fn
 from ckpt_hooks._tensors.nested import leaves_of, named_entries, with_entries
 
@@ -165,9 +164,7 @@ class _LoopPart:
                 return self.step.call(state)
             result = self.step.call(state, inputs[0])
         except Exception as error:
-            note = f"In step {start} of checkpoint_loop."
-            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # notes exist since Python 3.11
-                error.add_note(note)
+            add_note(error, f"In step {start} of checkpoint_loop.")
             raise
         if not (isinstance(result, tuple) and len(result) == 2):
             raise Misuse.NO_PAIR.error(result, step=start)

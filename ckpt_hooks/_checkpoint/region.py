@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
-from ckpt_hooks._core.callables import UNRUN, check_runs, refuse_unrun, warn_of_transform
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.holdings import Holding
 from ckpt_hooks._core.hooks import ThreadMark, close, mark_thread, rewind
 from ckpt_hooks._core.misuse import (
+    UNRUN,
     Misuse,
     NeedsParentheses,
     check_curried,
     check_is,
+    check_runs,
     described_as,
     name_of_callable,
+    refuse_unrun,
     unknown_error,
+    warn_of_transform,
     wrong,
 )
 from ckpt_hooks._core.self_check import place_of_line
-from ckpt_hooks._core.self_check import settings as self_check
+from ckpt_hooks._core.settings import self_check
 from ckpt_hooks._options import Form, is_policy, options_from, options_of
 from ckpt_hooks._recorded.frame import Externals, RecordedFrame, held_in_graph
 from ckpt_hooks._recorded.traced_regions import traced_name, traced_region, warn_of_instance
@@ -121,12 +124,12 @@ def _end(entry: _Entrance, kind: type[BaseException] | None, error: BaseExceptio
         except BaseException as another:
             _abandon(entry, another)
             raise
-    entry.is_left, entry.frame = True, None
     if opened and opened[-1] is entry:
         opened.pop()
     elif is_open:
         _drop(entry)
     # Else regions that were entered later stay open, and the entry goes with them.
+    entry.is_left, entry.frame = True, None  # last: after Ctrl-C above, :func:`_died` takes an entry off that is not left
 
 
 def _abandon(entry: _Entrance, error: BaseException | None = None) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.callables import UNRUN, refuse_unrun, warn_of_transform
 from ckpt_hooks._core.hooks import mark_thread, rewind
+from ckpt_hooks._core.misuse import UNRUN, refuse_unrun, warn_of_transform
 from ckpt_hooks._core.mutation import watch_fused_steps
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.contexts import ContextPair, both, noop_context_fn

@@ -13,10 +13,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.callables import module_of, name_of_function, unwrapped
-from ckpt_hooks._core.misuse import checked_flag, described_as
+from ckpt_hooks._core.misuse import checked_flag, described_as, module_of, name_of_function, unwrapped
 from ckpt_hooks._core.self_check import CheckedPlace, place_of
-from ckpt_hooks._core.self_check import settings as self_check
+from ckpt_hooks._core.settings import self_check
 from ckpt_hooks._function.contexts import ContextPair, PolicyContext, both, call_context_fn, noop_context_fn, within
 from ckpt_hooks._options import RegionOptions
 from ckpt_hooks._recorded.frame import RecordedFrame

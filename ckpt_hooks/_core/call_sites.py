@@ -29,21 +29,21 @@ _FILES: dict[str, tuple[bool, bool]] = {}
 _MOST = 6  # how many callers of an operator's line are searched for a module's call: each operator pays for the search
 
 
-def is_of_library(frame: types.FrameType) -> bool:
+def is_library_frame(frame: types.FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("ckpt_hooks", "torch")
 
 
 def warn_user(message: str) -> None:
     """Warns at the innermost line of the user's program."""
     level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and is_of_library(frame):
+    while frame.f_back is not None and is_library_frame(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 
 def site_of(frame: types.FrameType | None) -> str | None:
     """Returns the innermost line outside of this package and of torch, as in ``"model.py:12"``; None without such a line."""
-    while frame is not None and is_of_library(frame):
+    while frame is not None and is_library_frame(frame):
         frame = frame.f_back
     return None if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
@@ -75,13 +75,13 @@ def module_in_call(module: torch.nn.Module | None) -> str | None:
 
 def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
     name = frame.f_code.co_filename
-    ownership = is_of_library(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
+    ownership = is_library_frame(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
     if not name.startswith("<"):  # not cached: several modules may share a name such as "<string>"
         _FILES[name] = ownership
     return ownership
 
 
-def place_of(frame: types.FrameType | None) -> CallSite:
+def call_site_of(frame: types.FrameType | None) -> CallSite:
     """Returns an operator's place: the innermost line outside of this package and of torch, and the innermost called module."""
     module, is_inside = None, True
     while frame is not None:

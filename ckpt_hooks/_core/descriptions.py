@@ -23,9 +23,9 @@ def format_path(path: RegionPath | None) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-def region_in_words(path: RegionPath | None) -> str:
+def region_in_words(names: tuple[str, ...]) -> str:
     """Returns words such as ``"region 'outer/inner'"``."""
-    return f"region {'/'.join(format_path(path))!r}"
+    return f"region {'/'.join(names)!r}"
 
 
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:

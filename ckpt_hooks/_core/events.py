@@ -1,6 +1,6 @@
 """Events: what regions of both kinds tell observers, and the sender of a frame's events.
 
-An event names regions, tensors and storages by numbers, so kept events keep no tensor and no frame alive. Reports use events,
+An event names regions and storages by numbers, so kept events keep no tensor and no frame alive. Reports use events,
 :meth:`Frame.saved` and :meth:`Frame.held`, and nothing else.
 """
 
@@ -19,7 +19,7 @@ from ckpt_hooks._torch.autograd import graph_task_id
 
 from .call_sites import module_in_call, site_of
 from .descriptions import RegionPath, format_path
-from .holdings import Holding, Reason, Saved, address_of, number_of, size_of, storage_and_size, tell_when_freed
+from .holdings import Holding, Reason, Saved, address_of, size_of, storage_and_size, tell_when_freed
 from .packed import KeptTensor, tracked
 from .settings import current_settings, override
 
@@ -40,13 +40,12 @@ class Region(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of an event. Numbers are unique in the process."""
+    """A tensor of an event."""
 
-    id: int
     shape: torch.Size | None  # None for a nested tensor
     dtype: torch.dtype
     nbytes: int
-    storage: int | None  # the storage's number; None without a storage
+    storage: int | None  # the storage's number, unique in the process; None without a storage
     storage_nbytes: int  # 0 without a storage
     address: int  # of the storage's memory; 0 without memory
 
@@ -57,7 +56,6 @@ class Operator(NamedTuple):
     name: str  # as in "aten.mm.default"
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
-    site: str | None  # the calling line; None in a replay, where no user code runs
     in_recompute: bool
     # Whether a policy of the region would be asked about this run. Policies are asked only in forward, and not about views,
     # in-place operators, autocast's casts of parameters, and operators of a backward inside the region.
@@ -127,7 +125,7 @@ def info_of(tensor: torch.Tensor, observers: tuple[Observer, ...]) -> TensorInfo
     if storage is not None:
         tell_when_freed(storage, observers)
     shape = None if tensor.is_nested else tensor.shape
-    return TensorInfo(number_of(tensor), shape, tensor.dtype, size_of(tensor), storage, size, address_of(storage))
+    return TensorInfo(shape, tensor.dtype, size_of(tensor), storage, size, address_of(storage))
 
 
 class Watch:

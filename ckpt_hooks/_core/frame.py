@@ -63,11 +63,12 @@ def places_of(wanted: Sequence[Label | None], labels: Sequence[Label | None]) ->
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:
+    region = format_path(path)
     return OverlapError(
         f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one GraphExecGroup is not "
-        f"allowed: tensor {index} of {region_in_words(path)} was already unpacked in this group. Run each of the two "
+        f"allowed: tensor {index} of {region_in_words(region)} was already unpacked in this group. Run each of the two "
         "backwards in a group of its own, or without a group.",
-        region=format_path(path),
+        region=region,
     )
 
 

@@ -21,9 +21,9 @@ from .descriptions import dtype_and_shape, kind_in_words
 
 _next_number = itertools.count(1).__next__
 
-# Numbers of objects, by ``id``. An entry is removed when its object dies, before another object can get the same ``id``.
+# Numbers of storages, by ``id``. An entry is removed when its storage dies, before another object can get the same ``id``.
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
-# The way back, from a number in a report to the live object: the ``id`` of each numbered object, by its number.
+# The way back, from a number in a report to the live storage: the ``id`` of each numbered storage, by its number.
 _identities: dict[int, int] = {}
 
 # Observers to tell when a storage is freed, by the storage's number.
@@ -36,13 +36,13 @@ def _forget(key: int, number: int, _: Any) -> None:
         observer.freed(number)
 
 
-def number_of(target: Any) -> int:
-    numbered = _numbers.get(id(target))
+def _number_of(storage: torch.UntypedStorage) -> int:
+    numbered = _numbers.get(id(storage))
     if numbered is not None:
         return numbered[1]
     number = _next_number()
-    _identities[number] = id(target)
-    _numbers[id(target)] = weakref.ref(target, partial(_forget, id(target), number)), number
+    _identities[number] = id(storage)
+    _numbers[id(storage)] = weakref.ref(storage, partial(_forget, id(storage), number)), number
     return number
 
 
@@ -51,7 +51,7 @@ def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
     if storage_of(tensor) is None:
         return None, 0
     storage = tensor.untyped_storage()
-    return number_of(storage), storage.nbytes()
+    return _number_of(storage), storage.nbytes()
 
 
 def address_in(storage: Any) -> int:

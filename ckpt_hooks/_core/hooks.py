@@ -16,7 +16,7 @@ from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks.errors import CheckpointError
 
-from .descriptions import RegionPath, format_path
+from .descriptions import RegionPath, format_path, region_in_words
 from .frame import Frame, stack
 from .modes import is_quiet, leave_modes
 
@@ -41,7 +41,7 @@ class HandBack:
             return packed
         if packed > len(self._values):
             raise CheckpointError(
-                f"region {'/'.join(format_path(self._path))!r}: backward goes through a tensor that a recompute of the region "
+                f"{region_in_words(format_path(self._path))}: backward goes through a tensor that a recompute of the region "
                 "stored outside, such as in a global list. Tensors that a recompute saves for backward are freed when it ends. "
                 "Store forward's tensor instead: store only where is_recomputing() is False.",
                 region=format_path(self._path),

@@ -1,13 +1,16 @@
-"""The errors for wrong calls of the public functions: a table of their words, and checks that several callers share."""
+"""The errors for wrong calls: a table of their words, checks that several callers share, and what these ask of functions."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import numbers
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -126,8 +129,16 @@ def wrong(value: Any, name: str, wanted: str, advice: str, kind: type[Exception]
 
 
 def name_of_callable(value: Any) -> str:
+    """Returns an identifier for a function, to write in examples."""
     name = type(value).__name__ if isinstance(value, Module) else getattr(value, "__name__", None)
     return name if isinstance(name, str) and name.isidentifier() else "function"
+
+
+def name_of_function(function: Any) -> str:
+    """Returns the name of a function's region."""
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    name: str | None = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
+    return name or type(function).__qualname__
 
 
 def described_as(value: Any) -> str:
@@ -174,6 +185,17 @@ def is_swallowed(function: Any, name: str) -> bool:
     return name not in parameters and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
+def unwrapped(function: Any) -> Any:
+    while type(function) is functools.partial:
+        function = function.func
+    return function
+
+
+def module_of(function: Callable[..., Any]) -> Module | None:
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, Module) else None
+
+
 def signature_of(function: Any) -> inspect.Signature:
     return inspect.signature(function.forward if isinstance(function, Module) else function)
 
@@ -202,6 +224,38 @@ def check_callable(function: Any, name: str, parameters: str, wanted: str, advic
     if not callable(function) or isinstance(function, type):
         raise wrong(function, name, wanted, advice)
     check_signature(function, name, parameters)
+
+
+#: A call that returns an object of such a type has not run the function's body.
+UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
+
+_KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def check_runs(function: Any) -> None:
+    """Refuses module classes, generator functions and coroutine functions, also inside a partial, a module or ``__call__``."""
+    inner = unwrapped(function)
+    if isinstance(inner, type) and issubclass(inner, Module):
+        raise wrong(inner, "function", "a function or a module", f"Make a module of the class first: `{inner.__name__}(...)`.")
+    if isinstance(inner, Module):
+        inner = inner.forward
+    elif not inspect.isroutine(inner) and not isinstance(inner, type):
+        inner = getattr(type(inner), "__call__", inner)  # noqa: B004 -- not a test for callables
+    if any(is_kind(inner) for is_kind in _KINDS):
+        raise _unrun_error(function)
+
+
+def refuse_unrun(function: Any, result: Any) -> NoReturn:
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    raise _unrun_error(function)
+
+
+def _unrun_error(function: Any) -> TypeError:
+    return TypeError(
+        f"{text_of(function)} returns a generator or coroutine: a call does not run its body, so the call cannot be a region. "
+        "Write `with checkpoint_region():` around lines inside the function."
+    )
 
 
 def check_is(value: Any, kinds: Any, name: str, wanted: str, advice: str) -> None:
@@ -316,6 +370,23 @@ def reentrant_error(value: Any) -> Exception:
     if isinstance(value, int) and value == 1:
         return Misuse.REENTRANT.error(kind=ValueError)
     return wrong(value, "use_reentrant", "None or False", "Leave it out, or pass use_reentrant=False.")
+
+
+@functools.cache  # warns once for each form of region: each passes another ``stacklevel``
+def warn_of_transform(*, stacklevel: int) -> None:
+    """Warns that a region, ``stacklevel`` calls up the stack, runs un-checkpointed under a ``torch.func`` transform."""
+    warnings.warn(
+        "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+        "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing. To save memory, "
+        "take gradients by torch.autograd.grad or backward() instead of the transform.",
+        stacklevel=stacklevel,
+    )
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to an error, once; Python 3.10 has no notes."""
+    if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def explain_refusal(error: BaseException) -> None:

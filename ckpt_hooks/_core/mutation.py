@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway, storage_of
 from ckpt_hooks.errors import MutationError
 
-from .descriptions import describe_kind
+from .call_sites import name_in_models
+from .descriptions import describe_kind, region_in_words
 
 #: Stands for the version of a tensor of forward that is gone, and in whose place another tensor stands.
 GONE = -1
@@ -113,7 +114,7 @@ def mutated(
 ) -> MutationError:
     """Returns the error for a tensor at another version than ``expected``, or with freed memory if ``expected`` is None."""
     sentence, advice, what = why.value
-    slots = {"region": f"region {'/'.join(region)!r}", "detail": detail, "start": "the region" if region else "the block"}
+    slots = {"region": region_in_words(region), "detail": detail, "start": "the region" if region else "the block"}
     if tensor is None:
         what = slots["tensor"] = what.format(**slots)
     else:
@@ -121,8 +122,6 @@ def mutated(
         slots["change"], slots["advice"] = (words.format(**slots) for words in change.value)
         if change is _HowChanged.MODIFIED and is_kept_anyway(tensor):
             slots["advice"] += " Usual causes: an optimizer's step before backward, and a hook of forward which writes to it."
-        from .call_sites import name_in_models
-
         kind = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
         known = name or name_in_models(tensor)
         slots["tensor"] = f"{known}, {kind}," if known else kind

@@ -20,10 +20,10 @@ _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 
 
 class WatchesUnseen(QuietDispatchMode):
-    """A dispatch mode that is told of calls of custom functions, and of kernels called outside of them."""
+    """A dispatch mode that is told of calls of custom functions, and of kernels that no operator calls."""
 
-    # The mode is not told of kernels that an operator calls: no mode is active while an operator runs.
-    is_in_function = False  # True while a custom function runs: it counts as one operator, so its kernels are not told
+    # The mode is not told of kernels that an operator calls: no mode is active while an operator runs. A mode to which a custom
+    # function counts as one operator pauses itself while the function runs, and so is not told of kernels inside it.
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of a custom function; ``around`` are the modes that watch outside of this mode, outermost first."""
@@ -61,7 +61,7 @@ def _divert() -> None:
 
 def _watching() -> list[WatchesUnseen]:
     modes = map(dispatch_mode_at, range(num_dispatch_modes()))
-    return [mode for mode in modes if isinstance(mode, WatchesUnseen) and not (mode.paused or mode.is_in_function)]
+    return [mode for mode in modes if isinstance(mode, WatchesUnseen) and not mode.paused]
 
 
 def _run_of(function: Any) -> Callable[..., Any] | None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ckpt_hooks._core.descriptions import describe, format_path
+from ckpt_hooks._core.descriptions import describe, format_path, region_in_words
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import MISSING
@@ -191,7 +191,7 @@ def _in_words(difference: tuple[int, str, str]) -> str:
 
 def _error(collector: Collector, message: str, index: int, expected: str, actual: str) -> DeterminismError:
     region = format_path(collector.frame.path)
-    words = f"region {'/'.join(region)!r}: {message}{CAUSES}"
+    words = f"{region_in_words(region)}: {message}{CAUSES}"
     return DeterminismError(words, region=region, index=index, expected=expected, found=actual)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
-from ckpt_hooks._core.descriptions import format_path
+from ckpt_hooks._core.descriptions import format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.misuse import check_callable, described_as
@@ -147,7 +147,7 @@ def _refuse_hidden() -> None:
     frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
     if frame is not None and hooks is not None and are_of_frame(hooks):
         raise TypeError(
-            f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
+            f"context_fn of {region_in_words(format_path(frame.path))} returned a context of "
             "create_selective_checkpoint_contexts within another context, where the region does not see it. Return the pair "
             "itself. To add other contexts, write checkpoint(policy=policy, context_fn=other_contexts)(function)."
         )

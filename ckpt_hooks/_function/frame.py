@@ -20,19 +20,17 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.devices import capture as capture_current
 from ckpt_hooks._ambient.random import Position, position_of_generators, seed_masks_anew
-from ckpt_hooks._core.callables import module_of, name_of_function
 from ckpt_hooks._core.descriptions import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, Label, RegionMark, is_drawn_anew, overlap_error, places_of, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, holdings_in, nbytes_of, owners_in
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close, close_frame
-from ckpt_hooks._core.misuse import Misuse, explain_refusal
+from ckpt_hooks._core.misuse import Misuse, explain_refusal, module_of, name_of_function
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.packed import FIRST_NUMBER, KeptTensor, TrackedTensor, WatchedCallHandle
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._core.self_check import CheckedPlace, place_of
-from ckpt_hooks._core.self_check import settings as self_check
-from ckpt_hooks._core.settings import DEFAULTS, Settings
+from ckpt_hooks._core.settings import DEFAULTS, Settings, self_check
 from ckpt_hooks._function.contexts import ContextPair, suppressed_error, telling_operators, under_modes
 from ckpt_hooks._options import DEFAULT_OPTIONS, NOTHING, RegionOptions, check_of
 from ckpt_hooks._state.journal import Journal, journal_of
@@ -372,7 +370,7 @@ class FunctionFrame(Frame):
                 raise
         inner = stack.innermost
         if inner is not None and inner is not self and error is None:
-            left_open = Misuse.LEFT_OPEN.error_of(self.path, inner=region_in_words(inner.path))
+            left_open = Misuse.LEFT_OPEN.error_of(self.path, inner=region_in_words(format_path(inner.path)))
             self._close(left_open)
             raise left_open
         self._close(error)
@@ -480,7 +478,7 @@ class FunctionFrame(Frame):
             opened.taken.add(index)
             if value is MISSING:
                 raise InternalError(
-                    f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
+                    f"a recompute of {region_in_words(format_path(self.path))} did not bring back tensor {index}. This is a "
                     "bug in ckpt_hooks. Please report it with the program.",
                     region=format_path(self.path),
                 )

@@ -19,8 +19,10 @@ from ckpt_hooks._ambient.random import (
     default_generators_lock,
     devices_between,
     have_several_drawn,
+    hold_sources,
     moves_by_itself,
     position_of_generators,
+    shared_sources_lock,
 )
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
@@ -61,7 +63,7 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
     # MISSING stands for an unwanted tensor, or for a tensor modified later in the rerun, which a rerun for it alone brings
     # back. The caller holds the frame's lock. A rerun with a probe watches random draws, and is not compared with forward. No
     # ``ExitStack``: it would keep an exception, and with it the region's inputs, in a cycle.
-    watch = _draw_watch() if probe is None and words.has_warned and are_other_threads_alive() else probe
+    watch = _draw_watch() if probe is None and words.other_threads_draw and are_other_threads_alive() else probe
     arguments, mark, outer = frame.arguments, mark_thread(), frame.collector
     collector = frame.collector = Collector(frame, wanted)
     handed_out: list[HandedOut] = []
@@ -154,7 +156,6 @@ def rerun(frame: Any, wanted: Collection[int] | None, *, probe: DrawWatch | None
 def _enter_ambient(ambient: _ambient.Ambient, watch: DrawWatch | None, *, borrows: bool) -> Callable[[], object]:
     if borrows and watch is None and not ambient.has_sources:
         return functools.partial(_ambient.leave, _ambient.enter(ambient))
-    from ckpt_hooks._ambient.tracking import hold_sources, shared_sources_lock
     from ckpt_hooks._operators.draws import OwnDraws
 
     with ExitStack() as undone:  # for tracked sources, or while another recompute has the default generators

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.call_sites import name_in_models, place_in_words, place_of
-from ckpt_hooks._core.descriptions import describe_kind, format_path
+from ckpt_hooks._core.call_sites import call_site_of, name_in_models, place_in_words
+from ckpt_hooks._core.descriptions import describe_kind, format_path, region_in_words
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._operators.facts import NORMALIZES_BY_BATCH, REPEATABLE, UNINITIALIZED, OpFacts, OpKind, facts_of
 from ckpt_hooks._state.journal import JournalLoan
@@ -162,9 +162,9 @@ class CheckedRerun(QuietDispatchMode):
     def _error(self, tensor: torch.Tensor, facts: OpFacts) -> MutationError:
         region = format_path(self._frame.path)
         name = name_of_tensor(tensor, self._frame.function, name_in_models(tensor) or "a tensor from outside of the region")
-        line = place_in_words(place_of(sys._getframe()), {})
+        line = place_in_words(call_site_of(sys._getframe()), {})
         return MutationError(
-            f"region {'/'.join(region)!r}: {name}, {describe_kind(tensor)}, is updated by forward and again by its recompute, "
+            f"{region_in_words(region)}: {name}, {describe_kind(tensor)}, is updated by forward and again by its recompute, "
             f"with {facts.full_name}\n  at {line}\n",
             region=region,
             tensor=name,

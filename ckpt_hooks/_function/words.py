@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import region_in_words
+from ckpt_hooks._core.misuse import add_note
 from ckpt_hooks._state.walk import walk_from
-from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
+from ckpt_hooks._torch.autograd import current_node, nodes_below, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
@@ -28,7 +30,7 @@ _SEE_MORE = "Pass `debug=True` to see the operators of both runs."
 
 def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     return DeterminismError(
-        f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward, so that a dropout mask, for "
+        f"{region_in_words(region)}: the recompute has drawn other random numbers than forward, so that a dropout mask, for "
         "example, would differ. Usual causes: a random table that forward made and keeps (functools.lru_cache, a global dict); "
         "another thread that draws from the same generator. Make the table before the region, and give each thread a generator "
         f"of its own.{more}",
@@ -39,13 +41,14 @@ def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     )
 
 
-has_warned = False
+#: Whether another thread was seen to draw from the default generators in a recompute: from then on reruns are watched.
+other_threads_draw = False
 
 
 def warn_of_drawing_thread() -> None:
-    global has_warned
-    if not has_warned:
-        has_warned = True
+    global other_threads_draw
+    if not other_threads_draw:
+        other_threads_draw = True
         warnings.warn(
             "another thread draws from torch's default generator while regions recompute: give that thread a generator of its "
             "own (torch.Generator). From now on each operator of a recompute is watched, to tell which thread draws.",
@@ -81,16 +84,10 @@ def node_of(frame: Any, index: int) -> Any:
     if not 0 <= index < len(frame.numbers):
         return None
     number: int = frame.numbers[index]
-    todo, seen = [current_node()], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_below([current_node()]):
         for packed in map(packed_of, saved_in(node)):
             if isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame and packed[1] == number:
                 return node
-        todo += [below for below, _ in node.next_functions]
     return None
 
 
@@ -113,21 +110,20 @@ def blame(error: DeterminismError, frame: Any) -> None:
 
 def explain_failure(error: Exception, region: tuple[str, ...]) -> None:
     """Adds a note to an exception of a rerun."""
-    add_note = getattr(error, "add_note", None)  # since Python 3.11
-    note = (
-        f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. Something that forward read "
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return
+    add_note(
+        error,
+        f"Raised by the recompute of {region_in_words(region)}, where forward raised nothing. Something that forward read "
         "may be used up (an iterator, a file, a queue) or gone (a tensor in a context variable, or a tensor from which a "
         "backward inside of the region started). Read it before the region, and pass it as an argument. If the function runs "
-        "backward, write `with checkpoint_region():`, which runs Python once."
+        "backward, write `with checkpoint_region():`, which runs Python once.",
     )
-    is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if add_note is not None and not is_full and note not in getattr(error, "__notes__", ()):
-        add_note(note)
 
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:
     return CheckpointError(
-        f"region {'/'.join(region)!r} reaches lazy modules whose parameters are not made yet, so it cannot run with a "
+        f"{region_in_words(region)} reaches lazy modules whose parameters are not made yet, so it cannot run with a "
         "context_fn or debug=True. Run the model once before the first step of training, as torch advises for lazy modules.",
         region=region,
     )

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.random import CPU, RandomStates, default_generator, is_capturing, is_same_state
+from ckpt_hooks._ambient.devices import is_capturing
+from ckpt_hooks._ambient.random import CPU, RandomStates, default_generator, is_same_state
 from ckpt_hooks._core.modes import QuietDispatchMode, unrecorded
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._torch.modes import FAKE, address_of_generator

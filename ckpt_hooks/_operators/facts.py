@@ -316,7 +316,7 @@ class OpFacts:
         )
 
     def find_call(self, count: int) -> Callable[..., Any]:
-        from ckpt_hooks._torch.bindings import binding_of  # only recorded regions need it
+        from ckpt_hooks._torch.quick_calls import binding_of  # only recorded regions need it
 
         call = self.calls[count] = binding_of(self.operator, count) or self.call
         return call

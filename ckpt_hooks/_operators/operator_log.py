@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.call_sites import CallSite, place_in_words, place_of, site_of
+from ckpt_hooks._core.call_sites import CallSite, call_site_of, place_in_words
 from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.events import Operator, info_of
 from ckpt_hooks._core.frame import Frame, is_recomputing, stack
@@ -113,7 +113,7 @@ class OperatorLog(QuietDispatchMode):
                 grad = grad or (isinstance(value, _TENSOR) and value.requires_grad)
         entry.args, entry.grad = kinds, grad
         entry.kwargs = {name: _kind_of(value) for name, value in kwargs.items()} if kwargs else {}
-        entry.place = place_of(sys._getframe(1))
+        entry.place = call_site_of(sys._getframe(1))
         entry.mark = 0 if self._count is None else self._count()
         entry.output = _NOTHING
         self.entries.append(entry)
@@ -187,7 +187,6 @@ class OperatorWatch(QuietDispatchMode):
             name=facts.full_name,
             inputs=tuple(info_of(tensor, observers) for tensor in inputs),
             outputs=tuple(info_of(tensor, observers) for tensor in _tensors_in(output)),
-            site=None if self._replayed is not None else site_of(sys._getframe(1)),
             in_recompute=is_again,
             is_asked_about=facts.is_asked_about and is_asked_in_task and not (is_cast_again or is_compiled),
             is_view=facts.is_view or facts.is_never_kept,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
-from ckpt_hooks._core.descriptions import describe, describe_tensor, format_path
+from ckpt_hooks._core.descriptions import describe, describe_tensor, format_path, region_in_words
 from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
 from ckpt_hooks._core.packed import KeptTensor, TapeHandle, tracked
 from ckpt_hooks._operators.facts import routing_advice
@@ -38,7 +38,7 @@ def check_shapes(frame: Any, op: OpWithShapes, out: Any) -> None:
         return
     region = format_path(frame.path)
     error = DeterminismError(
-        f"region {'/'.join(region)!r}: the replay of {op.facts.operator} has returned another shape than forward.\n"
+        f"{region_in_words(region)}: the replay of {op.facts.operator} has returned another shape than forward.\n"
         f"shape in forward: {_in_words(expected)}\nshape in the replay: {_in_words(actual)}\n"
         f"{routing_advice([op.facts.full_name]).strip()}",
         region=region,
@@ -234,7 +234,7 @@ class ComparedValues:
     def _error(
         self, region: tuple[str, ...], index: int, tensor: str, saved_by: str | None, before: str, after: str
     ) -> DeterminismError:
-        words = f"region {'/'.join(region)!r}: the replay of the region computed other values than forward.\n"
+        words = f"{region_in_words(region)}: the replay of the region computed other values than forward.\n"
         words += f"tensor at position {index}: {tensor}\n"
         if self._sampled is not None:
             before, after = f"{tensor} of forward", "other values"

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from ckpt_hooks._ambient import random
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
-from ckpt_hooks._core.descriptions import describe_tensor, format_path
+from ckpt_hooks._core.descriptions import describe_tensor, format_path, region_in_words
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.draws import ReplacedGenerators, device_of, draw_again, draw_anew, drops_nothing
@@ -295,7 +295,7 @@ class FunctionFacts(OpFacts):
     ) -> DeterminismError:
         region = format_path(frame.path)
         return DeterminismError(
-            f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` ran again for backward, with "
+            f"{region_in_words(region)}: the forward of the custom function `{self.name}` ran again for backward, with "
             f"{other}, while the first run had {expected}. Its results may depend only on its arguments, torch's random "
             f"numbers and values that stay the same until backward. {advice}",
             region=region,

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ckpt_hooks._ambient import random
-from ckpt_hooks._ambient.random import TRACKED, find_devices, is_capturing, is_same_state
+from ckpt_hooks._ambient.devices import find_devices, is_capturing
+from ckpt_hooks._ambient.random import TRACKED, is_same_state
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes

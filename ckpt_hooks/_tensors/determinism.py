@@ -19,7 +19,7 @@ from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import (
-    DISABLED_DISPATCH,
+    handles_operators,
     is_traceable_wrapper_subclass,
     nested_parts,
     parts_of,
@@ -165,8 +165,7 @@ def hash_in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_opaque(tensor: torch.Tensor) -> bool:
     """Whether a tensor's class handles operators itself, and does not tell the inner tensors."""
-    is_plain = type(tensor).__torch_dispatch__ is DISABLED_DISPATCH
-    return not (is_plain or isinstance(tensor, FAKE) or is_traceable_wrapper_subclass(tensor))
+    return handles_operators(tensor) and not (isinstance(tensor, FAKE) or is_traceable_wrapper_subclass(tensor))
 
 
 def ordered_hash_of(tensor: torch.Tensor) -> Any:

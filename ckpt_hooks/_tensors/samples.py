@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.random import is_capturing
+from ckpt_hooks._ambient.devices import is_capturing
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.self_check import LATE, CheckedPlace, settings
+from ckpt_hooks._core.self_check import LATE, CheckedPlace
+from ckpt_hooks._core.settings import self_check
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .copies import is_on_host
@@ -47,7 +48,7 @@ class Sampled:
         separator = "" if words.endswith("\n") else " "
         error.args = (f"{words}{separator}Found by the self-check in pass {self.number} of this region. {advice}",)
         is_unsure = self.may_be_unfilled and isinstance(error, DeterminismError)
-        if not is_unsure and self.number < LATE and settings.level == "error":
+        if not is_unsure and self.number < LATE and self_check.level == "error":
             raise error
         if not self._place.has_warned:
             self._place.has_warned = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -155,6 +155,17 @@ def is_packed(saved: Any) -> bool:
     return type(saved) is NodeSavedTensor or saved.unpack_hook is not None
 
 
-def attributes_of(node: Any) -> dict[str, Any]:
+def nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yields nodes and the nodes below them, each once; passes over None, the node of a tensor without history."""
+    todo, seen = [*nodes], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [below for below, _ in node.next_functions]
+
+
+def ctx_attributes(node: Any) -> dict[str, Any]:
     """Returns the attributes on a custom function's ``ctx``; none for other nodes."""
     return getattr(node, "__dict__", {})

@@ -18,9 +18,6 @@ is_traceable_wrapper_subclass: Callable[[Any], bool] = torch.utils._python_dispa
 # ``NotImplementedError`` for tensors without a storage. Remove once the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
-# The ``__torch_dispatch__`` of classes of tensors that do not handle operators themselves.
-DISABLED_DISPATCH: Any = torch.Tensor.__torch_dispatch__
-
 # A context in which operators bypass autograd, the counting of versions, and the tracking of views.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 

@@ -21,8 +21,7 @@ from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._checkpoint.chunks import Chunks, chunks_among, run_in_chunks
 from ckpt_hooks._checkpoint.region import checkpoint_region
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.callables import check_runs
-from ckpt_hooks._core.misuse import checked_flag, unknown_error
+from ckpt_hooks._core.misuse import check_runs, checked_flag, unknown_error
 from ckpt_hooks._function.contexts import ContextPair
 from ckpt_hooks._options import DeterminismCheck, Form, options_of
 from ckpt_hooks._state.places import class_attribute

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._core.misuse import checked_bytes, unknown_error, wrong
-from ckpt_hooks._core.self_check import set_self_check
+from ckpt_hooks._core.settings import set_self_check
 from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import ByKey, Key, SelectLike, selector_of

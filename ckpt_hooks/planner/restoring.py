@@ -16,8 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckpt_hooks._ambient.random import leave
-from ckpt_hooks._ambient.tracking import all_sources
+from ckpt_hooks._ambient.random import all_sources, leave
 from ckpt_hooks._core.call_sites import objects_of
 from ckpt_hooks._core.descriptions import describe_tensor
 from ckpt_hooks._state.containers import Content, Part, entries_of

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from ckpt_hooks._core.call_sites import warn_user
-from ckpt_hooks._core.descriptions import region_in_words
+from ckpt_hooks._core.descriptions import format_path, region_in_words
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError
@@ -205,7 +205,7 @@ def check_step(step: Any) -> None:
     check_callable(step, "step", "model", "a function of the model", "Write `lambda model: ...`.")
     if (frame := stack.innermost) is not None:
         raise RuntimeError(
-            f"The step of a plan or an estimate would run inside of {region_in_words(frame.path)}, and the region "
+            f"The step of a plan or an estimate would run inside of {region_in_words(format_path(frame.path))}, and the region "
             "changes what the step keeps. Call plan_memory, or estimate_memory, outside of regions."
         )
 

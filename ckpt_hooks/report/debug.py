@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
+from ckpt_hooks._core.descriptions import region_in_words
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._operators.facts import facts_of, routing_advice, same_operator
@@ -95,7 +96,7 @@ class OperatorLogs:
         lines = list(dict.fromkeys(" at ".join(filter(None, (str(entry.operator), entry.site()))) for entry in choices))
         more = [] if len(lines) <= _MOST else [f"{len(lines) - _MOST} more"]
         advice = routing_advice(lines[:_MOST] + more) if lines else ""
-        region = f"region {'/'.join(error.region)!r}: " if error.region else ""
+        region = f"{region_in_words(error.region)}: " if error.region else ""
         explained = rebuild_error(
             type(error),
             f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint or called "

@@ -20,7 +20,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, holdings_in
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.packed import KeptTensor
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, packed_of, saved_in, sequence_number
+from ckpt_hooks._torch.autograd import ctx_attributes, is_packed, node_number, nodes_below, packed_of, saved_in, sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
@@ -144,8 +144,8 @@ class GraphReader:
         self._frames: dict[int, Frame] = {}
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        for node in _nodes_of(tensors):
-            variables, attributes = saved_in(node), attributes_of(node)
+        for node in sorted(nodes_below(tensor.grad_fn for tensor in tensors), key=node_number):
+            variables, attributes = saved_in(node), ctx_attributes(node)
             origin = self._notes.nodes.get(node_number(node), NOWHERE) if variables or attributes else NOWHERE
             for saved in variables:
                 self._read_saved(saved, origin, (node.name(),))
@@ -310,15 +310,3 @@ class GraphReader:
                 dropped.append(entry)
                 seen.add(number)
         return tuple(tensors), tuple(dropped), all(known)
-
-
-def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    seen: set[Any] = set()
-    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions if following is not None]
-    return sorted(seen, key=node_number)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ckpt_hooks._core.descriptions import region_in_words
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo, observe
 from ckpt_hooks._core.holdings import Holding, Reason, Saved
 from ckpt_hooks._core.misuse import OfThisProcess, checked_flag
@@ -275,7 +276,7 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         opened = [region for number in sorted(self._open) if (region := self._regions[number]).frame() is not None]
         if opened:
             raise RuntimeError(
-                f"step() of a trace was called inside of region {'/'.join(opened[0].path)!r}, where a step cannot end. Call "
+                f"step() of a trace was called inside of {region_in_words(opened[0].path)}, where a step cannot end. Call "
                 "step() outside of regions, after backward."
             )
         self._done.append(self._present())

@@ -277,7 +277,7 @@ def test_plans_are_corrected_by_measured_peaks(extras, count, predicted, measure
 
 def of_shape(shape):
     size = None if shape is None else torch.Size(shape)
-    return TensorInfo(0, size, torch.float32, 0 if size is None else 4 * size.numel(), None, 0, 0)
+    return TensorInfo(size, torch.float32, 0 if size is None else 4 * size.numel(), None, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,8 @@ def of_shape(shape):
 )
 def test_costs_are_floating_point_operations_and_ten_for_each_byte(name, inputs, outputs, facts, cost):
     given = {"is_view": False, "reads_shape_only": False, "draws_on_host": False, **facts}
-    operator = Operator(
-        name, *(tuple(map(of_shape, of)) for of in (inputs, outputs)), None, False, True, writes=(), seconds=None, **given
-    )
+    of_tensors = (tuple(map(of_shape, of)) for of in (inputs, outputs))
+    operator = Operator(name, *of_tensors, False, True, writes=(), seconds=None, **given)
     moved = sum(10 * 4 * math.prod(shape) for shape in (*inputs, *outputs) if shape is not None)
     assert cost_of(operator) == (0.0 if cost is None else moved + cost)
 

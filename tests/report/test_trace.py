@@ -305,6 +305,14 @@ def test_it_keeps_no_tensor_and_no_frame(kind):
         todo += gc.get_referents(value)
 
 
+def test_traced_tensors_can_be_exchanged(kind):
+    """A weak reference to a tensor would keep ``swap_tensors``, which ``module.to`` may call, from exchanging it."""
+    x, other = leaf(16, 16), leaf(16, 16)
+    with trace(operators=True):
+        KINDS[kind](x).sum().backward()
+        torch.utils.swap_tensors(x, other)
+
+
 def test_json():
     with trace(operators=True) as found:
         for _ in range(2):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import checkpoint_region, set_self_check
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch.bindings import binding_of
+from ckpt_hooks._torch.quick_calls import binding_of
 from tests.regions import plain
 
 aten = torch.ops.aten
