@@ -29,7 +29,7 @@ from ckpt_hooks.modules.forward import (
 )
 from ckpt_hooks.modules.selecting import ends_of
 from ckpt_hooks.policies.base import PolicyLike
-from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
+from ckpt_hooks.report.printing import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 #: A module's flag. While the flag is True, the module checkpoints its layers.
 FLAG = "gradient_checkpointing"

@@ -15,7 +15,7 @@ from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
 from ckpt_hooks._options import checked_name
 from ckpt_hooks.policies.base import Policy, PolicyLike
-from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
+from ckpt_hooks.report.printing import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .forward import (
     ModuleKeywords,

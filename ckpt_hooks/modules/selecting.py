@@ -17,7 +17,7 @@ from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, chec
 from ckpt_hooks._options import is_policy
 from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks.policies.base import PolicyLike
-from ckpt_hooks.report.entries import name_pattern
+from ckpt_hooks.report.printing import name_pattern
 
 #: Selected modules and spans by name, each with its policy.
 Selected = dict[str, tuple[Any, Any]]

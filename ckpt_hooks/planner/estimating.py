@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.report.entries import (
+from ckpt_hooks.report.ledger import MemoryLedger, ledger_of
+from ckpt_hooks.report.printing import (
     Printed,
     Table,
     alike,
@@ -24,7 +25,6 @@ from ckpt_hooks.report.entries import (
     times,
     up_to_number,
 )
-from ckpt_hooks.report.ledger import MemoryLedger, ledger_of
 from ckpt_hooks.report.progress import begin_step, shown
 
 from .restoring import as_before, dry, optimizer_state, state_of

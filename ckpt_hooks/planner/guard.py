@@ -21,9 +21,9 @@ from ckpt_hooks._core.misuse import OfThisProcess, check_is
 from ckpt_hooks._torch.profiling import is_profiling
 from ckpt_hooks.errors import BudgetTooSmallError, CheckpointError
 from ckpt_hooks.modules import AppliedCheckpointing
-from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
+from ckpt_hooks.report.printing import format_bytes
 
 from .ranks import Ranks
 from .restoring import StateBeforeStep, trainers_of

@@ -30,7 +30,7 @@ from ckpt_hooks.errors import CheckpointError
 from ckpt_hooks.modules import apply_checkpointing
 from ckpt_hooks.modules.applying import BudgetedCheckpointing
 from ckpt_hooks.modules.selecting import selector_of
-from ckpt_hooks.report.entries import format_bytes
+from ckpt_hooks.report.printing import format_bytes
 
 from .blocks import Blocks, blocks_of, selected_blocks
 from .plan import Plan, plan_of

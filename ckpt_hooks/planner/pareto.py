@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpt_hooks.report.entries import Printed, Table, check_path, count_of, format_bytes
 from ckpt_hooks.report.ledger.pictures import Picture, figure_of, scale_of
+from ckpt_hooks.report.printing import Printed, Table, check_path, count_of, format_bytes
 
 from .profiling import BlockCall, OpRun
 from .searching import Search

@@ -17,7 +17,7 @@ from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import ByKey, Key, SelectLike, selector_of
 from ckpt_hooks.policies.base import operator_named
-from ckpt_hooks.report.entries import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
+from ckpt_hooks.report.printing import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 from ckpt_hooks.report.progress import shown
 
 from .blocks import names_in

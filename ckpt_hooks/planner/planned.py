@@ -27,7 +27,7 @@ from ckpt_hooks.modules.forward import RegionRunner, region_forward_for
 from ckpt_hooks.modules.selecting import selected_of
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
-from ckpt_hooks.report.entries import name_pattern
+from ckpt_hooks.report.printing import name_pattern
 
 #: The dtype and the shape of each tensor in the arguments of a call.
 Shapes = tuple[tuple[torch.dtype, Any], ...]

@@ -24,9 +24,9 @@ from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes,
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.modules.selecting import SelectLike, selector_of
-from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
+from ckpt_hooks.report.printing import format_bytes
 from ckpt_hooks.report.progress import begin_step, has_peak
 
 from .blocks import Blocks, blocks_of, check_chunked, ends_of, outside_of, selected_blocks, with_spans_around

@@ -25,7 +25,7 @@ from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 
-from .entries import NOWHERE, Origin, Residual
+from .printing import NOWHERE, Origin, Residual
 
 _aten = torch.ops.aten
 # Operators that bring a new constant into the program: their argument does not count as memory from before forward.

@@ -16,7 +16,8 @@ from ckpt_hooks._core.misuse import OfThisProcess, checked_flag
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 
-from .entries import (
+from .formats import Exported, MemoryEvent, frame_of, snapshot_of
+from .printing import (
     REMEDIES,
     Printed,
     Table,
@@ -29,7 +30,6 @@ from .entries import (
     noting_out_of_memory,
     times,
 )
-from .snapshots import Exported, MemoryEvent, frame_of, snapshot_of
 
 
 @dataclasses.dataclass

@@ -14,7 +14,8 @@ import torch
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import wrong
 from ckpt_hooks._torch.profiling import giving_way, is_profiling, profile_memory
-from ckpt_hooks.report.entries import (
+from ckpt_hooks.report.formats import Exported, MemoryEvent, frames_of, snapshot_of
+from ckpt_hooks.report.printing import (
     REMEDIES,
     Maker,
     Origin,
@@ -30,7 +31,6 @@ from ckpt_hooks.report.entries import (
     times,
     up_to_number,
 )
-from ckpt_hooks.report.snapshots import Exported, MemoryEvent, frames_of, snapshot_of
 
 from .data import Holder, LedgerData, Phase, maker_in_words
 from .pictures import BandKind, ModelBlocks, Picture, band_of, compare

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckpt_hooks._core.events import Region
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import integer_in, wrong
-from ckpt_hooks.report.entries import NOWHERE, Maker, Origin, json_of
+from ckpt_hooks.report.printing import NOWHERE, Maker, Origin, json_of
 
 from .rows import Row
 

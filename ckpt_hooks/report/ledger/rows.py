@@ -29,7 +29,7 @@ from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import PastFunctionModes, active_fake_mode
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
 from ckpt_hooks._torch.tensors import dense_parts, dry_storages
-from ckpt_hooks.report.entries import NOWHERE, Origin
+from ckpt_hooks.report.printing import NOWHERE, Origin
 from ckpt_hooks.report.progress import ticker
 
 _PREFIX = "ckpt_hooks##"
