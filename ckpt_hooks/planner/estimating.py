@@ -132,13 +132,9 @@ def estimate_memory(model: Module, step: Callable[[Module], Any], *, progress: b
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             states[id(optimizer)] = _bytes_of(state_of(optimizer))
 
-        hook = register_optimizer_step_post_hook(after)
-        try:
-            begin_step(2)
-            with ledger_of(model) as ledger:
-                step(model)
-        finally:
-            hook.remove()
+        begin_step(2)
+        with register_optimizer_step_post_hook(after), ledger_of(model) as ledger:
+            step(model)
     parameters, buffers, gradients = before
     made = sum(allocation.nbytes for allocation in ledger.allocations if allocation.is_gradient)
     return MemoryEstimate(

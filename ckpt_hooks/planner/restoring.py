@@ -67,8 +67,8 @@ class StateBeforeStep:
             self._contents.add(vars(owner), is_late and isinstance(owner, Optimizer))
         self._random = [(source, source.read()) for source in all_sources()]
 
-    def copy_for(self, optimizer: Optimizer) -> None:
-        """Copies the tensors to which an optimizer is about to write."""
+    def copy_for(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Copies the tensors to which an optimizer is about to write: a hook of torch, called before each step."""
         tensors = instances_in(optimizer.param_groups, torch.Tensor) + state_of(optimizer)
         if self._contents.take(tensors):  # the optimizer trains the model
             self._contents.add(vars(optimizer))  # ``add`` skips optimizers from before the step

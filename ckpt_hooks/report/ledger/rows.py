@@ -217,18 +217,14 @@ def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
         with PastFunctionModes():
             note_gradients(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
 
-    hooks = [
+    with (
         register_module_forward_pre_hook(begin),
         register_module_forward_hook(end, always_call=True),
         register_optimizer_step_pre_hook(before_step),
-    ]
-    try:
+    ):
         with observe(_Holdings(marks)), _LineMarks(marks, note_gradients):
             yield
         note_gradients(gradient for _, gradient in _leaves_and_others())
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Row(NamedTuple):
