@@ -181,8 +181,11 @@ class StepReader:
         if region.id not in self.entries:
             self.entries[region.id] = RegionEntry(name, region.module, region.site, region.in_recompute)
 
-    def exited(self, number: int | None) -> None:
-        self._close(number)
+    def exited(self, key: int | None) -> None:
+        for at in reversed(range(1, len(self._opened))):
+            if self._opened[at].key == key:
+                del self._opened[at:]
+                return
 
     recomputed = exited
 
@@ -193,12 +196,6 @@ class StepReader:
         around = self._opened[-1]
         maker = around.origin.maker if around.origin.maker in _IN_REGION else Maker.MODULE
         self._opened.append(_Opened(None, around.origin._replace(maker=maker, module=name), around.entry))
-
-    def _close(self, key: int | None) -> None:
-        for at in reversed(range(1, len(self._opened))):
-            if self._opened[at].key == key:
-                del self._opened[at:]
-                return
 
     def holds(self, region: int, key: Any, reason: Reason, address: int) -> None:
         number = self._alive.get(address)
