@@ -27,7 +27,7 @@ from ckpt_hooks.modules.forward import (
     checked_runner,
     region_forward_of,
 )
-from ckpt_hooks.modules.selecting import ends_of
+from ckpt_hooks.modules.selecting import kept_plain
 from ckpt_hooks.policies.base import PolicyLike
 from ckpt_hooks.report.printing import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
@@ -118,7 +118,7 @@ class TakenSwitch:
             if taken.planned is not None and self._path(name) not in taken.planned:
                 setattr(module, FLAG, False)
         on = [(name, module) for name, module in flagged.items() if getattr(module, FLAG) and calls_function(module)]
-        whole = ends_of(on, *taken.keep) if enable else []
+        whole = kept_plain(on, *taken.keep) if enable else []
         for _, module in whole:
             setattr(module, FLAG, False)
         self.kept = [self._path(name) for name, _ in whole]

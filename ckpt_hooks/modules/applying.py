@@ -26,7 +26,7 @@ from .forward import (
     region_forward_for,
     region_forward_of,
 )
-from .selecting import SelectLike, ends_of, selected_of, span
+from .selecting import SelectLike, kept_plain, selected_of, span
 from .spans import RegionSpan, check_spans, span_in
 
 AModule = TypeVar("AModule", bound=Module)
@@ -354,7 +354,7 @@ def apply_checkpointing(
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, but select is a mapping. Write the policy into the mapping instead.")
     selected = selected_of(model, select, policy, "select")
-    kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
+    kept = {name: selected.pop(name) for name in kept_plain(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
     runners = {name: _runner_for(names[name], target, recorded, options, value) for name, (target, value) in selected.items()}
     spans = {name: span_in(model, target) for name, (target, _) in selected.items() if isinstance(target, span)}

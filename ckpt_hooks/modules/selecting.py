@@ -155,7 +155,7 @@ def _is_class(key: Any) -> bool:
     return isinstance(key, type) and issubclass(key, Module)
 
 
-def ends_of(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[Any]:
+def kept_plain(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[Any]:
     """Returns the first and last entries of ``selected``, which stay plain."""
     ends = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
     if 0 < len(selected) <= sum(ends):

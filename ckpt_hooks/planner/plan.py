@@ -20,7 +20,7 @@ from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.printing import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 from ckpt_hooks.report.progress import shown
 
-from .blocks import names_in
+from .blocks import ends_of, names_in
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch, step_of
 from .planned import (
@@ -94,7 +94,7 @@ class Plan(PlanData, Printed):
         with ranks.together(), contextlib.ExitStack() as undo:
             model, runners = self._model_for(model, "apply"), self.runners()
             names, inside = names_in(model, [*runners, *(cut.name for cut in self.chunks)]), dict(model.named_modules())
-            if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
+            if missing := [end for name in names.values() for end in ends_of(name) if end not in inside]:
                 raise wrong(
                     model, "model", f"a model with a module {missing[0]!r}", "Pass the planned model, or a copy.", ValueError
                 )
