@@ -335,8 +335,7 @@ class Machine:
         model, ranks = self._model, self._together()
         self._num_profiled += 1
         # No tensor was restored if the program's own profiler began in the step, or no backward ran.
-        is_whole = any(handle.restored is not None for entry in profile.entries for handle in entry.handles)
-        if not all(ranks.all(is_whole)):
+        if not all(ranks.all(profile.has_backward)):
             if self._num_profiled >= _MOST_TRIES:
                 self._give_up(
                     "no backward needed a result of a block in any profiled step. Select blocks that take part in the loss"
