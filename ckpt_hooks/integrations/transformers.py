@@ -16,7 +16,7 @@ from typing_extensions import Self, Unpack
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, checked_flag, checked_integer, described_as, wrong
-from ckpt_hooks.modules.applying import PlanLike, check_none, planner
+from ckpt_hooks.modules.applying import PlanLike, PlannedWhileTraining, check_none, planner
 from ckpt_hooks.modules.forward import (
     FUNCTION,
     SWITCH,
@@ -331,12 +331,14 @@ def enable_in_transformers(
     return handle
 
 
-class EnabledCheckpointing(OfThisProcess, Printed):
+class EnabledCheckpointing(PlannedWhileTraining, OfThisProcess, Printed):
     """Checkpointing switched on in a Transformers model: the result of :func:`enable_in_transformers`.
 
     As a context manager, undoes itself at the end of the block. Holds no module. With a ``memory_budget`` prints as the plan,
     once there is one.
     """
+
+    _no_plan = "There is no plan. Pass memory_budget and train a step: the plan is made when the step ends."
 
     def __init__(self, owner: Module, flagged: dict[str, Module], n: int, taken: Taken, machine: Any = None) -> None:
         self._machine = machine
@@ -374,22 +376,6 @@ class EnabledCheckpointing(OfThisProcess, Printed):
 
     def _is_ours(self, module: Module) -> bool:
         return self._switches[0].taken.has(vars(module).get(FUNCTION))
-
-    @property
-    def plan(self) -> Any:
-        """The :class:`ckpt_hooks.planner.Plan` in force, of a ``memory_budget``; None until the first step has ended."""
-        return self._machine and self._machine.plan
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
-
-        Raises:
-            ValueError: If there is no plan.
-        """
-        if self.plan is None:
-            raise ValueError("There is no plan. Pass memory_budget and train a step: the plan is made when the step ends.")
-        plan: dict[str, Any] = self.plan.to_json()
-        return plan
 
     def undo(self) -> None:
         """Restores the model, except modules that were enabled again since. A second call does nothing."""

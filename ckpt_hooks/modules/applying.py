@@ -164,7 +164,30 @@ class AppliedCheckpointing(OfThisProcess, Printed):
         return [Table(["", "module", "class", "region", "policy"], rows, (0,), (1, 2, 4))]
 
 
-class BudgetedCheckpointing(AppliedCheckpointing):
+class PlannedWhileTraining:
+    """A handle whose plan is made while the model trains, by ``_machine``, a Machine of the planner."""
+
+    _machine: Any  # None without a budget
+    _no_plan: str  # the error while there is no plan
+
+    @property
+    def plan(self) -> Any:
+        """The :class:`ckpt_hooks.planner.Plan` in force, of a ``memory_budget``; None until the first step has ended."""
+        return self._machine and self._machine.plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
+
+        Raises:
+            ValueError: If there is no plan yet.
+        """
+        if self.plan is None:
+            raise ValueError(self._no_plan)
+        values: dict[str, Any] = self.plan.to_json()
+        return values
+
+
+class BudgetedCheckpointing(PlannedWhileTraining, AppliedCheckpointing):
     """The regions of :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget``, planned while the model trains.
 
     Prints as the plan, once there is one. As a context manager, undoes itself at the end of the block. Holds no module; and the
@@ -178,13 +201,11 @@ class BudgetedCheckpointing(AppliedCheckpointing):
         log: A line for each such step, as the logger ``"ckpt_hooks"`` gets it.
     """
 
-    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:  # ``machine`` is a Machine of the planner
+    _no_plan = "There is no plan yet. Train a step first: the plan is made when the step ends."
+
+    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:
         super().__init__(regions, [machine.undo, regions.undo])
         self._machine = machine
-
-    @property
-    def plan(self) -> Any:
-        return self._machine.plan
 
     @property
     def budget(self) -> int:
@@ -197,17 +218,6 @@ class BudgetedCheckpointing(AppliedCheckpointing):
     @property
     def log(self) -> tuple[str, ...]:
         return tuple(self._machine.log)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
-
-        Raises:
-            ValueError: If there is no plan yet.
-        """
-        if (plan := self.plan) is None:
-            raise ValueError("There is no plan yet. Train a step first: the plan is made when the step ends.")
-        values: dict[str, Any] = plan.to_json()
-        return values
 
     def _headline(self) -> str:
         words = f"{count_of(len(self), 'block')}, no plan before the first step has ended"
