@@ -23,6 +23,7 @@ from .profiling import BlockCall, Profile, Run, recorded_in
 from .ranks import Ranks
 from .simulating import Delta, Effect, effect_of, effect_with, function_effect_of, nested_effect_of, timeline_of
 
+# With fewer of these a plan leaves more of the budget unused; with more the search takes longer.
 _PRICES = 28  # prices in the sweep for a block's options
 _MOST = 40  # the most options of a block that the search tries
 _MOST_INSIDE = 12  # the most options of a block in which modules inside are regions
@@ -122,7 +123,8 @@ class _Graph:
 
 
 #: The fraction of its bytes that a result counts if another block holds the result anyway, as an input. That block lets go of
-#: its input when the backward of this block begins, so keeping the result costs memory only from then on.
+#: its input when the backward of this block begins, so keeping the result costs memory only from then on. More than nothing,
+#: so that of several such results the smaller is cheaper.
 _SHORT = 0.02
 
 

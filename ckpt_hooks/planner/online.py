@@ -42,13 +42,15 @@ from .searching import Room, Search, SearchTerms, accelerator_of, check_cost, ch
 
 _logger = logging.getLogger("ckpt_hooks")
 
-_CORRECTIONS = 3  # the most corrections of a plan whose measured peak is above the budget
+_CORRECTIONS = 3  # the most corrections of a plan whose measured peak is above the budget; the last may stay above
 _OTHER = 0.1  # a fraction: a step whose peak is further off the prediction is unlike the profiled step
-_MOST_PLANS = 4  # each for steps of different shapes
-_MOST_TRIES = 8  # the most steps to profile
-_MOST_MEASURED = 16
+_MOST_PLANS = 4  # each for steps of different shapes; calls of further shapes keep nothing, with a warning
+_MOST_TRIES = 8  # the most steps to profile; then as for ``_MOST_PLANS``, and a program without any plan is told so
+_MOST_MEASURED = 16  # the most steps to measure; a plan whose shapes none of them had stays as predicted
 _MOST_FORWARDS = 64  # the most in a step with fewer than two backwards, as in evaluation with gradients: then planning ends
-_MOST_STEPS = 8  # the most optimizer steps in a step of the program, where optimizers take turns, such as a critic's
+# The most optimizer steps in a step of the program, where optimizers take turns, such as a critic's. An optimizer that steps
+# more rarely is left out of the profile.
+_MOST_STEPS = 8
 _ENOUGH = 2  # backwards to profile in a step that accumulates gradients: a third is like the second
 
 
@@ -223,7 +225,7 @@ class Machine:
                 )
             if self._open is None or len(self._open.backwards.tasks) < _ENOUGH:
                 return
-            self._passes_by = bool(self._open.optimizers)
+            self._passes_by = bool(self._open.optimizers)  # without any, no step of an optimizer tells where the rest ends
             self._close()
         if self._next is None or self._passes_by:
             return

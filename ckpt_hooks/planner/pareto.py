@@ -14,7 +14,7 @@ from .profiling import BlockCall, OpRun
 from .searching import Search
 from .simulating import effect_of, peak_of
 
-_BUDGETS = 24
+_BUDGETS = 24  # of a front, from the least peak to the peak without regions; a guard goes down by the same steps
 
 
 @dataclasses.dataclass(frozen=True)

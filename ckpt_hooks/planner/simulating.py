@@ -204,7 +204,8 @@ def natural_ends(profile: Profile) -> list[int]:
     return natural
 
 
-#: The most rows from the last need of an allocation to a free that counts as following from it.
+#: The most rows from the last need of an allocation to a free that counts as following from it. With fewer, predicted peaks are
+#: too high; with more, memory that the program holds counts as the block's, and they are too low.
 _SOON = 4
 
 
