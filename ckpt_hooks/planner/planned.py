@@ -24,7 +24,7 @@ from ckpt_hooks._tensors.nested import instances_in
 from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_for
-from ckpt_hooks.modules.selecting import selected_of
+from ckpt_hooks.modules.selecting import selected_of, selector_of
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.printing import name_pattern
@@ -374,9 +374,9 @@ def _put_back(reference: weakref.ref[Any], chunks: int | None) -> None:
 
 
 @contextlib.contextmanager
-def applied(model: Module, select: Any, chunking: Chunking) -> Iterator[None]:
-    """Makes blocks regions, and modules run in chunks, inside a ``with`` statement."""
-    names = {cut.name: cut.name for cut in chunking}
+def applied(model: Module, runners: Mapping[str, RegionRunner], chunking: Chunking) -> Iterator[None]:
+    """Makes blocks regions, each by its runner, and modules run in chunks, inside a ``with`` statement."""
+    names, select = {cut.name: cut.name for cut in chunking}, {selector_of(name): runner for name, runner in runners.items()}
     with chunk(model, chunking, names), apply_checkpointing(model, select) if select else contextlib.nullcontext():
         yield
 
