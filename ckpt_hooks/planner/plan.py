@@ -153,9 +153,7 @@ class Plan(PlanData, Printed):
             model = self._model_for(model, method)
             names = names_in(model, [block.name for block in self.blocks] + [cut.name for cut in self.chunks])
             plan_names = {there: name for name, there in names.items()}
-            chunks = {names[cut.name]: {**dataclasses.asdict(cut), "chunks": (cut.chunks,)} for cut in self.chunks}
-            for options in chunks.values():
-                del options["name"], options["is_attribute"]
+            chunks = {names[cut.name]: {**cut._options, "chunks": (cut.chunks,)} for cut in self.chunks}
             blocks = [selector_of(names[block.name]) for block in self.blocks]
             plan_options = PlanOptions(blocks, margin=self.margin, cost=self.cost, chunks=chunks)
             with shown(f"plan.{method}", progress):

@@ -316,6 +316,10 @@ class PlannedChunks:
     reduce: str | None = None
     chunked: tuple[str, ...] = ()
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"chunks": self.chunks, "dim": self.dim, "reduce": self.reduce, "chunked": self.chunked}
+
 
 #: The modules that run in chunks, each with its number of slices.
 Chunking = tuple[PlannedChunks, ...]
@@ -359,8 +363,7 @@ def chunk(model: Module, chunking: Iterable[PlannedChunks], names: Mapping[str, 
             undo.append(functools.partial(_put_back, weakref.ref(module), vars(module).get("chunks")))
             module.chunks = cut.chunks
         elif cut.chunks > 1:
-            options = {"chunks": cut.chunks, "dim": cut.dim, "reduce": cut.reduce, "chunked": cut.chunked}
-            select[names[cut.name]] = options
+            select[names[cut.name]] = cut._options
     regions = apply_checkpointing(model, select) if select else AppliedCheckpointing((), ())
     return AppliedCheckpointing(regions, [regions.undo, *undo])
 
