@@ -253,9 +253,8 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
         self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, for storages freed since, which count as dropped
-        self._positions: dict[
-            tuple[int, int], int
-        ] = {}  # storages, by region and the position of the tensor among those that the region saved
+        # Storages, by region and the position of the tensor among those that the region saved.
+        self._positions: dict[tuple[int, int], int] = {}
         self._late, self._seconds = 0, 0.0
 
     @property

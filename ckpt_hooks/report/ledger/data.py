@@ -107,6 +107,7 @@ class _Opened(NamedTuple):
 
 _OUTSIDE = _Opened(None, NOWHERE, None)
 _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
+_FORWARD = (Maker.REGION, Maker.MODULE, Maker.OUTSIDE)
 
 
 class StepReader:
@@ -156,7 +157,7 @@ class StepReader:
             return
         allocation = self.allocations[number]
         allocation.freed = len(self.changes)
-        if row.place.node is not None and is_forward(allocation) and not allocation.holds:
+        if row.place.node is not None and allocation.origin.maker in _FORWARD and not allocation.holds:
             # Backward freed it, so only the graph held it: a result that the program also keeps is freed elsewhere.
             allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed, number))
         self._change(row, number, row.nbytes)
@@ -223,11 +224,6 @@ class StepReader:
         for address in addresses:
             if address in self._alive:
                 self.allocations[self._alive[address]].is_gradient = True
-
-
-def is_forward(allocation: Allocation) -> bool:
-    """Whether forward made an allocation, so that the graph may hold it."""
-    return allocation.origin.maker in (Maker.REGION, Maker.MODULE, Maker.OUTSIDE)
 
 
 @dataclasses.dataclass(frozen=True)
