@@ -54,15 +54,11 @@ _MOST_STEPS = 8
 _ENOUGH = 2  # backwards to profile in a step that accumulates gradients: a third is like the second
 
 
-def _tell_nobody(block: str, shapes: Shapes) -> None:
-    pass
-
-
 class _Runner(PlannedRunner):
     """Calls a block under the program's present plans; a copy of the runner calls the block without a region."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlannedRunner, (self._name, None, _tell_nobody)
+        return PlannedRunner, (self._name, None, OtherShapes())
 
 
 class _Backwards(Observer):

@@ -130,12 +130,7 @@ def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:
     whole = sum(op.cost for entry in profile.entries for op in entry.ops)
 
     def point(name: str, keeps: Callable[[BlockCall], list[int]], blocks: frozenset[str]) -> ParetoPoint:
-        effects = [
-            effect_of(profile, entry, keeps(entry), is_plain=False)
-            if entry.block in blocks
-            else effect_of(profile, entry, (), is_plain=True)
-            for entry in profile.entries
-        ]
+        effects = [effect_of(profile, entry, keeps(entry), is_plain=entry.block not in blocks) for entry in profile.entries]
         # Torch calls the block again, up to the last operator whose result backward needs, and skips what was kept.
         again = [
             entry.ops[at]
