@@ -340,7 +340,7 @@ class EnabledCheckpointing(PlannedWhileTraining, OfThisProcess, Printed):
 
     _no_plan = "There is no plan. Pass memory_budget and train a step: the plan is made when the step ends."
 
-    def __init__(self, owner: Module, flagged: dict[str, Module], n: int, taken: Taken, machine: Any = None) -> None:
+    def __init__(self, owner: Module, flagged: dict[str, Module], n: int, taken: Taken, machine: Any) -> None:
         self._machine = machine
         self._model = type(owner).__name__
         self._before = [

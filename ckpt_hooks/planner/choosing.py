@@ -135,7 +135,7 @@ def lasting_in(profile: Profile) -> list[set[int]]:
     return [{number for number in counts if counts[number] > (number in ends)} for ends in needed]
 
 
-def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
+def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int], *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block that are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
     parts = [region for region in entry.inside if region.part]

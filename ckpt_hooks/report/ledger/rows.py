@@ -192,7 +192,7 @@ def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 @skipped
-def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
+def watch(marks: Marks, model: torch.nn.Module | None) -> Iterator[None]:
     """Adds marks for regions, modules, lines and gradients, inside a ``with`` statement."""
     # Names of modules in the model, or else in the outermost called module. Weak, since modules that the step makes and drops
     # have to free their memory.
