@@ -43,7 +43,7 @@ class CheckpointError(torch.utils.checkpoint.CheckpointError):
         return rebuild_error, (type(self), str(self), dict(self.__dict__))
 
 
-E = TypeVar("E", bound=CheckpointError)
+E = TypeVar("E", bound=Exception)
 
 
 def rebuild_error(kind: type[E], message: str, fields: dict[str, Any]) -> E:
@@ -123,8 +123,4 @@ class BudgetTooSmallError(ValueError):
         self.budget, self.minimum, self.bottleneck = budget, minimum, bottleneck
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made_again, (self.args[0], self.budget, self.minimum, self.bottleneck)
-
-
-def _made_again(message: str, budget: int, minimum: int, bottleneck: str | None) -> BudgetTooSmallError:
-    return BudgetTooSmallError(message, budget=budget, minimum=minimum, bottleneck=bottleneck)
+        return rebuild_error, (type(self), str(self), dict(self.__dict__))

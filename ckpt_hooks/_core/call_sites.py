@@ -115,16 +115,19 @@ def place_in_words(place: CallSite, names: Mapping[int, str]) -> str:
     return f"{words}: {text}" if text else words
 
 
-def module_names(root: torch.nn.Module | None) -> dict[int, str]:
-    """Returns the names of modules in ``root``, by ``id`` of ``__dict__``: ``checkpoint(module)`` shares the module's."""
-    names: dict[int, str] = {}
+def module_names(reference: weakref.ref[torch.nn.Module] | None) -> dict[int, str]:
+    """Returns the names of modules in a model, by ``id`` of ``__dict__``: ``checkpoint(module)`` shares the module's."""
+    root, names = None if reference is None else reference(), dict[int, str]()
     for name, module in () if root is None else root.named_modules():
         names.setdefault(id(vars(module)), name)
     return names
 
 
-def outermost_module() -> torch.nn.Module | None:
-    return called_modules(sys._getframe(1))[-1]  # type: ignore[no-any-return]
+def outermost_module(otherwise: Any = None) -> weakref.ref[torch.nn.Module] | None:
+    """Returns a weak reference to the outermost called module, or else to ``otherwise`` if that is a module."""
+    called = called_modules(sys._getframe(1))[-1]
+    root = otherwise if called is None else called
+    return weakref.ref(root) if isinstance(root, torch.nn.Module) else None
 
 
 def objects_of(*kinds: type) -> list[Any]:

@@ -8,7 +8,6 @@ Inside a user's dispatch mode values are compared, since the mode may change res
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -78,8 +77,7 @@ class OperatorLines:
         self._log: OperatorLog | None = OperatorLog(count)
         self._entries: list[Entry] = self._log.entries
         self._places: dict[int, int] = {}  # the place of the operator that saved a tensor, by the identity of the handle
-        root = outermost_module()
-        self._root = None if root is None else weakref.ref(root)
+        self._root = outermost_module()
 
     def enter(self) -> None:
         assert self._log is not None
@@ -128,7 +126,7 @@ class OperatorLines:
 
     def _explain(self, place: int, words: str, error: CheckpointError) -> None:
         if 0 <= place < len(self._entries):
-            entry, names = self._entries[place], module_names(None if self._root is None else self._root())
+            entry, names = self._entries[place], module_names(self._root)
             error.args = (f"{error}\n{words} {entry.in_words()}\n  at {entry.line(names)}",)
 
 

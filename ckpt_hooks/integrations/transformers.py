@@ -16,7 +16,7 @@ from typing_extensions import Self, Unpack
 
 from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, checked_flag, checked_integer, described_as, wrong
-from ckpt_hooks.modules.applying import PlanLike, check_none, planner
+from ckpt_hooks.modules.applying import PlanLike, PlannedWhileTraining, check_none, planner
 from ckpt_hooks.modules.forward import (
     FUNCTION,
     SWITCH,
@@ -27,9 +27,9 @@ from ckpt_hooks.modules.forward import (
     checked_runner,
     region_forward_of,
 )
-from ckpt_hooks.modules.selecting import ends_of
+from ckpt_hooks.modules.selecting import kept_plain
 from ckpt_hooks.policies.base import PolicyLike
-from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
+from ckpt_hooks.report.printing import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 #: A module's flag. While the flag is True, the module checkpoints its layers.
 FLAG = "gradient_checkpointing"
@@ -118,7 +118,7 @@ class TakenSwitch:
             if taken.planned is not None and self._path(name) not in taken.planned:
                 setattr(module, FLAG, False)
         on = [(name, module) for name, module in flagged.items() if getattr(module, FLAG) and calls_function(module)]
-        whole = ends_of(on, *taken.keep) if enable else []
+        whole = kept_plain(on, *taken.keep) if enable else []
         for _, module in whole:
             setattr(module, FLAG, False)
         self.kept = [self._path(name) for name, _ in whole]
@@ -331,14 +331,16 @@ def enable_in_transformers(
     return handle
 
 
-class EnabledCheckpointing(OfThisProcess, Printed):
+class EnabledCheckpointing(PlannedWhileTraining, OfThisProcess, Printed):
     """Checkpointing switched on in a Transformers model: the result of :func:`enable_in_transformers`.
 
     As a context manager, undoes itself at the end of the block. Holds no module. With a ``memory_budget`` prints as the plan,
     once there is one.
     """
 
-    def __init__(self, owner: Module, flagged: dict[str, Module], n: int, taken: Taken, machine: Any = None) -> None:
+    _no_plan = "There is no plan. Pass memory_budget and train a step: the plan is made when the step ends."
+
+    def __init__(self, owner: Module, flagged: dict[str, Module], n: int, taken: Taken, machine: Any) -> None:
         self._machine = machine
         self._model = type(owner).__name__
         self._before = [
@@ -374,22 +376,6 @@ class EnabledCheckpointing(OfThisProcess, Printed):
 
     def _is_ours(self, module: Module) -> bool:
         return self._switches[0].taken.has(vars(module).get(FUNCTION))
-
-    @property
-    def plan(self) -> Any:
-        """The :class:`ckpt_hooks.planner.Plan` in force, of a ``memory_budget``; None until the first step has ended."""
-        return self._machine and self._machine.plan
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
-
-        Raises:
-            ValueError: If there is no plan.
-        """
-        if self.plan is None:
-            raise ValueError("There is no plan. Pass memory_budget and train a step: the plan is made when the step ends.")
-        plan: dict[str, Any] = self.plan.to_json()
-        return plan
 
     def undo(self) -> None:
         """Restores the model, except modules that were enabled again since. A second call does nothing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
@@ -15,7 +14,7 @@ from ckpt_hooks._core.descriptions import text_of
 from ckpt_hooks._core.misuse import Misuse, OfThisProcess, check_module, checked_flag
 from ckpt_hooks._options import checked_name
 from ckpt_hooks.policies.base import Policy, PolicyLike
-from ckpt_hooks.report.entries import Printed, Table, alike, count_of, fold_names, name_pattern, times
+from ckpt_hooks.report.printing import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .forward import (
     ModuleKeywords,
@@ -27,7 +26,7 @@ from .forward import (
     region_forward_for,
     region_forward_of,
 )
-from .selecting import SelectLike, ends_of, selected_of, span
+from .selecting import SelectLike, kept_plain, selected_of, span
 from .spans import RegionSpan, check_spans, span_in
 
 AModule = TypeVar("AModule", bound=Module)
@@ -165,7 +164,30 @@ class AppliedCheckpointing(OfThisProcess, Printed):
         return [Table(["", "module", "class", "region", "policy"], rows, (0,), (1, 2, 4))]
 
 
-class BudgetedCheckpointing(AppliedCheckpointing):
+class PlannedWhileTraining:
+    """A handle whose plan is made while the model trains, by ``_machine``, a Machine of the planner."""
+
+    _machine: Any  # None without a budget
+    _no_plan: str  # the error while there is no plan
+
+    @property
+    def plan(self) -> Any:
+        """The :class:`ckpt_hooks.planner.Plan` in force, of a ``memory_budget``; None until the first step has ended."""
+        return self._machine and self._machine.plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
+
+        Raises:
+            ValueError: If there is no plan yet.
+        """
+        if self.plan is None:
+            raise ValueError(self._no_plan)
+        values: dict[str, Any] = self.plan.to_json()
+        return values
+
+
+class BudgetedCheckpointing(PlannedWhileTraining, AppliedCheckpointing):
     """The regions of :func:`ckpt_hooks.apply_checkpointing` with ``memory_budget``, planned while the model trains.
 
     Prints as the plan, once there is one. As a context manager, undoes itself at the end of the block. Holds no module; and the
@@ -179,13 +201,11 @@ class BudgetedCheckpointing(AppliedCheckpointing):
         log: A line for each such step, as the logger ``"ckpt_hooks"`` gets it.
     """
 
-    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:  # ``machine`` is a Machine of the planner
+    _no_plan = "There is no plan yet. Train a step first: the plan is made when the step ends."
+
+    def __init__(self, machine: Any, regions: AppliedCheckpointing) -> None:
         super().__init__(regions, [machine.undo, regions.undo])
         self._machine = machine
-
-    @property
-    def plan(self) -> Any:
-        return self._machine.plan
 
     @property
     def budget(self) -> int:
@@ -198,17 +218,6 @@ class BudgetedCheckpointing(AppliedCheckpointing):
     @property
     def log(self) -> tuple[str, ...]:
         return tuple(self._machine.log)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plan as values for ``json.dumps``, for ``plan`` of a later run.
-
-        Raises:
-            ValueError: If there is no plan yet.
-        """
-        if (plan := self.plan) is None:
-            raise ValueError("There is no plan yet. Train a step first: the plan is made when the step ends.")
-        values: dict[str, Any] = plan.to_json()
-        return values
 
     def _headline(self) -> str:
         words = f"{count_of(len(self), 'block')}, no plan before the first step has ended"
@@ -355,7 +364,7 @@ def apply_checkpointing(
     if policy is not None and isinstance(select, Mapping):
         raise ValueError("apply_checkpointing got policy, but select is a mapping. Write the policy into the mapping instead.")
     selected = selected_of(model, select, policy, "select")
-    kept = {name: selected.pop(name) for name in ends_of(list(selected), keep_first, keep_last)}
+    kept = {name: selected.pop(name) for name in kept_plain(list(selected), keep_first, keep_last)}
     names = {name: name or type(model).__qualname__ for name in selected}
     runners = {name: _runner_for(names[name], target, recorded, options, value) for name, (target, value) in selected.items()}
     spans = {name: span_in(model, target) for name, (target, _) in selected.items() if isinstance(target, span)}
@@ -388,8 +397,10 @@ def apply_checkpointing(
 
 
 def planner() -> Any:
-    """Returns the module that makes plans while a model trains."""
-    return importlib.import_module("ckpt_hooks.planner.online")  # by name: no import statement may name a higher layer
+    """Returns the module that makes plans while a model trains: a higher floor, and loaded only for a budget."""
+    from ckpt_hooks.planner import online
+
+    return online
 
 
 def check_none(options: Mapping[str, Any], why: str = "with memory_budget, since the plan decides. Leave these out.") -> None:

@@ -269,7 +269,8 @@ class RegionForward:
 
     def put(self, module: Module) -> None:
         if not hasattr(type(module), "__copy__"):
-            type.__setattr__(type(module), "__copy__", _copied)  # ``copy.copy`` looks for the method only in the class
+            # ``copy.copy`` looks for the method only in the class, where it stays: without a region it copies as before.
+            type.__setattr__(type(module), "__copy__", _copied)
         variables = vars(module)
         self.replaced = variables.get("forward")
         variables["forward"] = self

@@ -17,7 +17,7 @@ from ckpt_hooks._core.misuse import check_callable, check_is, checked_flag, chec
 from ckpt_hooks._options import is_policy
 from ckpt_hooks._state.places import class_attribute
 from ckpt_hooks.policies.base import PolicyLike
-from ckpt_hooks.report.entries import name_pattern
+from ckpt_hooks.report.printing import name_pattern
 
 #: Selected modules and spans by name, each with its policy.
 Selected = dict[str, tuple[Any, Any]]
@@ -155,7 +155,7 @@ def _is_class(key: Any) -> bool:
     return isinstance(key, type) and issubclass(key, Module)
 
 
-def ends_of(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[Any]:
+def kept_plain(selected: Sequence[Any], keep_first: int, keep_last: int) -> list[Any]:
     """Returns the first and last entries of ``selected``, which stay plain."""
     ends = checked_integer(keep_first, "keep_first", least=0), checked_integer(keep_last, "keep_last", least=0)
     if 0 < len(selected) <= sum(ends):

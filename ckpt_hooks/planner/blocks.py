@@ -43,6 +43,7 @@ def blocks_of(model: Module, chunked: Collection[str] = ()) -> list[str]:
             continue
         runs = _leaves_in_a_row(name, module)
         is_flat = all(not [*submodule.children()] for _, submodule in children)
+        # A larger module is a block if there is none inside, as in a model of two branches with three leaves each.
         if name and _can_be_block(module) and (saved[name] <= _LARGEST * saved[""] or (is_flat and not runs)):
             blocks.append(name)
         else:

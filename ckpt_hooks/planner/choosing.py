@@ -21,8 +21,9 @@ import torch
 
 from .profiling import BlockCall, Profile, Run, recorded_in
 from .ranks import Ranks
-from .simulating import Delta, Effect, effect_of, effect_with, function_effect_of, nested_effect_of, timeline_of
+from .simulating import Delta, Effect, effect_of, effect_with, function_effect_of, last_needs, nested_effect_of, timeline_of
 
+# With fewer of these a plan leaves more of the budget unused; with more the search takes longer.
 _PRICES = 28  # prices in the sweep for a block's options
 _MOST = 40  # the most options of a block that the search tries
 _MOST_INSIDE = 12  # the most options of a block in which modules inside are regions
@@ -122,7 +123,8 @@ class _Graph:
 
 
 #: The fraction of its bytes that a result counts if another block holds the result anyway, as an input. That block lets go of
-#: its input when the backward of this block begins, so keeping the result costs memory only from then on.
+#: its input when the backward of this block begins, so keeping the result costs memory only from then on. More than nothing,
+#: so that of several such results the smaller is cheaper.
 _SHORT = 0.02
 
 
@@ -133,7 +135,7 @@ def lasting_in(profile: Profile) -> list[set[int]]:
     return [{number for number in counts if counts[number] > (number in ends)} for ends in needed]
 
 
-def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = (), *, is_function: bool = False) -> list[Choice]:
+def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int], *, is_function: bool = False) -> list[Choice]:
     """Returns the options of a block that are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
     parts = [region for region in entry.inside if region.part]
@@ -302,18 +304,15 @@ class Problem:
             row[first:] = before
         return rows
 
-    def _changes_of(self, effects: Iterable[Effect]) -> list[Delta]:
+    def _changes_of(self, effects: Sequence[Effect]) -> list[Delta]:
         """Returns the changes that a block's effects make to the timeline without any block."""
         changes: list[Delta] = []
-        ends: dict[int, int] = {}
         for effect in effects:
             changes += effect.deltas
-            for number, end in effect.ends.items():
-                ends[number] = max(ends.get(number, 0), end)
             for number in effect.spared:
                 allocation = self.profile.allocations[number]
                 changes += [(allocation.born, -1, -allocation.nbytes), (self.natural[number], -1, allocation.nbytes)]
-        for number, end in ends.items():
+        for number, end in last_needs(effects).items():
             allocation, natural = self.profile.allocations[number], self.natural[number]
             if end > natural and not allocation.is_again:
                 changes += [(natural, -1, allocation.nbytes), (end, -1, -allocation.nbytes)]
@@ -381,14 +380,9 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
     common = [*natural]
     longest: dict[int, int] = {}
     for of in options.values():
-        last: list[dict[int, int]] = []
-        for option in of:
-            ends: dict[int, int] = {}
-            for effect in option.effects:
-                for number, end in effect.ends.items():
-                    ends[number] = max(ends.get(number, 0), end)
-                    longest[number] = max(longest.get(number, 0), end)
-            last.append(ends)
+        last = [last_needs(option.effects) for option in of]
+        for number, end in itertools.chain(*(ends.items() for ends in last)):
+            longest[number] = max(longest.get(number, 0), end)
         for number in set(last[0]).intersection(*last):
             common[number] = max(common[number], min(ends[number] for ends in last))
     # A storage that both its maker and its reader hold would count twice. If the maker may hold the storage longer than the

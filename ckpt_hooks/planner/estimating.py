@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.report.entries import (
+from ckpt_hooks.report.ledger import MemoryLedger, ledger_of
+from ckpt_hooks.report.printing import (
     Printed,
     Table,
     alike,
@@ -24,7 +25,6 @@ from ckpt_hooks.report.entries import (
     times,
     up_to_number,
 )
-from ckpt_hooks.report.ledger import MemoryLedger, ledger_of
 from ckpt_hooks.report.progress import begin_step, shown
 
 from .restoring import as_before, dry, optimizer_state, state_of
@@ -132,13 +132,9 @@ def estimate_memory(model: Module, step: Callable[[Module], Any], *, progress: b
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             states[id(optimizer)] = _bytes_of(state_of(optimizer))
 
-        hook = register_optimizer_step_post_hook(after)
-        try:
-            begin_step(2)
-            with ledger_of(model) as ledger:
-                step(model)
-        finally:
-            hook.remove()
+        begin_step(2)
+        with register_optimizer_step_post_hook(after), ledger_of(model) as ledger:
+            step(model)
     parameters, buffers, gradients = before
     made = sum(allocation.nbytes for allocation in ledger.allocations if allocation.is_gradient)
     return MemoryEstimate(

@@ -7,12 +7,11 @@ import dataclasses
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Self
 
@@ -21,9 +20,9 @@ from ckpt_hooks._core.misuse import OfThisProcess, check_is
 from ckpt_hooks._torch.profiling import is_profiling
 from ckpt_hooks.errors import BudgetTooSmallError, CheckpointError
 from ckpt_hooks.modules import AppliedCheckpointing
-from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger import MemoryLedger, memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
+from ckpt_hooks.report.printing import format_bytes
 
 from .ranks import Ranks
 from .restoring import StateBeforeStep, trainers_of
@@ -88,7 +87,7 @@ class Guard(OfThisProcess):
             before = StateBeforeStep(self._model, self._trainers, is_late=True)
             ledger = memory_ledger() if has_ledger else contextlib.nullcontext()
             try:
-                with self._copying(before), ledger as measured:
+                with register_optimizer_step_pre_hook(before.copy_for), ledger as measured:
                     result = step(*args, **kwargs)
                 peak = self._ranks.most(0 if measured is None else measured.peak.nbytes)  # all ranks meet here
             except torch.OutOfMemoryError as error:
@@ -131,19 +130,6 @@ class Guard(OfThisProcess):
             minimum=peak.nbytes,
             bottleneck=None,
         )
-
-    @contextlib.contextmanager
-    def _copying(self, before: StateBeforeStep) -> Iterator[None]:
-        """Copies the state of each optimizer of the model before the optimizer steps."""
-
-        def copy(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            before.copy_for(optimizer)
-
-        handle = register_optimizer_step_pre_hook(copy)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def _tighter(self) -> Any:
         """Returns the next plan of the front below the present plan; None if the present plan is the least."""

@@ -30,7 +30,7 @@ from ckpt_hooks.errors import CheckpointError
 from ckpt_hooks.modules import apply_checkpointing
 from ckpt_hooks.modules.applying import BudgetedCheckpointing
 from ckpt_hooks.modules.selecting import selector_of
-from ckpt_hooks.report.entries import format_bytes
+from ckpt_hooks.report.printing import format_bytes
 
 from .blocks import Blocks, blocks_of, selected_blocks
 from .plan import Plan, plan_of
@@ -42,25 +42,23 @@ from .searching import Room, Search, SearchTerms, accelerator_of, check_cost, ch
 
 _logger = logging.getLogger("ckpt_hooks")
 
-_CORRECTIONS = 3  # the most corrections of a plan whose measured peak is above the budget
+_CORRECTIONS = 3  # the most corrections of a plan whose measured peak is above the budget; the last may stay above
 _OTHER = 0.1  # a fraction: a step whose peak is further off the prediction is unlike the profiled step
-_MOST_PLANS = 4  # each for steps of different shapes
-_MOST_TRIES = 8  # the most steps to profile
-_MOST_MEASURED = 16
+_MOST_PLANS = 4  # each for steps of different shapes; calls of further shapes keep nothing, with a warning
+_MOST_TRIES = 8  # the most steps to profile; then as for ``_MOST_PLANS``, and a program without any plan is told so
+_MOST_MEASURED = 16  # the most steps to measure; a plan whose shapes none of them had stays as predicted
 _MOST_FORWARDS = 64  # the most in a step with fewer than two backwards, as in evaluation with gradients: then planning ends
-_MOST_STEPS = 8  # the most optimizer steps in a step of the program, where optimizers take turns, such as a critic's
+# The most optimizer steps in a step of the program, where optimizers take turns, such as a critic's. An optimizer that steps
+# more rarely is left out of the profile.
+_MOST_STEPS = 8
 _ENOUGH = 2  # backwards to profile in a step that accumulates gradients: a third is like the second
-
-
-def _tell_nobody(block: str, shapes: Shapes) -> None:
-    pass
 
 
 class _Runner(PlannedRunner):
     """Calls a block under the program's present plans; a copy of the runner calls the block without a region."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlannedRunner, (self._name, None, _tell_nobody)
+        return PlannedRunner, (self._name, None, OtherShapes())
 
 
 class _Backwards(Observer):
@@ -223,7 +221,7 @@ class Machine:
                 )
             if self._open is None or len(self._open.backwards.tasks) < _ENOUGH:
                 return
-            self._passes_by = bool(self._open.optimizers)
+            self._passes_by = bool(self._open.optimizers)  # without any, no step of an optimizer tells where the rest ends
             self._close()
         if self._next is None or self._passes_by:
             return
@@ -335,8 +333,7 @@ class Machine:
         model, ranks = self._model, self._together()
         self._num_profiled += 1
         # No tensor was restored if the program's own profiler began in the step, or no backward ran.
-        is_whole = any(handle.restored is not None for entry in profile.entries for handle in entry.handles)
-        if not all(ranks.all(is_whole)):
+        if not all(ranks.all(profile.has_backward)):
             if self._num_profiled >= _MOST_TRIES:
                 self._give_up(
                     "no backward needed a result of a block in any profiled step. Select blocks that take part in the loss"

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpt_hooks.report.entries import Printed, Table, check_path, count_of, format_bytes
 from ckpt_hooks.report.ledger.pictures import Picture, figure_of, scale_of
+from ckpt_hooks.report.printing import Printed, Table, check_path, count_of, format_bytes
 
 from .profiling import BlockCall, OpRun
 from .searching import Search
 from .simulating import effect_of, peak_of
 
-_BUDGETS = 24
+_BUDGETS = 24  # of a front, from the least peak to the peak without regions; a guard goes down by the same steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +130,7 @@ def points_of_torch(search: Search) -> tuple[ParetoPoint, ...]:
     whole = sum(op.cost for entry in profile.entries for op in entry.ops)
 
     def point(name: str, keeps: Callable[[BlockCall], list[int]], blocks: frozenset[str]) -> ParetoPoint:
-        effects = [
-            effect_of(profile, entry, keeps(entry), is_plain=False)
-            if entry.block in blocks
-            else effect_of(profile, entry, (), is_plain=True)
-            for entry in profile.entries
-        ]
+        effects = [effect_of(profile, entry, keeps(entry), is_plain=entry.block not in blocks) for entry in profile.entries]
         # Torch calls the block again, up to the last operator whose result backward needs, and skips what was kept.
         again = [
             entry.ops[at]

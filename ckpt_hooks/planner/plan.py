@@ -17,10 +17,10 @@ from ckpt_hooks._torch.functions import OPERATORS
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.selecting import ByKey, Key, SelectLike, selector_of
 from ckpt_hooks.policies.base import operator_named
-from ckpt_hooks.report.entries import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
+from ckpt_hooks.report.printing import Printed, Table, alike, fold_names, format_bytes, json_of, name_pattern, times
 from ckpt_hooks.report.progress import shown
 
-from .blocks import names_in
+from .blocks import ends_of, names_in
 from .guard import Guard
 from .pareto import ParetoFront, ParetoPoint, budgets_of, points_of_torch, step_of
 from .planned import (
@@ -94,7 +94,7 @@ class Plan(PlanData, Printed):
         with ranks.together(), contextlib.ExitStack() as undo:
             model, runners = self._model_for(model, "apply"), self.runners()
             names, inside = names_in(model, [*runners, *(cut.name for cut in self.chunks)]), dict(model.named_modules())
-            if missing := [end for name in names.values() for end in name.split(" to ") if end not in inside]:
+            if missing := [end for name in names.values() for end in ends_of(name) if end not in inside]:
                 raise wrong(
                     model, "model", f"a model with a module {missing[0]!r}", "Pass the planned model, or a copy.", ValueError
                 )
@@ -153,9 +153,7 @@ class Plan(PlanData, Printed):
             model = self._model_for(model, method)
             names = names_in(model, [block.name for block in self.blocks] + [cut.name for cut in self.chunks])
             plan_names = {there: name for name, there in names.items()}
-            chunks = {names[cut.name]: {**dataclasses.asdict(cut), "chunks": (cut.chunks,)} for cut in self.chunks}
-            for options in chunks.values():
-                del options["name"], options["is_attribute"]
+            chunks = {names[cut.name]: {**cut._options, "chunks": (cut.chunks,)} for cut in self.chunks}
             blocks = [selector_of(names[block.name]) for block in self.blocks]
             plan_options = PlanOptions(blocks, margin=self.margin, cost=self.cost, chunks=chunks)
             with shown(f"plan.{method}", progress):

@@ -24,10 +24,10 @@ from ckpt_hooks._tensors.nested import outer_tensors_in
 from ckpt_hooks._torch.compiling import skipped, while_tracing
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_for
-from ckpt_hooks.modules.selecting import selected_of
+from ckpt_hooks.modules.selecting import selected_of, selector_of
 from ckpt_hooks.policies import save_indices
 from ckpt_hooks.policies.base import operator_named
-from ckpt_hooks.report.entries import name_pattern
+from ckpt_hooks.report.printing import name_pattern
 
 #: The dtype and the shape of each tensor in the arguments of a call.
 Shapes = tuple[tuple[torch.dtype, Any], ...]
@@ -316,6 +316,10 @@ class PlannedChunks:
     reduce: str | None = None
     chunked: tuple[str, ...] = ()
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"chunks": self.chunks, "dim": self.dim, "reduce": self.reduce, "chunked": self.chunked}
+
 
 #: The modules that run in chunks, each with its number of slices.
 Chunking = tuple[PlannedChunks, ...]
@@ -359,8 +363,7 @@ def chunk(model: Module, chunking: Iterable[PlannedChunks], names: Mapping[str, 
             undo.append(functools.partial(_put_back, weakref.ref(module), vars(module).get("chunks")))
             module.chunks = cut.chunks
         elif cut.chunks > 1:
-            options = {"chunks": cut.chunks, "dim": cut.dim, "reduce": cut.reduce, "chunked": cut.chunked}
-            select[names[cut.name]] = options
+            select[names[cut.name]] = cut._options
     regions = apply_checkpointing(model, select) if select else AppliedCheckpointing((), ())
     return AppliedCheckpointing(regions, [regions.undo, *undo])
 
@@ -374,9 +377,9 @@ def _put_back(reference: weakref.ref[Any], chunks: int | None) -> None:
 
 
 @contextlib.contextmanager
-def applied(model: Module, select: Any, chunking: Chunking) -> Iterator[None]:
-    """Makes blocks regions, and modules run in chunks, inside a ``with`` statement."""
-    names = {cut.name: cut.name for cut in chunking}
+def applied(model: Module, runners: Mapping[str, RegionRunner], chunking: Chunking) -> Iterator[None]:
+    """Makes blocks regions, each by its runner, and modules run in chunks, inside a ``with`` statement."""
+    names, select = {cut.name: cut.name for cut in chunking}, {selector_of(name): runner for name, runner in runners.items()}
     with chunk(model, chunking, names), apply_checkpointing(model, select) if select else contextlib.nullcontext():
         yield
 

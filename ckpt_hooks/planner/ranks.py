@@ -37,11 +37,11 @@ class Ranks:
         self._number = 0  # the number of the latest exchange in this call
         self._left: list[tuple[Any, tuple[str, str]]] = []  # earlier calls, with this rank's keys in the store
         self._failure: tuple[int, str] | None = None  # the rank that has failed, and its error in words
-        self.is_part = False  # whether ranks outside of the group have plans of their own
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
         if group is not None and not (is_there and isinstance(group, torch.distributed.ProcessGroup)):
             raise wrong(group, "group", "a process group with this process", "Pass a result of torch.distributed.new_group.")
         size = torch.distributed.get_world_size(group) if is_there else 1
+        # Whether ranks outside of the group have plans of their own.
         self.is_part = is_there and size < torch.distributed.get_world_size()
         if size == 1:
             return

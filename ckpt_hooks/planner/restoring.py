@@ -66,8 +66,8 @@ class StateBeforeStep:
             self._contents.add(vars(owner), is_late and isinstance(owner, Optimizer))
         self._random = [(source, source.read()) for source in all_sources()]
 
-    def copy_for(self, optimizer: Optimizer) -> None:
-        """Copies the tensors to which an optimizer is about to write."""
+    def copy_for(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Copies the tensors to which an optimizer is about to write: a hook of torch, called before each step."""
         tensors = outer_tensors_in(optimizer.param_groups) + state_of(optimizer)
         if self._contents.take(tensors):  # the optimizer trains the model
             self._contents.add(vars(optimizer))  # ``add`` skips optimizers from before the step
@@ -247,16 +247,12 @@ def _exchange(model: Module, like: Callable[[torch.Tensor], Any], undo: list[Cal
     optimizers = [trainer for trainer in trainers_of(model) if isinstance(trainer, Optimizer)]
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            undo.append(_setter(tensors, {**tensors}))
+            undo.append(functools.partial(tensors.update, {**tensors}))
             tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            undo.append(_setter(group, {**group}))
+            undo.append(functools.partial(group.update, {**group}))
             group["params"] = [*map(fake, group["params"])]
-        undo.append(_setter(vars(optimizer), {"state": optimizer.state}))
+        undo.append(functools.partial(vars(optimizer).update, state=optimizer.state))
         state = {fake(key): tree_map_only(torch.Tensor, fake, values) for key, values in optimizer.state.items()}
         optimizer.state = collections.defaultdict(dict, state)
-
-
-def _setter(values: Any, before: dict[str, Any]) -> Callable[[], object]:
-    return lambda: values.update(before)

@@ -23,10 +23,10 @@ from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.misuse import check_callable, check_module, checked_bytes, checked_flag, checked_part, wrong
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules.forward import RegionRunner
-from ckpt_hooks.modules.selecting import SelectLike, selector_of
-from ckpt_hooks.report.entries import format_bytes
+from ckpt_hooks.modules.selecting import SelectLike
 from ckpt_hooks.report.ledger import memory_ledger
 from ckpt_hooks.report.ledger.data import maker_in_words
+from ckpt_hooks.report.printing import format_bytes
 from ckpt_hooks.report.progress import begin_step, has_peak
 
 from .blocks import Blocks, blocks_of, check_chunked, ends_of, outside_of, selected_blocks, with_spans_around
@@ -147,7 +147,7 @@ def profiled(
     """Profiles a step whose blocks keep nothing, on this rank; returns arguments of :class:`Search`."""
     blocks = Blocks(model, names)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in names}
-    runners = {selector_of(name): PlannedRunner(name, {}, lambda name, key: shapes[name].update({key: None})) for name in names}
+    runners = {name: PlannedRunner(name, {}, lambda name, key: shapes[name].update({key: None})) for name in names}
     with as_before(model), applied(model, runners, chunking):
         before = optimizer_state(model)
         profile = profile_step(lambda: step(model), blocks.roots)
@@ -413,8 +413,7 @@ class Search:
 
         # Check parts of blocks too: if only a part is called again, it sees the state that the rest of the block has left.
         may_be = {f"{name}.{part}".strip("."): None for name, choice in called for part in ("", *choice.parts)}
-        options = {"determinism_check": "values"}
-        runners = {selector_of(name): RegionRunner(False, {"name": name, **options}) for name in may_be}
+        runners = {name: RegionRunner(False, {"name": name, "determinism_check": "values"}) for name in may_be}
 
         def check() -> bool:
             with as_before(model), applied(model, runners, self._chunks):
@@ -431,8 +430,7 @@ class Search:
 
     def _measured(self, model: Module, step: Callable[[Module], Any], chosen: Sequence[int], room: Room | None) -> PlanData:
         plan = self.predicted(chosen)
-        runners = {selector_of(name): runner for name, runner in runners_of(plan.blocks).items()}
-        with as_before(model), applied(model, runners, self._chunks):
+        with as_before(model), applied(model, runners_of(plan.blocks), self._chunks):
             if room is not None:
                 room.begin()
             peak = self._peak = memory_ledger(lambda: step(model)).peak

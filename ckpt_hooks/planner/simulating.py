@@ -204,20 +204,25 @@ def natural_ends(profile: Profile) -> list[int]:
     return natural
 
 
-#: The most rows from the last need of an allocation to a free that counts as following from it.
+#: The most rows from the last need of an allocation to a free that counts as following from it. With fewer, predicted peaks are
+#: too high; with more, memory that the program holds counts as the block's, and they are too low.
 _SOON = 4
 
 
-def timeline_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[int]) -> list[Delta]:
-    """Returns the changes of memory in a step, in order; ``natural`` is from :func:`natural_ends`."""
-    moments: list[Delta] = [(row, -1, nbytes) for row, nbytes in profile.older]
+def last_needs(effects: Iterable[Effect]) -> dict[int, int]:
+    """Returns the row of the last need of each allocation that any of some calls needs."""
     ends: dict[int, int] = {}
-    spared: set[int] = set()
     for effect in effects:
-        moments += effect.deltas
-        spared.update(effect.spared)
         for number, end in effect.ends.items():
             ends[number] = max(ends.get(number, 0), end)
+    return ends
+
+
+def timeline_of(profile: Profile, effects: Sequence[Effect], natural: Sequence[int]) -> list[Delta]:
+    """Returns the changes of memory in a step, in order; ``natural`` is from :func:`natural_ends`."""
+    moments: list[Delta] = [(row, -1, nbytes) for row, nbytes in profile.older]
+    moments += [delta for effect in effects for delta in effect.deltas]
+    ends, spared = last_needs(effects), {number for effect in effects for number in effect.spared}
     for number, allocation in enumerate(profile.allocations):
         if not allocation.is_again and number not in spared:
             moments.append((allocation.born, -1, allocation.nbytes))
@@ -226,7 +231,7 @@ def timeline_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[i
     return moments
 
 
-def peak_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[int]) -> int:
+def peak_of(profile: Profile, effects: Sequence[Effect], natural: Sequence[int]) -> int:
     """Returns the peak of a plan, above the memory in use when the step begins."""
     live = most = 0
     for row, _, nbytes in timeline_of(profile, effects, natural):

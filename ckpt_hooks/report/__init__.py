@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ckpt_hooks._core.holdings import Reason
 
-from .entries import Maker, Origin, Residual
 from .ledger import MemoryLedger, memory_ledger
 from .ledger.data import Allocation, Change, Hold, Holder, LedgerPeak, Phase, RegionEntry
 from .ledger.pictures import Picture, compare
+from .printing import Maker, Origin, Residual
 from .residuals import SavedResiduals, print_saved_residuals, saved_residuals, saved_tensors_report
 from .tracing import RegionTrace, StepTrace, Trace, trace
 

@@ -30,7 +30,6 @@ class _ScriptSteps:
 
     # A ledger begins and ends in calls of ``optimizer.step()``, at the same depth of the program, so that the ledger's function
     # mode is the innermost mode both times.
-    _count: int  # the number of optimizers that stepped in the step before
 
     def __init__(self, wanted: int, goes_on: bool) -> None:
         self._wanted, self._goes_on, self._thread = wanted, goes_on, threading.get_ident()
@@ -39,6 +38,7 @@ class _ScriptSteps:
         self.open = contextlib.ExitStack()
         self._is_called = True  # whether a module was called since the latest step of an optimizer
         self._stepped: list[int] = []  # the optimizers that have stepped in this step
+        self._count = 1  # how many did in the step before: the measured step ends when as many have
         if wanted == 1:
             self._begin()
 
@@ -49,7 +49,7 @@ class _ScriptSteps:
         if self.is_done or threading.get_ident() != self._thread or graph_task_id() != -1:
             return
         if self._is_called or id(optimizer) in self._stepped:  # the same optimizer steps again, without a module between
-            self._count, self._stepped = len(self._stepped) or 1, []
+            self._count, self._stepped = len(self._stepped) or self._count, []
             self.number, self._is_called = self.number + 1, False
         self._stepped.append(id(optimizer))
         if self.number == self._wanted - 1:
@@ -101,9 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"argument script: {options.script!r} is no file. Pass the path of a Python script")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing
     steps, has_failed = _ScriptSteps(options.step, options.goes_on), False
-    hooks = register_module_forward_pre_hook(steps.called), register_optimizer_step_post_hook(steps.stepped)
     try:
-        with steps.open:
+        with register_module_forward_pre_hook(steps.called), register_optimizer_step_post_hook(steps.stepped), steps.open:
             _run(options.script, options.args)
     except _Measured:
         pass
@@ -111,8 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         has_failed = True
         raise
     finally:
-        for hook in hooks:
-            hook.remove()
         if steps.ledger is not None and (steps.is_done or has_failed) and is_first_rank():
             print(steps.ledger)  # noqa: T201
             if options.snapshot is not None:

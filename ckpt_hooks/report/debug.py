@@ -6,11 +6,8 @@ The logs of both runs are aligned, by lines and then by operators.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
 from ckpt_hooks._core.descriptions import region_in_words
@@ -77,13 +74,12 @@ class OperatorLogs:
         self._latest: list[OperatorLog] = []
         self.forward = OperatorLog()
         self.recompute = _RecomputeLog(self._latest)
-        root = outermost_module() or (function if isinstance(function, torch.nn.Module) else None)
-        self._root = None if root is None else weakref.ref(root)
+        self._root = outermost_module(function)
 
     def explain(self, error: DeterminismError) -> DeterminismError:
         """Returns an error of the same class and fields that begins with the first difference, and has both logs."""
         forward, log = self.forward.entries, self._latest[0] if self._latest else OperatorLog()
-        names, recompute = module_names(None if self._root is None else self._root()), log.entries
+        names, recompute = module_names(self._root), log.entries
         divergence = _first_divergence(forward, recompute, is_whole=log.error is None)
         words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         before: Sequence[Entry] = recompute if error.index >= 0 else []

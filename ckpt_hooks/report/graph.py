@@ -25,7 +25,7 @@ from ckpt_hooks._torch.functions import OVERLOAD
 from ckpt_hooks._torch.pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway
 
-from .entries import NOWHERE, Origin, Residual
+from .printing import NOWHERE, Origin, Residual
 
 _aten = torch.ops.aten
 # Operators that bring a new constant into the program: their argument does not count as memory from before forward.
@@ -74,6 +74,7 @@ class ForwardNotes(Observer):
         return storage in self.names or storage in self.older
 
     def note(self, operator: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        # Autograd makes the node of an operator before it dispatches, so this is the latest node; without a node, a known one.
         number, origin = sequence_number() - 1, None
         if number not in self.nodes:
             origin = self.nodes[number] = self._origin(operator)
@@ -98,7 +99,7 @@ class ForwardNotes(Observer):
                 self._uninitialized.discard(storage)
 
     def _origin(self, operator: Any) -> Origin:
-        frame = sys._getframe(3)
+        frame = sys._getframe(1)
         called = called_modules(frame)
         name = None if called[0] is None else self._name_of(called[0], called[-1])
         return Origin(operator=str(operator), module=name, line=site_of(frame))

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_hooks._core.misuse import checked_flag
 
-from .entries import cut, format_bytes
+from .printing import cut, format_bytes
 
 _logger = logging.getLogger("ckpt_hooks")
 

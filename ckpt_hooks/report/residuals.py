@@ -17,8 +17,8 @@ from ckpt_hooks._core.misuse import Misuse, check_is
 from ckpt_hooks._tensors.nested import leaf_tensors_in
 from ckpt_hooks._torch.pytree import tree_leaves
 
-from .entries import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 from .graph import ForwardNotes, GraphReader, OperatorNotes
+from .printing import Printed, Residual, Table, alike, count_of, fold_names, format_bytes, json_of, name_pattern, times
 
 #: Reasons of memory that exists without backward too.
 _THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})

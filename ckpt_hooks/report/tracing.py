@@ -17,7 +17,8 @@ from ckpt_hooks._core.misuse import OfThisProcess, checked_flag
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 
-from .entries import (
+from .formats import Exported, MemoryEvent, frame_of, snapshot_of
+from .printing import (
     REMEDIES,
     Printed,
     Table,
@@ -30,7 +31,6 @@ from .entries import (
     noting_out_of_memory,
     times,
 )
-from .snapshots import Exported, MemoryEvent, frame_of, snapshot_of
 
 
 @dataclasses.dataclass
@@ -254,9 +254,8 @@ class Trace(OfThisProcess, Observer, Printed, Exported):
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
         self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, for storages freed since, which count as dropped
-        self._positions: dict[
-            tuple[int, int], int
-        ] = {}  # storages, by region and the position of the tensor among those that the region saved
+        # Storages, by region and the position of the tensor among those that the region saved.
+        self._positions: dict[tuple[int, int], int] = {}
         self._late, self._seconds = 0, 0.0
 
     @property

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger
 from ckpt_hooks.planner import Plan
-from ckpt_hooks.report.entries import format_bytes
+from ckpt_hooks.report.printing import format_bytes
 from tests import golden
 from tests.planner.models import GPT, MODELS, same, state_of
 

@@ -32,7 +32,7 @@ from ckpt_hooks.planner.profiling import cost_of, profile_step
 from ckpt_hooks.planner.ranks import Ranks
 from ckpt_hooks.planner.searching import cost_per_second
 from ckpt_hooks.planner.simulating import natural_ends
-from ckpt_hooks.report.entries import format_bytes
+from ckpt_hooks.report.printing import format_bytes
 from tests import golden
 from tests.measure import Watch
 from tests.planner.models import MODELS, GPTBlock, after_a_step, as_before, built, same, state_of

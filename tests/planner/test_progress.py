@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import estimate_memory, plan_memory
-from ckpt_hooks.report.entries import format_bytes
+from ckpt_hooks.report.printing import format_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

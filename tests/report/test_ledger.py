@@ -16,8 +16,8 @@ from torch import nn
 from ckpt_hooks import checkpoint, checkpoint_region, memory_ledger
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, profile_memory
 from ckpt_hooks.report import Maker, MemoryLedger, Reason
-from ckpt_hooks.report.entries import format_bytes
 from ckpt_hooks.report.ledger.rows import NOWHERE, Row
+from ckpt_hooks.report.printing import format_bytes
 from tests import golden
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net
 

@@ -12,9 +12,9 @@ from torch.cuda import _memory_viz as viz
 
 from ckpt_hooks import checkpoint, memory_ledger, trace
 from ckpt_hooks.report import MemoryLedger
-from ckpt_hooks.report.entries import Origin
+from ckpt_hooks.report.formats import MemoryEvent, frames_of, snapshot_of
 from ckpt_hooks.report.ledger.rows import NOWHERE, Row
-from ckpt_hooks.report.snapshots import MemoryEvent, frames_of, snapshot_of
+from ckpt_hooks.report.printing import Origin
 from tests.report.models import INPUTS, RUNS, Block, Net
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ import torch
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import wrong
 from ckpt_hooks._torch.profiling import giving_way, is_profiling, profile_memory
-from ckpt_hooks.report.entries import (
+from ckpt_hooks.report.formats import Exported, MemoryEvent, frames_of, snapshot_of
+from ckpt_hooks.report.printing import (
     REMEDIES,
     Maker,
     Origin,
@@ -30,7 +32,6 @@ from ckpt_hooks.report.entries import (
     times,
     up_to_number,
 )
-from ckpt_hooks.report.snapshots import Exported, MemoryEvent, frames_of, snapshot_of
 
 from .data import Holder, LedgerData, Phase, maker_in_words
 from .pictures import BandKind, ModelBlocks, Picture, band_of, compare
@@ -128,10 +129,10 @@ class MemoryLedger(LedgerData, Printed, Exported):
         def events() -> Iterator[MemoryEvent]:
             for change in self.changes:
                 allocation = None if change.allocation is None else self.allocations[change.allocation]
-                address, stack = (None, []) if allocation is None else (allocation.address, stacks[allocation.origin])
+                address, stack = (None, []) if allocation is None else (allocation.address, stack_of(allocation.origin))
                 yield MemoryEvent(change.nbytes > 0, address, abs(change.nbytes), stack, change.time // 1000)
 
-        stacks = _Stacks()
+        stack_of = functools.cache(frames_of)  # events with the same origin share a stack, so the pickle is a tenth as large
         freed = sum(change.nbytes for change in self.changes if change.allocation is None)
         return snapshot_of(events(), torch.device(self.device).index or 0, max(0, self.base_nbytes + freed))
 
@@ -213,12 +214,6 @@ class MemoryLedger(LedgerData, Printed, Exported):
             "allocations": rows,
             "changes": [[change.time, change.allocation, change.nbytes, change.live] for change in self.changes],
         }
-
-
-class _Stacks(dict[Origin, Any]):
-    # Events with the same origin share a stack, so the pickle is a tenth as large.
-    def __missing__(self, origin: Origin) -> Any:
-        return self.setdefault(origin, frames_of(origin))
 
 
 def _remedy_for(ledger: LedgerData, holder: Holder) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckpt_hooks._core.events import Region
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import integer_in, wrong
-from ckpt_hooks.report.entries import NOWHERE, Maker, Origin, json_of
+from ckpt_hooks.report.printing import NOWHERE, Maker, Origin, json_of
 
 from .rows import Row
 
@@ -107,6 +107,7 @@ class _Opened(NamedTuple):
 
 _OUTSIDE = _Opened(None, NOWHERE, None)
 _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
+_FORWARD = (Maker.REGION, Maker.MODULE, Maker.OUTSIDE)
 
 
 class StepReader:
@@ -156,7 +157,7 @@ class StepReader:
             return
         allocation = self.allocations[number]
         allocation.freed = len(self.changes)
-        if row.place.node is not None and is_forward(allocation) and not allocation.holds:
+        if row.place.node is not None and allocation.origin.maker in _FORWARD and not allocation.holds:
             # Backward freed it, so only the graph held it: a result that the program also keeps is freed elsewhere.
             allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed, number))
         self._change(row, number, row.nbytes)
@@ -181,8 +182,11 @@ class StepReader:
         if region.id not in self.entries:
             self.entries[region.id] = RegionEntry(name, region.module, region.site, region.in_recompute)
 
-    def exited(self, number: int | None) -> None:
-        self._close(number)
+    def exited(self, key: int | None) -> None:
+        for at in reversed(range(1, len(self._opened))):
+            if self._opened[at].key == key:
+                del self._opened[at:]
+                return
 
     recomputed = exited
 
@@ -193,12 +197,6 @@ class StepReader:
         around = self._opened[-1]
         maker = around.origin.maker if around.origin.maker in _IN_REGION else Maker.MODULE
         self._opened.append(_Opened(None, around.origin._replace(maker=maker, module=name), around.entry))
-
-    def _close(self, key: int | None) -> None:
-        for at in reversed(range(1, len(self._opened))):
-            if self._opened[at].key == key:
-                del self._opened[at:]
-                return
 
     def holds(self, region: int, key: Any, reason: Reason, address: int) -> None:
         number = self._alive.get(address)
@@ -226,11 +224,6 @@ class StepReader:
         for address in addresses:
             if address in self._alive:
                 self.allocations[self._alive[address]].is_gradient = True
-
-
-def is_forward(allocation: Allocation) -> bool:
-    """Whether forward made an allocation, so that the graph may hold it."""
-    return allocation.origin.maker in (Maker.REGION, Maker.MODULE, Maker.OUTSIDE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_hooks._core.misuse import check_is
-from ckpt_hooks.report.entries import Maker, alike, check_path, cut, fold_names, format_bytes, name_pattern, up_to_number
+from ckpt_hooks.report.printing import Maker, alike, check_path, cut, fold_names, format_bytes, name_pattern, up_to_number
 
 from .data import Allocation, LedgerData, maker_in_words
 

@@ -29,7 +29,7 @@ from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import PastFunctionModes, active_fake_mode
 from ckpt_hooks._torch.profiling import IS_ALLOCATION, NOT_OPERATORS, profiler_range
 from ckpt_hooks._torch.tensors import dense_parts, dry_storages
-from ckpt_hooks.report.entries import NOWHERE, Origin
+from ckpt_hooks.report.printing import NOWHERE, Origin
 from ckpt_hooks.report.progress import ticker
 
 _PREFIX = "ckpt_hooks##"
@@ -192,7 +192,7 @@ def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 @skipped
-def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
+def watch(marks: Marks, model: torch.nn.Module | None) -> Iterator[None]:
     """Adds marks for regions, modules, lines and gradients, inside a ``with`` statement."""
     # Names of modules in the model, or else in the outermost called module. Weak, since modules that the step makes and drops
     # have to free their memory.
@@ -217,18 +217,14 @@ def watch(marks: Marks, model: torch.nn.Module | None = None) -> Iterator[None]:
         with PastFunctionModes():
             note_gradients(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
 
-    hooks = [
+    with (
         register_module_forward_pre_hook(begin),
         register_module_forward_hook(end, always_call=True),
         register_optimizer_step_pre_hook(before_step),
-    ]
-    try:
+    ):
         with observe(_Holdings(marks)), _LineMarks(marks, note_gradients):
             yield
         note_gradients(gradient for _, gradient in _leaves_and_others())
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Row(NamedTuple):

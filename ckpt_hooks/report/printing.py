@@ -1,4 +1,4 @@
-"""The entries of reports, plain values without tensors, and how reports print: as text, as JSON, and in errors."""
+"""How reports print, as text, as JSON and in errors; and their entries, plain values without tensors."""
 
 from __future__ import annotations
 

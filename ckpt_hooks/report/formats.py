@@ -1,4 +1,4 @@
-"""Reports in the format of torch's memory snapshots, for https://pytorch.org/memory_viz."""
+"""Other formats of reports: snapshots of memory as torch writes them, for https://pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .entries import Maker, Origin, check_path
+from .printing import Maker, Origin, check_path
 
 Frames = list[dict[str, Any]]
 
