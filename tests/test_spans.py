@@ -311,7 +311,8 @@ def in_a_region(model, x):
     [
         (
             handled,
-            "an exception is not the same at both ends: before the first layer none is handled, after the last a Z",
+            # On Python 3.12 an exception stays handled after tests/test_interrupts.py has raised from a trace function.
+            r"an exception is not the same at both ends: before the first layer (none|a \w+) is handled, after the last a Z",
         ),
         (under_a_mode, "the dispatch mode is not the same at both ends: before the first layer none, after the last Co"),
         (under_hooks, "a pair of saved-tensor hooks is not the same at both ends: before the first layer none, after the last"),
