@@ -432,7 +432,20 @@ def test_a_row_of_samples_ends_with_the_graph_of_its_first(sampled):
         with checkpoint_region():
             y = torch.randn(3, 4, requires_grad=True).sin().cos()
         del y
-    assert sampled == [1, 2, 130, 131, 387, 388]
+    assert sampled == [1, 2, 3, 4, 6, 7, 11, 12, 20, 21, 37, 38, 70, 71, 135, 136, 264, 265, 521, 522]
+
+
+def test_a_forward_without_a_backward_leaves_the_first_step_compared(sampled):
+    layers, x = [nn.Linear(4, 4) for _ in range(12)], torch.randn(3, 4)
+    for count in (1, 2):
+        y = x
+        for layer in layers:
+            with checkpoint_region():
+                y = layer(y).exp()
+        if count == 2:
+            y.sum().backward()
+        del y
+    assert sampled == [*range(1, 25)]
 
 
 def test_backward_after_many_forwards_begins_anew(sampled):

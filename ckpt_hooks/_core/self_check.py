@@ -25,14 +25,15 @@ _IN_A_ROW = 128
 class CheckedPlace:
     """The passes of a module, function or line, of which some are compared."""
 
-    __slots__ = ("_due", "_first", "_gap", "_is_shared", "_left", "has_warned", "num_parts", "number", "owner")
+    _first: weakref.ref[Any] | None  # of the samples in a row
+    __slots__ = ("_due", "_first", "_gap", "_is_shared", "_left", "_row", "has_warned", "num_parts", "number", "owner")
 
     def __init__(self, owner: Any, *, is_shared: bool = False) -> None:
         self.number, self._due, self.has_warned, self.num_parts = 0, 1, False, 0
         self.owner = None if owner is None else weakref.ref(owner)
         self._is_shared = is_shared  # whether modules that nothing tells apart share this place
-        self._left = self._gap = _IN_A_ROW if is_shared else 1
-        self._first: weakref.ref[Any] | None = None  # of the samples in a row
+        self._row, self._gap = _IN_A_ROW if is_shared else 1, 1
+        self._left, self._first = self._row, None
 
     def is_of(self, owner: Any) -> bool:
         return self.owner is None or self.owner() is owner
@@ -44,20 +45,18 @@ class CheckedPlace:
 
     def sampled(self, sample: Any) -> None:
         # Some forwards have no backward, such as those of a validation, and of a thousand in a row none has been compared. So
-        # another pass is sampled although this one waits for its backward, but each time after twice as many.
+        # another row of passes is sampled although none of this row was compared, but each time after twice as many.
         if self._first is None:
             self._first = weakref.ref(sample)
         self._left -= 1
-        if self._left <= 0 or self._first() is None:  # its graph ended without a backward
-            self._due, self._gap = self.number + self._gap, 2 * self._gap
-            self._begin_row()
-
-    def _begin_row(self) -> None:
-        self._left, self._first = _IN_A_ROW if self._is_shared else 1, None
+        is_full = self._left <= 0
+        if is_full or self._first() is None:  # its graph ended without a backward
+            gap = max(self._gap, self._row) if is_full else self._gap
+            self._due, self._gap = self.number + gap, 2 * gap
+            self._left, self._first = self._row, None
 
     def compared(self) -> None:
-        self._gap = _IN_A_ROW if self._is_shared else 1
-        self._begin_row()
+        self._left, self._first, self._gap = self._row, None, 1
         bits = self.number.bit_length()
         self._due = 1 << bits  # the next power of two
         if self._is_shared:  # if twelve layers share a place, powers of two reach only some layers
