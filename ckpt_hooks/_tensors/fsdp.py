@@ -17,8 +17,6 @@ from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
 from ckpt_hooks._torch.tensors import storage_of
 
-from .refilling import RefillSource
-
 
 class Unit(NamedTuple):
     """A group of parameters that FSDP2 gathers together, an ``FSDPParamGroup`` of torch."""
@@ -38,7 +36,7 @@ _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
-def unit_of(tensor: torch.Tensor) -> RefillSource | None:
+def unit_of(tensor: torch.Tensor) -> tuple[Unit, torch.Tensor] | None:
     """Returns the unit that gathers a tensor, and the tensor's shard in this process; None for memory not freed by FSDP2."""
     if not num_units() or (address := storage_of(tensor)) is None:
         return None
@@ -58,7 +56,7 @@ def unit_of(tensor: torch.Tensor) -> RefillSource | None:
     return origin
 
 
-def _origin_at(address: int) -> RefillSource | None:
+def _origin_at(address: int) -> tuple[Unit, torch.Tensor] | None:
     references = _by_address.get(address)
     if references is None:
         return None
@@ -66,7 +64,7 @@ def _origin_at(address: int) -> RefillSource | None:
     if group is None or parameter is None or address not in addresses_of(parameter):
         del _by_address[address]
         return None
-    return RefillSource(Unit(group), shard_of(parameter))
+    return Unit(group), shard_of(parameter)
 
 
 def _index() -> None:

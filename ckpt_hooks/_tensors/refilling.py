@@ -33,12 +33,8 @@ class RefillSource(NamedTuple):
     source: torch.Tensor
 
 
-#: Returns where the contents of a tensor come from; None for memory which is not the framework's.
-Finder = Callable[[torch.Tensor], RefillSource | None]
-
-
 @functools.cache
-def _finder_of_fsdp() -> Finder:
+def _finder_of_fsdp() -> Callable[[torch.Tensor], tuple[Owner, torch.Tensor] | None]:
     from .fsdp import unit_of  # imports the framework
 
     return unit_of
@@ -46,8 +42,10 @@ def _finder_of_fsdp() -> Finder:
 
 def owner_of(tensor: torch.Tensor) -> RefillSource | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
-    # Unless the framework is imported, a question costs only a look-up.
-    return _finder_of_fsdp()(tensor) if "torch.distributed.fsdp" in sys.modules else None
+    if "torch.distributed.fsdp" not in sys.modules:  # a question costs only a look-up
+        return None
+    found = _finder_of_fsdp()(tensor)
+    return None if found is None else RefillSource(*found)
 
 
 class FilledMemory:
