@@ -26,14 +26,15 @@ class CheckedPlace:
     """The passes of a module, function or line, of which some are compared."""
 
     _first: weakref.ref[Any] | None  # of the samples in a row
-    __slots__ = ("_due", "_first", "_gap", "_is_shared", "_left", "_row", "has_warned", "num_parts", "number", "owner")
+    __slots__ = ("_due", "_first", "_gap", "_left", "_row", "has_warned", "num_parts", "number", "owner")
 
     def __init__(self, owner: Any, *, is_shared: bool = False) -> None:
         self.number, self._due, self.has_warned, self.num_parts = 0, 1, False, 0
         self.owner = None if owner is None else weakref.ref(owner)
-        self._is_shared = is_shared  # whether modules that nothing tells apart share this place
-        self._row, self._gap = _IN_A_ROW if is_shared else 1, 1
-        self._left, self._first = self._row, None
+        # How many passes are sampled in a row: more than one if modules that nothing tells apart share this place.
+        self._row = _IN_A_ROW if is_shared else 1
+        self._gap = 1
+        self._begin_row()
 
     def is_of(self, owner: Any) -> bool:
         return self.owner is None or self.owner() is owner
@@ -53,13 +54,17 @@ class CheckedPlace:
         if is_full or self._first() is None:  # its graph ended without a backward
             gap = max(self._gap, self._row) if is_full else self._gap
             self._due, self._gap = self.number + gap, 2 * gap
-            self._left, self._first = self._row, None
+            self._begin_row()
+
+    def _begin_row(self) -> None:
+        self._left, self._first = self._row, None
 
     def compared(self) -> None:
-        self._left, self._first, self._gap = self._row, None, 1
+        self._gap = 1
+        self._begin_row()
         bits = self.number.bit_length()
         self._due = 1 << bits  # the next power of two
-        if self._is_shared:  # if twelve layers share a place, powers of two reach only some layers
+        if self._row > 1:  # if twelve layers share a place, powers of two reach only some layers
             self._due = self.number + 1 if self.number < _ALL_OF_SHARED else self._due + bits
 
 
