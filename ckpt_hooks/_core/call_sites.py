@@ -117,7 +117,8 @@ def place_in_words(place: CallSite, names: Mapping[int, str]) -> str:
 
 def module_names(reference: weakref.ref[torch.nn.Module] | None) -> dict[int, str]:
     """Returns the names of modules in a model, by ``id`` of ``__dict__``: ``checkpoint(module)`` shares the module's."""
-    root, names = None if reference is None else reference(), dict[int, str]()
+    root = None if reference is None else reference()
+    names: dict[int, str] = {}
     for name, module in () if root is None else root.named_modules():
         names.setdefault(id(vars(module)), name)
     return names

@@ -137,8 +137,7 @@ def resume_transforms(suspended: tuple[list[object], int]) -> None:
         _enter_batched_grads()
 
 
-# The getters and setters of torch's switches take a twentieth of the time of the public forms. Most are looked up
-# by name.
+# The getters and setters of torch's switches take a twentieth of the time of the public forms. Most are looked up by name.
 C: Any = torch._C
 
 # A guard compares torch's global state with the state when the guard was made, as compiled code does, and imports no compiler.
