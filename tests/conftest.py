@@ -75,6 +75,7 @@ def _seeded() -> Iterator[None]:
     tests nest the two, and one is about the warning.
     """
     torch.manual_seed(0)
+    random.seed(0)
     base._lists.clear()
     misuse.warn_of_transform.cache_clear()
     _options._warned.clear()
