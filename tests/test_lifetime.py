@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint as theirs
 
-from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint, checkpoint_region, trace
+from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint, checkpoint_region, set_self_check, trace
+from ckpt_hooks._core.frame import stack
 from tests.measure import Frames, Log, allocated, leaf, peak_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -44,6 +45,15 @@ def test_a_discarded_output_takes_its_frame_along(frames):
     x = leaf(3)
     checkpoint(block, x)
     assert frames.alive() == [False]
+
+
+def test_what_only_forward_needs_goes_with_forward():
+    found = []
+    with set_self_check(False):
+        y = checkpoint(lambda x: (found.append(stack.innermost), block(x))[1], leaf(3))
+    assert y.requires_grad
+    for name in ("numbers", "facts", "without_grad", "positions"):  # autograd keeps the pack hook, which adds to these lists
+        assert gc.get_referrers(getattr(found[0], name)) == found, name
 
 
 @pytest.mark.parametrize("where", ["first", "last"])

@@ -169,10 +169,10 @@ class Arguments:
         self._steps = fused_steps.count
         # By position: the ``requires_grad`` of a kept tensor when forward began, if it has changed since.
         self._flags: dict[int, bool] = _NONE
-        # Arguments that are outputs of operators, by position: a weak reference, the ``id``, an alias without history, and the
+        # Arguments that are outputs of operators: position, a weak reference, the ``id``, an alias without history, and the
         # base of a view. Only the alias is held: after ``h += checkpoint(block, h)`` the history of ``h`` leads to the region,
         # which would hold itself for ever. A rerun gets the tensor while it lives, later the alias with a history.
-        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Base | None]] = _NONE
+        self._origins: tuple[tuple[int, weakref.ref[torch.Tensor], int, torch.Tensor, Base | None], ...] = ()
 
     def close(self) -> None:
         """Ends forward: from now on the function changes no tensor."""
@@ -192,10 +192,9 @@ class Arguments:
             self._tensors = tensors
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        origin = next((known for known in self._origins.values() if known[1] == id(tensor)), None) if self._origins else None
-        if origin is None:
-            origin = weakref.ref(tensor), id(tensor), counted_detach(tensor), base_of(tensor)
-        self._origins = {**self._origins, position: origin}
+        same = next((known[1:] for known in self._origins if known[2] == id(tensor)), None)
+        origin = same or (weakref.ref(tensor), id(tensor), counted_detach(tensor), base_of(tensor))
+        self._origins += ((position, *origin),)
         return origin[2]
 
     def _note_flags(self, after: Sequence[_Facts]) -> None:
@@ -216,7 +215,7 @@ class Arguments:
                 aliases[id(tensor)] = alias
                 alias.__dict__.update(tensor.__dict__)
             tensors[position] = alias
-        for position, (reference, number, alias, base) in self._origins.items():
+        for position, reference, number, alias, base in self._origins:
             tensor = reference()
             if tensor is None:
                 if number not in stand_ins:

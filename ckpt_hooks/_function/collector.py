@@ -13,8 +13,10 @@ operator would take memory.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -108,7 +110,7 @@ class Collector:
         next_is_wanted = chain(asked, repeat(None)).__next__
         unfinished = -1  # sequence number of an operator that may still write to its saved tensor
         positions = frame.positions if watches_draws else None
-        where = position_of_generators(watched=positions is not None, begin=positions and positions[-1][0])
+        where = position_of_generators(watched=positions is not None, begin=positions and positions[0][1][0])
         position = where[0]
 
         def fill(tensor: torch.Tensor) -> int | torch.Tensor:
@@ -179,10 +181,10 @@ class Collector:
 
     def _compare_draws(self, position: Position, where: Where) -> None:
         """Distrusts the next and all later values if the rerun has drawn other random numbers than forward up to here."""
-        positions, index = self.frame.positions or {}, len(self.values)
-        if index > self.last or positions.get(index) == position:
+        positions, index = self.frame.positions, len(self.values)
+        if index > self.last:
             return
-        expected = positions[max(moved_at for moved_at in positions if moved_at <= index)]
+        _, expected = positions[bisect_right(positions, index, key=itemgetter(0)) - 1]
         if expected != position:
             if are_other_threads_alive():  # another thread may have drawn: checked after the rerun
                 self.moved_otherwise |= devices_between(expected, position, where)

@@ -169,7 +169,8 @@ class FunctionFrame(Frame):
         self.state: Journal | None = None
         self.sampled: Any = None  # set in the passes that the self-check compares
         self.collector: Any = None  # set while a rerun runs
-        self.marks: list[RegionMark] = []  # where inner regions began in forward, and how many tensors they saved here
+        # Where inner regions began in forward, and how many tensors they saved here; most regions share the empty tuple.
+        self.marks: tuple[()] | list[RegionMark] = ()
         # How many nodes of autograd's graph the function made on this thread (-1 until it returns), and whether its last
         # operators ran on small tensors.
         self.num_nodes, self.ends_small = -1, False
@@ -178,9 +179,9 @@ class FunctionFrame(Frame):
         self.numbers: list[int] = []
         # Metadata of each packed tensor, compared on recompute; of kept tensors, the metadata of MISSING.
         self.facts: list[Any] = []
-        # Positions of the random generators: at the start, by the key -1, and when the generators have moved, by the index of
-        # the tensor packed next. None if a rerun draws anew.
-        self.positions: dict[int, Position] | None = None
+        # Positions of the random generators: at the start, with the number -1, and when the generators have moved, with the
+        # index of the tensor packed next. None if a rerun draws anew.
+        self.positions: list[tuple[int, Position]] | None = None
         self.fingerprints: Sequence[Any] = ()  # of values; empty if values are not compared
         self.without_grad: list[int] = []  # the indices of packed tensors that require no grad
         self._keeps_all = False
@@ -211,9 +212,9 @@ class FunctionFrame(Frame):
                 self._compare_values()
             context, preserve_rng_state = copy_context(), self.options.preserve_rng_state
             self.variables, others = variables_in(context) if context else ((), ())
-            is_needed, with_buffers = bool(self.variables), self.options.preserve_buffers
+            is_needed = bool(self.variables)
             objects = (*self.arguments.objects, *others)
-            state = journal_of(self.function, objects, preserve_buffers=with_buffers, is_needed=is_needed)
+            state = journal_of(self.function, objects, preserve_buffers=self.options.preserve_buffers, is_needed=is_needed)
             if state is False:  # a lazy module has not made its parameters yet
                 if self.contexts is not None:
                     raise uninitialized(format_path(self.path))
@@ -229,7 +230,7 @@ class FunctionFrame(Frame):
                     )
                     if place.is_due() and not is_drawn_anew(self.parent):
                         self._sample(place)
-                self.positions = {}
+                self.positions = []
                 if state is not None and (recurrent := [layer for tree in state.trees for layer in tree.recurrent]):
                     seed_masks_anew(recurrent)
             self._open()
@@ -277,22 +278,32 @@ class FunctionFrame(Frame):
 
     @skipped
     def _open(self) -> None:
-        frame, facts, note = self, self.options.check.facts, self.facts.append
-        next_number, append, new_kept = count(FIRST_NUMBER).__next__, self.numbers.append, KeptTensor
-        path, without_grad, positions = self.path, self.without_grad, self.positions
-        latest = missing = facts(MISSING)
+        frame, count_next, facts_of, positions = self, count(FIRST_NUMBER).__next__, self.options.check.facts, self.positions
         where = position_of_generators(watched=positions is not None)
-        position = where[0]
+        latest, position = facts_of(MISSING), where[0]
         if positions is not None:
-            positions[-1] = position, where[1]
+            positions.append((-1, (position, where[1])))
 
-        def pack(tensor: torch.Tensor) -> tuple[Any, int] | KeptTensor:
+        # Defaults, since ``release`` can drop them: each variable of the closure is one more object that lives until backward.
+        def pack(
+            tensor: torch.Tensor,
+            next_number: Any = count_next,
+            append: Any = self.numbers.append,
+            facts: Any = facts_of,
+            note: Any = self.facts.append,
+            missing: Any = latest,
+            where: Any = where,
+            positions: Any = positions,
+            without_grad: list[int] = self.without_grad,
+            path: RegionPath = self.path,
+            new_kept: type[KeptTensor] = KeptTensor,
+        ) -> tuple[Any, int] | KeptTensor:
             nonlocal latest, position
             number = next_number()
             append(number)
-            if position != where[0] and positions is not None:
+            if position != where[0]:
                 position = where[0]
-                positions[number - FIRST_NUMBER] = position, where[1]
+                positions.append((number - FIRST_NUMBER, (position, where[1])))
             if tensor.is_leaf:  # as is every tensor that requires no grad
                 if tensor.requires_grad:
                     # Kept, since the graph holds the leaf anyway. A *view* of a leaf is not kept: if a framework gives the
@@ -315,6 +326,7 @@ class FunctionFrame(Frame):
         def release() -> None:
             nonlocal frame
             del frame
+            pack.__defaults__ = None
 
         fingerprint = self.options.check.fingerprint
         if fingerprint is None and self.watch is None:
@@ -410,6 +422,7 @@ class FunctionFrame(Frame):
         collector = self.collector
         every: Sequence[int] = range(len(labels))
         if collector is None:
+            self.marks = self.marks or []
             self.marks.append((len(self.numbers), len(labels), labels, path))
             return every
         number, position = len(collector.marks), len(collector.values)

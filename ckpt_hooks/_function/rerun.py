@@ -231,9 +231,8 @@ def _look_into_draws(frame: Any, wanted: Collection[int] | None, moved: set[torc
     if watch.unknown is not None or moved & watch.devices:
         raise draws_error(region, f" In the region, {watch.unknown or f'{watch.first_draw} draws'}.")
     # The first rerun itself may have drawn, to fill a cache that the second rerun, with the probe, only read.
-    positions = frame.positions or {}
-    begin, where = positions.get(-1), position_of_generators()
-    in_forward: set[torch.device] = set().union(*(devices_between(begin, position, where) for position in positions.values()))
+    positions, where = [position for _, position in frame.positions], position_of_generators()
+    in_forward: set[torch.device] = set().union(*(devices_between(positions[0], position, where) for position in positions))
     if not (is_proven or moved <= in_forward or moves_by_itself(moved)):
         raise draws_error(region)
     warn_of_drawing_thread()
