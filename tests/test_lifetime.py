@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import decimal
 import functools
 import gc
 import itertools
@@ -54,6 +56,22 @@ def test_what_only_forward_needs_goes_with_forward():
     assert y.requires_grad
     for name in ("numbers", "facts", "without_grad", "positions"):  # autograd keeps the pack hook, which adds to these lists
         assert gc.get_referrers(getattr(found[0], name)) == found, name
+
+
+@pytest.mark.parametrize(("value", "has_journal"), [(decimal.Context(), False), ([1], True)])
+def test_a_value_in_a_context_that_no_note_rebuilds_needs_no_journal(value, has_journal):
+    variable, frames = contextvars.ContextVar("variable"), Frames()
+
+    def forward():
+        variable.set(value)
+        with frames:
+            return checkpoint(block, leaf(3))
+
+    y = contextvars.Context().run(forward)  # without variables that other tests have set
+    frame = frames.frames[0]()
+    assert [name for name, *_ in frame.variables if name is variable] == [variable]
+    assert (frame.state is not None) == has_journal
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("where", ["first", "last"])

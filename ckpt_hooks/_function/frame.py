@@ -34,6 +34,7 @@ from ckpt_hooks._core.settings import DEFAULTS, Settings, self_check
 from ckpt_hooks._function.contexts import ContextPair, suppressed_error, telling_operators, under_modes
 from ckpt_hooks._options import DEFAULT_OPTIONS, NOTHING, RegionOptions, check_of
 from ckpt_hooks._state.journal import Journal, journal_of
+from ckpt_hooks._state.notes import Note
 from ckpt_hooks._state.trees import Tree
 from ckpt_hooks._state.walk import variables_in
 from ckpt_hooks._torch.autograd import (
@@ -212,7 +213,7 @@ class FunctionFrame(Frame):
                 self._compare_values()
             context, preserve_rng_state = copy_context(), self.options.preserve_rng_state
             self.variables, others = variables_in(context) if context else ((), ())
-            is_needed = bool(self.variables)
+            is_needed = any(type(value) is Note for _, value, _ in self.variables)  # a rerun's loan makes their values
             objects = (*self.arguments.objects, *others)
             state = journal_of(self.function, objects, preserve_buffers=self.options.preserve_buffers, is_needed=is_needed)
             if state is False:  # a lazy module has not made its parameters yet

@@ -310,11 +310,12 @@ def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any
     variables: list[tuple[ContextVar[Any], Any, Any]] = []
     others = []
     for variable, value in context.items():
-        note = value if is_atom(value) else Walk(passes=True).note(value)
-        inside = list(notes_in([note]))
+        note = Walk(passes=True).note(value) if parts_of(type(value)) else value
         if type(note) is not Note:
             variables.append((variable, value, None))
-        elif any(base for inner in inside if type(inner) is Note for _, base, *_ in inner.rows):
+            continue
+        inside = list(notes_in([note]))
+        if any(base for inner in inside if type(inner) is Note for _, base, *_ in inner.rows):
             variables.append((variable, value, None))
             others.append(value)
         else:
