@@ -14,8 +14,8 @@ from time import perf_counter
 
 Step = Callable[[], object]
 
-# Full garbage collections fall into some steps of a long program and not into others. In one step a slice, the minimum would
-# be of a step without a collection, which some implementations never have.
+# A full garbage collection falls into some steps of a long program only. With slices of one step, the minimum would be a step
+# without a collection, and some implementations have no such step.
 _LEAST = 4
 
 
