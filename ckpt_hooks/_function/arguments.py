@@ -192,7 +192,7 @@ class Arguments:
             self._tensors = tensors
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        same = next((known[1:] for known in self._origins if known[2] == id(tensor)), None)
+        same = next((known[1:] for known in self._origins if known[2] == id(tensor)), None) if self._origins else None
         origin = same or (weakref.ref(tensor), id(tensor), counted_detach(tensor), base_of(tensor))
         self._origins += ((position, *origin),)
         return origin[2]
